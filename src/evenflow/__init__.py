@@ -1,0 +1,1 @@
+"""evenflow serves language models so that no stream stalls."""

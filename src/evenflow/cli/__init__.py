@@ -1,0 +1,1 @@
+"""The `evenflow` command: one file a command; `--help` imports no torch."""

@@ -1,0 +1,58 @@
+"""Every error evenflow raises on purpose, as one tree.
+
+    EvenflowError
+    ├── InvalidInput (ValueError)      the caller can fix it: exit code 2 on the command line
+    │   ├── InvalidConfig              an engine setting, or two that do not go together
+    │   ├── InvalidRequest             one request; the engine goes on serving the others
+    │   └── ModelError                 a model that cannot be loaded
+    │       ├── ModelNotFound          no such folder or file
+    │       ├── UnsupportedModel       an architecture, tensor type or option evenflow does not run
+    │       └── BrokenModel            a truncated or inconsistent file
+    ├── MissingDependency              an extra that is not installed: says which to install
+    ├── OutOfMemory                    says which settings to lower
+    └── EngineFailed                   a step failed: exit code 1 on the command line
+"""
+
+
+class EvenflowError(Exception):
+    """Base of all errors raised by evenflow."""
+
+
+class InvalidInput(EvenflowError, ValueError):
+    """Something the caller gave is wrong; the message names the value and what is allowed."""
+
+
+class InvalidConfig(InvalidInput):
+    """A setting of the engine, or two settings that contradict each other."""
+
+
+class InvalidRequest(InvalidInput):
+    """A request that can never be served as asked."""
+
+
+class ModelError(InvalidInput):
+    """A model that cannot be loaded."""
+
+
+class ModelNotFound(ModelError):
+    """The model's folder or file does not exist."""
+
+
+class UnsupportedModel(ModelError):
+    """The model is whole, but evenflow's own engine does not run it."""
+
+
+class BrokenModel(ModelError):
+    """The model's files are truncated or contradict each other."""
+
+
+class MissingDependency(EvenflowError, ImportError):
+    """A part of evenflow whose extra is not installed."""
+
+
+class OutOfMemory(EvenflowError, MemoryError):
+    """Memory ran out; the message says which settings to lower."""
+
+
+class EngineFailed(EvenflowError, RuntimeError):
+    """A step failed in a way that no single request caused."""

@@ -1,0 +1,1 @@
+"""What runs a StepPlan: the protocol, a deterministic fake, a replay of a recording, and torch."""

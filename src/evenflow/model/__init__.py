@@ -1,0 +1,1 @@
+"""The Llama-family decoder in torch: files, tokenizer, layers, attention, sampling."""
