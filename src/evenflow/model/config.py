@@ -1,0 +1,138 @@
+"""What a decoder of the Llama family looks like, in numbers, whatever file it came from.
+
+Knows nothing of files, tokenizers or torch: the readers of each format fill it in, the decoder reads it.
+"""
+
+from dataclasses import dataclass
+
+from evenflow.errors import BrokenModel
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a smooth passage between the two."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolated and original frequencies blended over a ramp; `attention_factor` multiplies cos and sin."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Each of the rotary_dim / 2 frequencies divided by its own factor; `attention_factor` multiplies cos and sin.
+
+    Holds LongRoPE, and the factors that GGUF files carry as a tensor.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: the first `rotary_dim` values of a head turn, in pairs (i, i + rotary_dim / 2)."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None
+
+    def __post_init__(self) -> None:
+        if self.theta <= 0:
+            raise BrokenModel(f"rope theta is {self.theta}, it must be positive")
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise BrokenModel(f"the rotary dimension is {self.rotary_dim}, it must be positive and even")
+        if isinstance(self.scaling, FrequencyFactors) and len(self.scaling.factors) != self.rotary_dim // 2:
+            raise BrokenModel(
+                f"{len(self.scaling.factors)} rope frequency factors, {self.rotary_dim // 2} are needed "
+                f"for a rotary dimension of {self.rotary_dim}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and options of one model.
+
+    `layer_windows[i]` is the number of positions layer i sees, its own included, or None for all of them.
+    `layer_uses_rope[i]` is False where layer i attends without positions.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    attention_scale: float
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    layer_uses_rope: tuple[bool, ...]
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_layers()
+        special_ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
+        for token_id in special_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position",
+            "rms_norm_eps",
+            "attention_scale",
+        ):
+            if getattr(self, name) <= 0:
+                raise BrokenModel(f"{name} is {getattr(self, name)}, it must be positive")
+        if self.num_heads % self.num_kv_heads:
+            raise BrokenModel(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rope.rotary_dim > self.head_dim:
+            raise BrokenModel(f"the rotary dimension {self.rope.rotary_dim} is larger than head_dim {self.head_dim}")
+
+    def _check_layers(self) -> None:
+        for name in ("layer_windows", "layer_uses_rope"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise BrokenModel(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
+        for window in self.layer_windows:
+            if window is not None and window <= 0:
+                raise BrokenModel(f"a sliding window is {window} positions, it must be positive")

@@ -1,0 +1,94 @@
+"""The tensors of a model by canonical name, each read from disk only when it is asked for.
+
+Knows the names and shapes a decoder needs; knows no file format.
+
+Names are those of Hugging Face checkpoints without the leading `model.`: `embed_tokens.weight`,
+`layers.0.self_attn.q_proj.weight`, `norm.weight`, `lm_head.weight` (absent when it is the embedding).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from evenflow.errors import BrokenModel
+from evenflow.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is still on disk: its shape, and how to read it as float32."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """Float32 tensors by name.
+
+    Each lookup reads the tensor anew and keeps nothing, so that a loader that takes every tensor once holds
+    one copy of the model: look a name up once.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._stored[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return self._stored[name].shape
+
+
+def needed_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor a model of this configuration is made of."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (outputs, inputs, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (outputs, inputs)
+        if has_bias:
+            shapes[f"{name}.bias"] = (outputs,)
+    if config.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    return shapes
+
+
+def check_weights(weights: Weights, config: ModelConfig) -> None:
+    """Refuse a model whose tensors are missing or contradict its configuration."""
+    for name, shape in needed_shapes(config).items():
+        if name not in weights:
+            raise BrokenModel(f"the tensor {name} is missing")
+        if weights.shape(name) != shape:
+            raise BrokenModel(f"the tensor {name} has shape {weights.shape(name)}, the configuration says {shape}")
