@@ -40,7 +40,7 @@ class ExecutorCaps:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that takes a slot in this step, first or again after a preemption: all an executor needs of it, once."""
+    """A request that takes a slot in this step, first or after a preemption: all an executor needs of it, once."""
 
     request_id: str
     epoch: int

@@ -102,8 +102,8 @@ class Request:
         [scheduled, known)          ids known, not yet scheduled
         [known, known + pending)    sampled on the device by steps in flight, ids not yet seen
 
-    committed <= scheduled <= known + pending. A preemption starts over at 0 in a new epoch; what steps of an older
-    epoch return is dropped.
+    committed <= scheduled <= known + pending. Leaving its slot, by preemption or for good, starts a new epoch: what
+    steps of an older epoch return is dropped.
     """
 
     __slots__ = (
@@ -115,7 +115,6 @@ class Request:
         "error",
         "finish_reason",
         "id",
-        "last_step_id",
         "max_known_tokens",
         "num_cached_tokens",
         "num_committed",
@@ -165,7 +164,6 @@ class Request:
         self.num_committed = 0
         self.num_pending = 0
         self.num_cached_tokens = 0
-        self.last_step_id = -1  # the newest step that touches this request's blocks and slot
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = block_hashes if block_hashes is not None else []
 
@@ -186,11 +184,6 @@ class Request:
         """Work left. The last token that `max_tokens` allows is never fed back."""
         reachable = min(len(self.tokens) + self.num_pending, self.max_known_tokens - 1)
         return reachable - self.num_scheduled
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether more than the one token of a decode is missing, or the prompt itself is not through."""
-        return self.num_scheduled < self.num_prompt_tokens or self.num_unscheduled > 1
 
     @property
     def is_finished(self) -> bool:

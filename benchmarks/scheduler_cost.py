@@ -1,0 +1,93 @@
+"""What planning costs: schedule() + commit() with 64 to 1,024 decoding requests, and the prefix lookup of a long prompt.
+
+Run: python benchmarks/scheduler_cost.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.prefix_cache import hash_blocks
+from evenflow.core.request import Request, SamplingParams
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+
+STEPS = 400
+LONG_PROMPT = 100_000
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """The cheapest possible executor: token 1 for everybody."""
+    tokens = ((1,),) * len(plan.decodes) + tuple((1,) if chunk.samples else () for chunk in plan.chunks)
+    return StepResult(plan.step_id, tokens, 0.0)
+
+
+def decoding_scheduler(num_requests: int) -> Scheduler:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=num_requests * 64, max_num_seqs=num_requests))
+    for index in range(num_requests):
+        prompt = [index, *range(2, 32)]
+        sampling = SamplingParams(max_tokens=900, ignore_eos=True)
+        hashes = hash_blocks(prompt, scheduler.block_size)
+        scheduler.add(
+            Request(str(index), prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
+        )
+    while len(scheduler.waiting) or scheduler.num_running < num_requests:
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.commit(answer(plan), 0.0)
+    return plan
+
+
+def step_cost(num_requests: int) -> float:
+    """Median seconds of one schedule() + commit()."""
+    scheduler = decoding_scheduler(num_requests)
+    costs = []
+    for _ in range(STEPS):
+        plan_start = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        planned = time.perf_counter() - plan_start
+        assert plan is not None
+        assert len(plan.decodes) == num_requests
+        result = answer(plan)
+        commit_start = time.perf_counter()
+        scheduler.commit(result, 0.0)
+        costs.append(planned + time.perf_counter() - commit_start)
+    return statistics.median(costs)
+
+
+def lookup_cost() -> tuple[float, float]:
+    """Seconds to hash, and to look up, a long prompt that is cached whole."""
+    scheduler = Scheduler(SchedulerConfig(num_blocks=LONG_PROMPT // 16 + 2, policy="unchunked"))
+    prompt = [token % 50_000 for token in range(LONG_PROMPT)]
+    sampling = SamplingParams(max_tokens=1)
+    start = time.perf_counter()
+    hashes = hash_blocks(prompt, scheduler.block_size)
+    hashed = time.perf_counter()
+    request = Request("long", prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
+    scheduler.add(request)
+    step(scheduler)
+    again = Request("again", prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
+    found_start = time.perf_counter()
+    blocks = scheduler.prefix_cache.find(again)
+    found = time.perf_counter()
+    assert len(blocks) == (LONG_PROMPT - 1) // scheduler.block_size
+    return hashed - start, found - found_start
+
+
+def main() -> None:
+    print("schedule() + commit(), median of", STEPS, "steps")
+    for num_requests in (64, 256, 1024):
+        seconds = step_cost(num_requests)
+        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {seconds / num_requests * 1e6:5.2f} µs a request")
+    hashing, lookup = lookup_cost()
+    print(f"prefix of {LONG_PROMPT} tokens: hashing {hashing * 1e3:.1f} ms, lookup {lookup * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which leading tokens of a request have their KV in the pool already, or will soon.
+
+A block's hash covers its tokens and, through its parent's hash, all tokens before it; a salt in the first link keeps
+tenants apart. The hash is collision-resistant, because a hit hands one request's KV to another.
+Must not know: scheduling order, text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import islice
+
+from evenflow.core.blocks import BlockPool
+from evenflow.core.request import Request
+
+_DIGEST_BYTES = 16
+
+
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, salt: bytes = b"", parents: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids` that follow those in `parents`."""
+    parent = parents[-1] if parents else blake2b(salt, digest_size=_DIGEST_BYTES).digest()
+    first = len(parents)
+    num_full = len(token_ids) // block_size
+    data = array("I", token_ids[first * block_size : num_full * block_size]).tobytes()
+    stride = block_size * array("I").itemsize
+    hashes = []
+    for offset in range(0, len(data), stride):
+        parent = blake2b(parent + data[offset : offset + stride], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Finds cached prefixes, and knows which prompts are being computed right now."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._enabled = enabled
+        self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> the request that computes it
+
+    def find(self, request: Request) -> list[int]:
+        """Blocks that hold the request's leading tokens. At least one token is left to compute: it gives the logits."""
+        return self._pool.find(self._usable_hashes(request))
+
+    def first_missing(self, request: Request, cached_blocks: Sequence[int]) -> bytes | None:
+        """The hash of the block after the cached ones, where others could share it."""
+        hashes = self._usable_hashes(request)
+        return hashes[len(cached_blocks)] if len(cached_blocks) < len(hashes) else None
+
+    def is_being_computed(self, block_hash: bytes) -> bool:
+        return block_hash in self._being_computed
+
+    def _usable_hashes(self, request: Request) -> list[bytes]:
+        if not self._enabled or request.sampling.prompt_logprobs is not None:
+            return []
+        return list(islice(request.block_hashes, (request.num_known - 1) // self._block_size))
+
+    def start_computing(self, request: Request) -> None:
+        if self._enabled:
+            first = request.num_cached_tokens // self._block_size
+            for block_hash in islice(request.block_hashes, first, None):
+                self._being_computed.setdefault(block_hash, request.id)
+
+    def publish(self, request: Request, num_committed_before: int) -> None:
+        """Offer the blocks that were completed since; tokens sampled meanwhile are hashed here."""
+        if not self._enabled:
+            return
+        first, end = num_committed_before // self._block_size, request.num_committed // self._block_size
+        if end > len(request.block_hashes):
+            request.block_hashes += hash_blocks(request.tokens, self._block_size, request.salt, request.block_hashes)
+        for index in range(first, end):
+            block_hash = request.block_hashes[index]
+            self._pool.publish(request.block_ids[index], block_hash)
+            self._stop_computing(block_hash, request)
+
+    def abandon(self, request: Request) -> None:
+        """The request stops before all of its prompt is published: nobody shall wait for the rest."""
+        for block_hash in islice(request.block_hashes, request.num_committed // self._block_size, None):
+            self._stop_computing(block_hash, request)
+
+    def _stop_computing(self, block_hash: bytes, request: Request) -> None:
+        if self._being_computed.get(block_hash) == request.id:
+            del self._being_computed[block_hash]

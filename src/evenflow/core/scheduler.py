@@ -1,0 +1,422 @@
+"""Turns requests into steps: `schedule` plans one and advances the counters, `commit` takes in what came of it.
+
+Between the two a step is in flight, and the next may be planned already; see `ExecutorCaps.max_steps_in_flight`.
+Nothing here waits, reads a clock or draws a random number: the same calls give the same plans.
+Must not know: text, tensors, which executor runs the plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from evenflow.core.blocks import BlockPool
+from evenflow.core.plan import (
+    Admission,
+    BlockTableChange,
+    Chunk,
+    Decodes,
+    ExecutorCaps,
+    StepPlan,
+    StepResult,
+)
+from evenflow.core.policy import Candidate, Policy, Quota, StepView, make_policy
+from evenflow.core.prefix_cache import PrefixCache
+from evenflow.core.queue import FirstComeQueue
+from evenflow.core.request import FinishReason, Request, Status
+from evenflow.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """All that a scheduler's decisions depend on, besides its calls and the executor's caps."""
+
+    num_blocks: int
+    policy: str = "fixed:2048"  # as in `make_policy`
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+
+
+class Emission(NamedTuple):
+    """What a committed step gave to one request."""
+
+    request: Request
+    sequence: int  # its place in the StepResult
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that is through: who got tokens, and who ended by it."""
+
+    plan: StepPlan
+    result: StepResult
+    emissions: list[Emission]
+    finished: list[Request]
+
+
+_Sequence = tuple[Request, int, int, tuple[int, ...]]  # request, epoch, length, new tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    sequences: list[Request]  # decodes, then chunks, as in the plan
+
+
+class Scheduler:
+    """Owns the requests, the blocks and the slots of one engine."""
+
+    def __init__(self, config: SchedulerConfig, caps: ExecutorCaps | None = None, policy: Policy | None = None) -> None:
+        self.config = config
+        self.caps = caps or ExecutorCaps()
+        self.policy = policy or make_policy(config.policy, config.max_num_batched_tokens)
+        self.block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
+        self.waiting = FirstComeQueue()
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self._prefilling: dict[str, Request] = {}  # running, in order of admission
+        self._decoding: dict[str, Request] = {}  # running, exactly one token to feed
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released_slots: list[int] = []  # to tell the executor with the next plan
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_step_id = 0
+        self._num_arrivals = 0
+
+    # ---- requests come and go ----
+
+    def add(self, request: Request) -> None:
+        if request.id in self.requests:
+            raise InvalidRequest(f"Got request id {request.id!r} but a request of that id is being served.")
+        capacity = self.pool.num_blocks * self.block_size
+        if request.max_known_tokens > capacity:
+            raise InvalidRequest(
+                f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
+                f"but the KV cache holds {capacity}."
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at any moment. False if it is not here (any more)."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
+        """End a request, keeping so many of its output tokens (all by default)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        if keep is not None:
+            del request.tokens[request.num_prompt_tokens + keep :]
+        self._end(request, reason)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests) or bool(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def can_schedule(self) -> bool:
+        return len(self._in_flight) < self.caps.max_steps_in_flight
+
+    # ---- planning a step ----
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; None where nothing can run before another step is committed or a request arrives."""
+        if not self.can_schedule:
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most this executor takes")
+        changes: list[BlockTableChange] = []
+        decodes = self._secure_decodes(changes)
+        candidates = self._candidates()
+        view = StepView(
+            now=now,
+            num_decodes=len(decodes),
+            max_num_seqs=self.config.max_num_seqs,
+            candidates=[candidate for candidate, _ in candidates],
+            free_tokens=self.pool.num_free * self.block_size,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            caps=self.caps,
+        )
+        quotas = self.policy.plan(view)
+        if not quotas.run_decodes:
+            decodes = []
+        if not decodes and not quotas.chunks:
+            return None
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        released = tuple(self._released_slots)
+        self._released_slots.clear()
+        columns = self._take_decodes(decodes)
+        admissions: list[Admission] = []
+        chunks = [
+            self._take_chunk(candidates[quota.candidate][1], quota, admissions, changes) for quota in quotas.chunks
+        ]
+        plan = StepPlan(
+            step_id=step_id,
+            released_slots=released,
+            admissions=tuple(admissions),
+            block_changes=tuple(changes),
+            decodes=columns,
+            chunks=tuple(chunk for chunk, _ in chunks),
+            padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
+        )
+        self._in_flight.append(_InFlight(plan, decodes + [request for _, request in chunks]))
+        return plan
+
+    def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
+        """The requests that decode in this step, each with a block for its next token; preempts where none is left."""
+        block_size = self.block_size
+        full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
+        without_block: set[str] = set()
+        for request in sorted(full, key=_arrival):  # so that whoever is preempted here has not had its turn yet
+            if request.status is not Status.RUNNING or request.num_unscheduled == 0:
+                continue
+            if self._make_room(request):
+                changes.append(self._append_blocks(request, 1))
+            else:
+                without_block.add(request.id)
+        return [
+            r
+            for r in self._decoding.values()
+            if r.num_scheduled < r.max_known_tokens - 1 and (not without_block or r.id not in without_block)
+        ]
+
+    def _make_room(self, request: Request) -> bool:
+        """Free a block for `request` by preempting younger ones; False where it has to wait or is the youngest itself.
+
+        Only the younger ever yield to the older, so the oldest request always gets on, and in the end all do.
+        """
+        while self.pool.num_free == 0:
+            if self.pool.num_settling:
+                return False  # blocks come free when a step in flight is committed
+            youngest = max(chain(self._prefilling.values(), self._decoding.values()), key=_arrival)
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _candidates(self) -> list[tuple[Candidate, Request]]:
+        """Prompts to continue, then prompts that could start: as many as one step can take."""
+        room = self.caps.max_prefill_sequences
+        found: list[tuple[Candidate, Request]] = []
+        for request in self._prefilling.values():
+            if len(found) == room:
+                return found
+            found.append((_candidate(request, request.num_scheduled), request))
+        for request, num_cached in self._admissible(room - len(found)):
+            found.append((_candidate(request, num_cached), request))
+        return found
+
+    def _admissible(self, limit: int) -> Iterator[tuple[Request, int]]:
+        """Waiting requests for which a slot and blocks for all their known tokens are free, with their cached tokens.
+
+        Every running request keeps a claim to one more block, so that a newcomer does not push an old one out at once.
+        The first that does not fit ends the line: letting others pass could starve it.
+        """
+        limit = min(limit, len(self._free_slots))
+        if not limit or not self.pool.num_free:
+            return
+        claimed = self.num_running
+        starting: set[bytes] = set()  # the blocks that those before in line would compute first
+        for request in self.waiting:
+            cached = self.prefix_cache.find(request)
+            missing = self.prefix_cache.first_missing(request, cached)
+            if missing is not None:
+                if missing in starting or self.prefix_cache.is_being_computed(missing):
+                    continue  # waiting for it is cheaper than computing it twice
+                starting.add(missing)
+            needed = self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached)
+            if needed + claimed > self.pool.num_free:
+                return
+            yield request, len(cached) * self.block_size
+            claimed += needed + 1
+            limit -= 1
+            if not limit:
+                return
+
+    def _take_decodes(self, decodes: Sequence[Request]) -> Decodes:
+        columns = Decodes(
+            request_ids=tuple([r.id for r in decodes]),
+            epochs=tuple([r.epoch for r in decodes]),
+            slots=tuple([r.slot for r in decodes]),
+            positions=tuple([r.num_scheduled for r in decodes]),
+        )
+        for request in decodes:
+            request.num_scheduled += 1
+            request.num_pending += 1
+        return columns
+
+    def _take_chunk(
+        self, request: Request, quota: Quota, admissions: list[Admission], changes: list[BlockTableChange]
+    ) -> tuple[Chunk, Request]:
+        if request.status is not Status.RUNNING:
+            admissions.append(self._admit(request, changes))
+        start = request.num_scheduled
+        request.num_scheduled = end = start + quota.tokens
+        samples = end == request.num_known
+        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
+        if samples:
+            request.num_pending += 1
+            del self._prefilling[request.id]
+            self._decoding[request.id] = request
+        chunk = Chunk(
+            request_id=request.id,
+            epoch=request.epoch,
+            slot=request.slot,
+            start=start,
+            length=quota.tokens,
+            reason=quota.reason,
+            samples=samples,
+            prompt_logprobs=wants_prompt_logprobs,
+        )
+        return chunk, request
+
+    def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
+        """Give a waiting request a slot and blocks for all its known tokens."""
+        self.waiting.remove(request)
+        cached = self.prefix_cache.find(request)
+        self.pool.hold(cached)
+        request.block_ids = cached
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        request.num_cached_tokens = len(cached) * self.block_size
+        request.num_scheduled = request.num_committed = request.num_cached_tokens
+        self._append_blocks(request, self._num_blocks(request.num_known) - len(cached))
+        changes.append(BlockTableChange(request.slot, 0, tuple(request.block_ids)))
+        self._prefilling[request.id] = request
+        self.prefix_cache.start_computing(request)
+        return Admission(
+            request_id=request.id,
+            epoch=request.epoch,
+            slot=request.slot,
+            token_ids=tuple(request.tokens),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            max_known_tokens=request.max_known_tokens,
+            sampling=request.sampling,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+        )
+
+    def _append_blocks(self, request: Request, count: int) -> BlockTableChange:
+        first = len(request.block_ids)
+        blocks = self.pool.allocate(count)
+        request.block_ids += blocks
+        return BlockTableChange(request.slot, first, tuple(blocks))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ---- taking in a step's result ----
+
+    def commit(self, result: StepResult, now: float) -> Committed:
+        """Take in the oldest step in flight. Sequences whose request has left its slot since are dropped."""
+        flight = self._in_flight.popleft()
+        plan = flight.plan
+        if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
+            raise RuntimeError(f"step {plan.step_id} is the oldest in flight, but the result is of {result.step_id}")
+        outcome = Committed(plan, result, [], [])
+        num_decodes = len(plan.decodes)
+        lengths = chain((1,) * num_decodes, (chunk.length for chunk in plan.chunks))
+        epochs = chain(plan.decodes.epochs, (chunk.epoch for chunk in plan.chunks))
+        sequences: Iterable[_Sequence] = zip(flight.sequences, epochs, lengths, result.tokens, strict=True)
+        if result.errors:
+            sequences = self._end_failed(sequences, outcome)
+        self._advance(sequences, outcome)
+        self.pool.settle(plan.step_id)
+        self.policy.observe(plan.shape(), result.seconds)
+        return outcome
+
+    def _advance(self, sequences: Iterable[_Sequence], outcome: Committed) -> None:
+        """Every token passes this loop; it is kept flat, because at 1,000 streams each call in it is felt."""
+        block_size = self.block_size
+        emissions = outcome.emissions
+        for index, (request, epoch, length, tokens) in enumerate(sequences):
+            if request.epoch != epoch:
+                continue
+            before = request.num_committed
+            request.num_committed = after = before + length
+            if tokens:
+                request.num_pending -= 1
+                request.tokens += tokens
+            if after // block_size != before // block_size:
+                self.prefix_cache.publish(request, before)
+            emissions.append(Emission(request, index, tokens))
+            if tokens and (len(request.tokens) >= request.max_known_tokens or tokens[-1] in request.stop_token_ids):
+                self._end_if_due(request, outcome)
+
+    def _end_if_due(self, request: Request, outcome: Committed) -> None:
+        stops = request.tokens[-1] in request.stop_token_ids
+        if stops and request.num_output_tokens >= request.sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= request.max_known_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            return
+        self._end(request, reason)
+        outcome.finished.append(request)
+
+    def _end_failed(self, sequences: Iterable[_Sequence], outcome: Committed) -> Iterator[_Sequence]:
+        """End the requests whose sequence failed; their new epoch keeps `_advance` from counting them."""
+        for index, (request, epoch, length, tokens) in enumerate(sequences):
+            if index in outcome.result.errors and request.epoch == epoch:
+                request.error = outcome.result.errors[index]
+                self._end(request, FinishReason.ERROR)
+                outcome.finished.append(request)
+            yield request, epoch, length, tokens
+
+    # ---- leaving a slot ----
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's slot and blocks; it starts over when there is room, its output so far known."""
+        self._leave(request)
+        request.status = Status.PREEMPTED
+        request.num_scheduled = request.num_committed = request.num_pending = 0
+        request.num_cached_tokens = 0
+        self.waiting.push(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status is Status.RUNNING:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.id]
+
+    def _leave(self, request: Request) -> None:
+        self.prefix_cache.abandon(request)
+        request.epoch += 1
+        last_step_id = self._in_flight[-1].plan.step_id if self._in_flight else None
+        self.pool.release(request.block_ids, last_step_id)
+        request.block_ids = []
+        self._free_slots.append(request.slot)
+        self._released_slots.append(request.slot)
+        request.slot = -1
+        self._prefilling.pop(request.id, None)
+        self._decoding.pop(request.id, None)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _candidate(request: Request, start: int) -> Candidate:
+    return Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)

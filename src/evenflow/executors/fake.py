@@ -1,0 +1,138 @@
+"""An executor without a model: deterministic tokens, a programmable cost, a clock that only it moves.
+
+Each cell of its KV memory holds a digest of all tokens up to there, read and written through the block tables. A block
+handed out while still in use, a prefix hit on the wrong block or a chunk at the wrong place therefore changes the
+tokens, just as it would in a real model. Must not know: how plans are made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evenflow.core.plan import Admission, ExecutorCaps, StepPlan, StepResult, StepShape
+
+_START = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _extend(digest: int, token: int) -> int:
+    return ((digest ^ (token + 1)) * 0x100000001B3 + 0x632BE5AB) & _MASK
+
+
+def fake_continuation(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The tokens that FakeExecutor gives after this prompt, whatever the chunks, batches and preemptions."""
+    digest = _START
+    for token in prompt:
+        digest = _extend(digest, token)
+    output: list[int] = []
+    while len(output) < count:
+        output.append(_token_of(digest, vocab_size))
+        digest = _extend(digest, output[-1])
+    return output
+
+
+def _token_of(digest: int, vocab_size: int) -> int:
+    return (digest >> 20) % vocab_size
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class _Slot:
+    tokens: list[int]
+    block_ids: list[int] = field(default_factory=list)
+
+
+class FakeExecutor:
+    """Runs plans in no real time.
+
+    `cost` gives a step's seconds, which pass on `clock`. `disturb` sees each plan before it runs: it may raise to fail
+    the step, or return errors for some of its sequences.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1000,
+        block_size: int = 16,
+        caps: ExecutorCaps | None = None,
+        cost: Callable[[StepShape], float] = lambda shape: 0.0,
+        clock: VirtualClock | None = None,
+        disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+    ) -> None:
+        self.caps = caps or ExecutorCaps()
+        self.clock = clock or VirtualClock()
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._cost = cost
+        self._disturb = disturb
+        self._slots: dict[int, _Slot] = {}
+        self._cells: dict[int, int] = {}  # block * block_size + offset -> digest of all tokens up to there
+        self._queue: deque[tuple[StepPlan, float]] = deque()
+        self._last_end = 0.0
+
+    def submit(self, plan: StepPlan) -> None:
+        if len(self._queue) == self.caps.max_steps_in_flight:
+            raise RuntimeError(f"more than {self.caps.max_steps_in_flight} steps in flight")
+        self._queue.append((plan, self.clock.now))
+
+    def wait(self) -> StepResult:
+        plan, submitted = self._queue.popleft()
+        seconds = self._cost(plan.shape())
+        self._last_end = max(submitted, self._last_end) + seconds
+        self.clock.now = max(self.clock.now, self._last_end)
+        self._apply_changes(plan)
+        errors = self._disturb(plan) or {}
+        sequences: list[tuple[int, ...]] = [
+            (self._run(slot, position, 1),)
+            for slot, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True)
+        ]
+        for chunk in plan.chunks:
+            sampled = self._run(chunk.slot, chunk.start, chunk.length, samples=chunk.samples)
+            sequences.append((sampled,) if chunk.samples else ())
+        return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors)
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            del self._slots[slot]
+        for admission in plan.admissions:
+            self._admit(admission)
+        for change in plan.block_changes:
+            table = self._slots[change.slot].block_ids
+            if change.first != len(table):
+                raise RuntimeError(f"slot {change.slot}: a table of {len(table)} blocks grows at entry {change.first}")
+            table += change.block_ids
+
+    def _admit(self, admission: Admission) -> None:
+        if admission.slot in self._slots:
+            raise RuntimeError(f"slot {admission.slot} is taken")
+        self._slots[admission.slot] = _Slot(list(admission.token_ids))
+
+    def _run(self, slot_number: int, start: int, length: int, samples: bool = True) -> int:
+        slot = self._slots[slot_number]
+        digest = _START if start == 0 else self._cells[self._cell(slot, start - 1)]
+        for position in range(start, start + length):
+            digest = _extend(digest, slot.tokens[position])
+            self._cells[self._cell(slot, position)] = digest
+        token = _token_of(digest, self._vocab_size)
+        if samples:
+            if len(slot.tokens) != start + length:
+                raise RuntimeError(f"slot {slot_number}: a sample at {start + length} of {len(slot.tokens)} tokens")
+            slot.tokens.append(token)
+        return token
+
+    def _cell(self, slot: _Slot, position: int) -> int:
+        return slot.block_ids[position // self._block_size] * self._block_size + position % self._block_size
