@@ -1,0 +1,175 @@
+"""See what chunk size does to a mixed load: three long prompts, ten short ones, five slots.
+
+    python examples/minimal_tutorial.py                    a toy model with a stated price, on a clock of its own
+    python examples/minimal_tutorial.py --model FOLDER     a real model, through transformers, in real time
+
+Run it beside `evenflow/minimal.py`, which holds the whole idea; everything here only watches its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenflow.minimal import Model, PriorityScheduler, Request, Tokenizer, ToyModel, run_steps
+
+LONG_PROMPT = "Write a detailed essay about " + "artificial intelligence " * 100
+PROMPTS = [LONG_PROMPT] * 3 + ["Hello"] * 10
+OUTPUT_TOKENS = 24
+BATCH_SIZE = 5
+UNCHUNKED = 1_000_000
+CHUNK_SIZES = (32, 128, 512, UNCHUNKED)
+TIMELINE_COLUMNS = 56
+
+
+class PricedModel:
+    """The toy, on a clock that moves only while it runs: so much a call, so much a token."""
+
+    SECONDS_PER_CALL = 0.001
+    SECONDS_PER_TOKEN = 0.0001
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._toy = ToyModel()
+
+    def __call__(self, token_ids: Sequence[int], offset: int, cache: Any) -> tuple[Sequence[float], Any]:
+        self.now += self.SECONDS_PER_CALL + self.SECONDS_PER_TOKEN * len(token_ids)
+        return self._toy(token_ids, offset, cache)
+
+    def clock(self) -> float:
+        return self.now
+
+
+class FourCharacterTokenizer:
+    """Four characters a token, about what real tokenizers make of English; answers have no words and no end."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, /) -> list[int]:
+        return [sum(text[start : start + 4].encode()) % 256 for start in range(0, len(text), 4)]
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return " ".join(str(token) for token in token_ids)
+
+
+class TransformersModel:
+    """A causal language model of transformers, over its own cache, as `minimal` wants to call it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+
+    def __call__(self, token_ids: Sequence[int], offset: int, cache: Any) -> tuple[list[float], Any]:
+        import torch
+
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([token_ids]),
+                position_ids=torch.arange(offset, offset + len(token_ids)).unsqueeze(0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[0, -1].tolist(), output.past_key_values
+
+
+@dataclass
+class Watched:
+    """When one request's work was done, in seconds since the start."""
+
+    name: str
+    prefills: list[tuple[float, float]]
+    token_times: list[float]
+
+    @property
+    def worst_gap(self) -> float:
+        pairs = zip(self.token_times, self.token_times[1:], strict=False)
+        return max((after - before for before, after in pairs), default=0.0)
+
+
+def watch(
+    model: Model, tokenizer: Tokenizer, clock: Callable[[], float], chunk_size: int, short_first: bool = False
+) -> list[Watched]:
+    """Run the load and note when each request was prefilled and when each of its tokens came."""
+    waiting = PriorityScheduler()
+    watched: dict[Request, Watched] = {}
+    for number, prompt in enumerate(PROMPTS, start=1):
+        num_tokens = len(tokenizer.encode(prompt)) + OUTPUT_TOKENS
+        request = Request(prompt, chunk_size, model=model, tokenizer=tokenizer, max_seq_len=num_tokens)
+        is_short = prompt != LONG_PROMPT
+        urgent = short_first and is_short
+        (waiting.high_priority_queue if urgent else waiting.low_priority_queue).append(request)
+        watched[request] = Watched(f"{number:2} {'Hello' if is_short else 'essay'}", [], [])
+    began = clock()
+    for step in run_steps(waiting, BATCH_SIZE, clock):
+        step_ended = clock() - began
+        chunk_ended = step_ended - step.decode_seconds
+        if step.prefilled is not None:
+            seen = watched[step.prefilled]
+            seen.prefills.append((chunk_ended - step.prefill_seconds, chunk_ended))
+            if step.prefilled.is_prefill_done:
+                seen.token_times.append(chunk_ended)
+        for request in step.decoded:
+            watched[request].token_times.append(step_ended)
+    return list(watched.values())
+
+
+def timeline(requests: list[Watched]) -> str:
+    """One line a request: `.` waits for a slot, `#` prefill, `o` a token came, `-` a stream that got nothing."""
+    total = max(request.token_times[-1] for request in requests)
+
+    def column(seconds: float) -> int:
+        return min(int(seconds / total * TIMELINE_COLUMNS), TIMELINE_COLUMNS - 1)
+
+    lines = []
+    for request in requests:
+        first_work, last_token = column(request.prefills[0][0]), column(request.token_times[-1])
+        cells = ["."] * first_work + ["-"] * (last_token - first_work + 1)
+        for began, ended in request.prefills:
+            cells[column(began) : column(ended) + 1] = "#" * (column(ended) - column(began) + 1)
+        for seconds in request.token_times:
+            cells[column(seconds)] = "o"
+        lines.append(f"  {request.name} {''.join(cells)}")
+    return "\n".join(lines)
+
+
+def summary(label: str, requests: list[Watched]) -> str:
+    total = max(request.token_times[-1] for request in requests)
+    worst_gap = max(request.worst_gap for request in requests)
+    first_tokens = [request.token_times[0] for request in requests if request.name.endswith("Hello")]
+    mean_first_token = sum(first_tokens) / len(first_tokens)
+    return f"{label:<28}{worst_gap * 1e3:>16.1f}{mean_first_token * 1e3:>24.1f}{total * 1e3:>12.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="How three long prompts and ten short ones share five slots.")
+    parser.add_argument("--model", metavar="FOLDER", help="a model folder that transformers can load")
+    folder = parser.parse_args(arguments).model
+    model: Model
+    tokenizer: Tokenizer
+    if folder is None:
+        priced = PricedModel()
+        model, tokenizer, clock = priced, FourCharacterTokenizer(), priced.clock
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = TransformersModel(AutoModelForCausalLM.from_pretrained(folder))
+        tokenizer, clock = AutoTokenizer.from_pretrained(folder), time.perf_counter
+
+    rows = []
+    for chunk_size in CHUNK_SIZES:
+        label = "unchunked" if chunk_size == UNCHUNKED else f"chunks of {chunk_size}"
+        requests = watch(model, tokenizer, clock, chunk_size)
+        rows.append(summary(label, requests))
+        if chunk_size in (CHUNK_SIZES[0], UNCHUNKED):
+            print(f"{label}:  . waits   # prefill   o a token   - no token for this stream\n{timeline(requests)}\n")
+    rows.append(summary("chunks of 32, Hello first", watch(model, tokenizer, clock, CHUNK_SIZES[0], short_first=True)))
+
+    print(f"{'':<28}{'worst gap (ms)':>16}{'first Hello token (ms)':>24}{'total (ms)':>12}")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

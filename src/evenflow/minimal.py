@@ -1,0 +1,300 @@
+"""Chunked prefill, the whole idea in one file: read it top to bottom. It is also what the engine is tested against.
+
+A model answers a prompt in two kinds of work. Prefill runs the prompt through the model, many tokens at once; it fills
+the cache and ends with the first output token. Decode then runs one token at a time, each the one produced last.
+A long prefill in one piece stalls everybody who is decoding. Cut into chunks, it lets them through in between:
+
+    unchunked   PPPPPPPPPPPPPPPPPPPPd  d  d  d       P  a token of the prompt
+    chunked     PPPPPd  PPPPPd  PPPPPd  PPPPPd       d  one more token for every stream that is decoding
+
+Nothing here is optimised, and one sequence runs at a time. Must not know: the engine, tensors, any real model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# The rules that size chunks by load are the engine's own: one copy, in core, offered here under their names.
+from evenflow.core.chunk_rules import AdaptiveChunker as AdaptiveChunker
+from evenflow.core.chunk_rules import select_optimal_chunk_size as select_optimal_chunk_size
+from evenflow.errors import EngineFailed, InvalidConfig, InvalidRequest
+
+# ---- 1. What a model is ---------------------------------------------------------------------------------------------
+
+# model(token_ids, offset, cache) runs `token_ids`, which stand at positions [offset, offset + len(token_ids)) of one
+# sequence. `cache` is what the model returned for the positions before (its keys and values), None at the start. It
+# returns the logits of the token that follows the last one given, as plain floats, and the cache for the next call.
+Model = Callable[[Sequence[int], int, Any], tuple[Sequence[float], Any]]
+
+
+class Tokenizer(Protocol):
+    """Those of transformers fit as they are. `eos_token_id` ends an answer; None: nothing but its length does."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    def encode(self, text: str, /) -> list[int]: ...
+    def decode(self, token_ids: list[int], /) -> str: ...
+
+
+# ---- 2. Why chunks change no answer ---------------------------------------------------------------------------------
+def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int) -> list[list[bool]]:
+    """Who sees whom, shape (L, S) = (chunk_size, total_length): True where a row's position may see a column's.
+
+    Position p sees every position <= p, the earlier chunks' (kept in the cache) included. A chunk's rows are therefore
+    rows of the mask of the whole prompt, and each position computes what it would have computed unchunked:
+
+        chunked_attention_mask(2, 2, 4)    position 2:  x x x .
+                                           position 3:  x x x x
+    """
+    if chunk_start < 0 or chunk_size < 1 or chunk_start + chunk_size > total_length:
+        got = f"chunk_start={chunk_start}, chunk_size={chunk_size}, total_length={total_length}"
+        raise InvalidConfig(f"Got {got} but expected one position or more, all in [0, total_length).")
+    return [[column <= chunk_start + row for column in range(total_length)] for row in range(chunk_size)]
+
+
+class ToyModel:
+    """Two layers of attention over whole numbers: exact, and wrong at once where a mask or an offset is wrong.
+
+    A position starts as a number for its token and place; each layer turns it into a mix of all that it may see.
+    """
+
+    def __call__(
+        self, token_ids: Sequence[int], offset: int, cache: tuple[list[int], list[int]] | None
+    ) -> tuple[list[float], tuple[list[int], list[int]]]:
+        embedded, mixed = cache or ([], [])
+        embedded = embedded + [(token + 1) * (place + 1) for place, token in enumerate(token_ids, start=offset)]
+        mask = chunked_attention_mask(offset, len(token_ids), len(embedded))
+        mixed = mixed + [self._mix(embedded, row) for row in mask]
+        next_token = self._mix(mixed, mask[-1]) % ToyTokenizer.vocabulary_size
+        return [float(token == next_token) for token in range(ToyTokenizer.vocabulary_size)], (embedded, mixed)
+
+    @staticmethod
+    def _mix(values: list[int], sees: list[bool]) -> int:
+        return sum(value for value, seen in zip(values, sees, strict=True) if seen) ** 2 % 1_000_003
+
+
+class ToyTokenizer:
+    """A token is a byte; one more id ends the answer."""
+
+    vocabulary_size = 257
+    eos_token_id = 256
+
+    def encode(self, text: str, /) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+TOY_MODEL, TOY_TOKENIZER = ToyModel(), ToyTokenizer()
+
+
+# ---- 3. One request -------------------------------------------------------------------------------------------------
+class Request:
+    """A prompt, as text or token ids, and how far it has come. Greedy: the likeliest token is the next.
+
+        [0, offset)                        in the cache
+        [offset, len(prefill_tokens))      prompt not yet run; `prefill_max_step` is the most that one chunk takes
+
+    `max_seq_len` bounds prompt and output together. Without a model of your own it runs on the toy.
+    """
+
+    def __init__(
+        self,
+        prompt: str | Sequence[int],
+        prefill_max_step: int = 128,
+        *,
+        model: Model = TOY_MODEL,
+        tokenizer: Tokenizer = TOY_TOKENIZER,
+        max_seq_len: float = math.inf,
+    ) -> None:
+        if prefill_max_step < 1:
+            raise InvalidConfig(f"Got prefill_max_step={prefill_max_step} but expected at least 1 token.")
+        self.prefill_tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not prompt or not self.prefill_tokens:
+            raise InvalidRequest(f"Got prompt={prompt!r} but expected at least one token.")
+        if (length := len(self.prefill_tokens)) >= max_seq_len:
+            raise InvalidRequest(f"Got a prompt of {length} tokens but expected fewer than max_seq_len={max_seq_len}.")
+        self.prefill_max_step = prefill_max_step
+        self.model, self.tokenizer = model, tokenizer
+        self.max_seq_len = max_seq_len
+        self.offset = 0
+        self.cache: Any = None
+        self.token_ids: list[int] = []  # the output so far
+
+    @property
+    def is_prefill_done(self) -> bool:
+        return self.offset >= len(self.prefill_tokens)
+
+    @property
+    def next_token(self) -> int | None:
+        """The token produced last, which the next decode feeds back; None until prefill is done."""
+        return self.token_ids[-1] if self.token_ids else None
+
+    @property
+    def text(self) -> str:
+        """The output as text, without the token that ends it."""
+        return self.tokenizer.decode([token for token in self.token_ids if token != self.tokenizer.eos_token_id])
+
+    @property
+    def is_finished(self) -> bool:
+        has_ended = self.token_ids[-1:] == [self.tokenizer.eos_token_id]
+        return has_ended or len(self.prefill_tokens) + len(self.token_ids) >= self.max_seq_len
+
+    def try_prefill(self) -> int:
+        """Run one chunk; returns how many tokens it took. The last chunk yields the first output token."""
+        if self.is_prefill_done:
+            raise InvalidRequest(f"All {len(self.prefill_tokens)} tokens of the prompt have been run: decode instead.")
+        chunk = self.prefill_tokens[self.offset : self.offset + self.prefill_max_step]
+        self._run(chunk)
+        return len(chunk)
+
+    def decode(self) -> None:
+        """Feed the token produced last, as a chunk of one: it yields the token that follows."""
+        if self.next_token is None or self.is_finished:
+            raise InvalidRequest("Only a request that is prefilled and not finished can decode.")
+        self._run([self.next_token])
+
+    def _run(self, token_ids: Sequence[int]) -> None:
+        logits, self.cache = self.model(token_ids, self.offset, self.cache)
+        self.offset += len(token_ids)
+        if self.is_prefill_done:  # within the prompt the next token is known: what the model expected is dropped
+            self.token_ids.append(max(range(len(logits)), key=logits.__getitem__))
+        if self.is_finished:
+            self.cache = None
+
+
+# ---- 4. Who is next -------------------------------------------------------------------------------------------------
+class PriorityScheduler:
+    """Who waits for a slot. Append to either queue at any time; the low one waits for as long as the high one holds."""
+
+    def __init__(self) -> None:
+        self.high_priority_queue: deque[Request] = deque()
+        self.low_priority_queue: deque[Request] = deque()
+
+    def schedule_next(self) -> Request | None:
+        """Take out the next request, first come first served within a queue; None when nobody waits."""
+        queue = self.high_priority_queue or self.low_priority_queue
+        return queue.popleft() if queue else None
+
+
+# ---- 5. Continuous batching: the loop -------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one turn of the loop did: at most one chunk, and one token for each stream that was decoding."""
+
+    prefilled: Request | None
+    chunk_start: int
+    chunk_size: int
+    decoded: tuple[Request, ...]
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def run_steps(
+    waiting: PriorityScheduler, batch_size: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Step]:
+    """Run until no work is left, with at most `batch_size` requests under way: a prefill starts when a slot is free.
+
+    Between steps the caller may add requests and change their `prefill_max_step` (that is all a policy does).
+    """
+    if batch_size < 1:
+        raise InvalidConfig(f"Got batch_size={batch_size} but expected at least 1.")
+    prefilling: Request | None = None
+    decoding: list[Request] = []
+    while True:
+        # Phase 1: continue the prefill under way, or start the next one. One chunk, then the streams get their turn.
+        if prefilling is None and len(decoding) < batch_size:
+            prefilling = waiting.schedule_next()
+        if prefilling is None and not decoding:
+            return
+        began = clock()
+        chunk_start = prefilling.offset if prefilling else 0
+        chunk_size = prefilling.try_prefill() if prefilling else 0
+        halfway = clock()
+        # Phase 2: one token for everything that is running. An engine runs them, and the chunk, in one forward pass.
+        for request in decoding:
+            request.decode()
+        if chunk_size == 0 and not decoding:
+            raise EngineFailed("A step ran no token though work is left: it would go on for ever.")
+        step = Step(prefilling, chunk_start, chunk_size, tuple(decoding), halfway - began, clock() - halfway)
+        # Phase 3: a finished prefill joins the streams, and finished streams leave their slots.
+        if prefilling is not None and prefilling.is_prefill_done:
+            decoding.append(prefilling)
+            prefilling = None
+        decoding = [request for request in decoding if not request.is_finished]
+        yield step
+
+
+def batch_generate(
+    model: Model,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    batch_size: int = 5,
+    prefill_step: int = 128,
+    max_seq_len: int = 512,
+    *,
+    metrics: ChunkedPrefillMetrics | None = None,
+) -> list[Request]:
+    """Answer all prompts: returns their finished requests, in order, with `text` and `token_ids`.
+
+    No token depends on `batch_size` or `prefill_step`: only who waits for whom does.
+    """
+    if isinstance(prompts, str):
+        raise InvalidRequest(f"Got prompts={prompts!r} but expected a list of prompts.")
+    requests = [
+        Request(prompt, prefill_step, model=model, tokenizer=tokenizer, max_seq_len=max_seq_len) for prompt in prompts
+    ]
+    waiting = PriorityScheduler()
+    waiting.low_priority_queue.extend(requests)
+    for step in run_steps(waiting, batch_size):
+        if metrics is not None:
+            metrics.record_step(step)
+    return requests
+
+
+batch_generate_with_chunked_prefill = batch_generate
+
+
+# ---- 6. What it cost ------------------------------------------------------------------------------------------------
+class ChunkedPrefillMetrics:
+    """How much prefill went between the decode steps, and how long each took: averages that follow the recent past."""
+
+    def __init__(self) -> None:
+        self.prefill_chunks_processed = 0
+        self.prefill_tokens_processed = 0
+        self.decode_requests_served = 0  # decode steps, each one token for every stream
+        self.avg_chunk_time = 0.0
+        self.avg_decode_time = 0.0
+
+    def record_prefill_chunk(self, seconds: float, size: int) -> None:
+        self.avg_chunk_time = _moving_average(self.avg_chunk_time, seconds, self.prefill_chunks_processed)
+        self.prefill_chunks_processed += 1
+        self.prefill_tokens_processed += size
+
+    def record_decode_step(self, seconds: float) -> None:
+        self.avg_decode_time = _moving_average(self.avg_decode_time, seconds, self.decode_requests_served)
+        self.decode_requests_served += 1
+
+    def record_step(self, step: Step) -> None:
+        if step.chunk_size:
+            self.record_prefill_chunk(step.prefill_seconds, step.chunk_size)
+        if step.decoded:
+            self.record_decode_step(step.decode_seconds)
+
+    def get_interleaving_ratio(self) -> float:
+        """Chunks run for each decode step; infinite before the first decode."""
+        if self.decode_requests_served == 0:
+            return math.inf
+        return self.prefill_chunks_processed / self.decode_requests_served
+
+    prefill_to_decode_ratio = property(get_interleaving_ratio)
+
+
+def _moving_average(average: float, sample: float, num_samples: int) -> float:
+    return 0.9 * average + 0.1 * sample if num_samples else sample
