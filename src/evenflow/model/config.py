@@ -5,7 +5,12 @@ Knows nothing of files, tokenizers or torch: the readers of each format fill it 
 
 from dataclasses import dataclass
 
-from evenflow.errors import BrokenModel
+from evenflow.errors import BrokenModel, UnsupportedModel
+
+
+def unsupported(what: str) -> UnsupportedModel:
+    """The error for a model that is whole but that evenflow's own engine does not run."""
+    return UnsupportedModel(f"{what} is not supported here; vLLM may run it: evenflow serve --engine vllm")
 
 
 @dataclass(frozen=True, slots=True)

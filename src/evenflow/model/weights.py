@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from evenflow.errors import BrokenModel
-from evenflow.model.config import ModelConfig
+from evenflow.model.config import ModelConfig, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Weights(Mapping[str, torch.Tensor]):
     """Float32 tensors by name.
 
     Each lookup reads the tensor anew and keeps nothing, so that a loader that takes every tensor once holds
-    one copy of the model: look a name up once.
+    one copy of the model: look a name up once. Lookups may run in several threads at a time.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
@@ -41,10 +41,6 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        return self._stored[name].shape
 
 
 def needed_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -85,10 +81,16 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights(weights: Weights, config: ModelConfig) -> None:
-    """Refuse a model whose tensors are missing or contradict its configuration."""
-    for name, shape in needed_shapes(config).items():
-        if name not in weights:
+def select_weights(stored: Mapping[str, StoredTensor], config: ModelConfig) -> Weights:
+    """The tensors a model of this configuration is made of; nothing may be missing, misshapen or left over."""
+    needed = needed_shapes(config)
+    for name, shape in needed.items():
+        if name not in stored:
             raise BrokenModel(f"the tensor {name} is missing")
-        if weights.shape(name) != shape:
-            raise BrokenModel(f"the tensor {name} has shape {weights.shape(name)}, the configuration says {shape}")
+        if stored[name].shape != shape:
+            raise BrokenModel(f"the tensor {name} has shape {stored[name].shape}, the configuration says {shape}")
+    for name in stored.keys() - needed.keys():
+        # Some checkpoints keep the rope table they were trained with, or a second copy of a tied embedding.
+        if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
+            raise unsupported(f"the tensor {name}, which no {config.architecture} of this configuration has,")
+    return Weights({name: stored[name] for name in needed})

@@ -1,0 +1,88 @@
+"""Turns a conversation into the text a model was trained on, by the Jinja template that comes with the model.
+
+A template is foreign code: it runs sandboxed, and whatever goes wrong in it is an error of that one request.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from evenflow.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The templates of one model, by name: `default`, and sometimes `tool_use` for conversations with tools."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for these messages; `variables` are whatever else this model's template understands."""
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        known = {
+            **self._special_tokens,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return _compile(self._sources[name]).render(known)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequest(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+        except Exception as error:  # a template can raise anything that an expression can
+            raise InvalidRequest(f"the model's chat template refused these messages: {error}") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it only passes its body on."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda time_format: datetime.now().strftime(time_format)
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes <, > and & for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,37 @@
+"""From what the user wrote after `--model` to a configuration, a tokenizer and weights.
+
+Chooses the reader by what lies on disk; knows nothing of what the files hold.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenflow.errors import ModelError, ModelNotFound
+from evenflow.model.config import ModelConfig
+from evenflow.model.default_model import default_model_path
+from evenflow.model.gguf_model import read_gguf_model
+from evenflow.model.hf_folder import read_hf_folder
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.weights import Weights, select_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything a decoder and an engine need; the weights are still on disk."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    weights: Weights
+
+
+def load_model(model: str | Path) -> LoadedModel:
+    """Open a model: `default`, a Hugging Face folder, or a .gguf file."""
+    path = default_model_path() if str(model) == "default" else Path(model).expanduser()
+    if not path.exists():
+        raise ModelNotFound(f"no model at {path}: give a Hugging Face folder, a .gguf file, or 'default'")
+    read = read_hf_folder if path.is_dir() else read_gguf_model
+    try:
+        config, tokenizer, stored = read(path)
+        return LoadedModel(config, tokenizer, select_weights(stored, config))
+    except ModelError as error:
+        raise type(error)(f"{path}: {error}") from error

@@ -1,0 +1,180 @@
+"""Text to token ids and back, whole or one token at a time.
+
+Built by the reader of each file format; knows nothing of files or of the model behind it.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from evenflow.errors import InvalidRequest
+from evenflow.model.chat_template import ChatTemplate, Message
+from evenflow.model.config import unsupported
+
+_SENTENCEPIECE_SPACE = "▁"
+_SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """One model's vocabulary, special tokens and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None,
+        eos_token_ids: tuple[int, ...],
+        chat_template: ChatTemplate | None,
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self._piece_to_bytes, self.strips_leading_space = _piece_decoder(backend)
+        self._added_tokens = backend.get_added_tokens_decoder()
+        self._bytes_of_token: dict[int, bytes] = {}
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens written out in it are recognised either way."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of these ids; ids outside the vocabulary are no text."""
+        stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+        return "".join(map(stream.push, token_ids)) + stream.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes a token stands for: often only a part of a character."""
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            known = self._bytes_of_token[token_id] = self._compute_token_bytes(token_id)
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a mark for the model rather than text."""
+        added = self._added_tokens.get(token_id)
+        return added is not None and added.special
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation; encode it with `add_special_tokens=False`, the template wrote them."""
+        if self._chat_template is None:
+            raise InvalidRequest("this model has no chat template: send plain text instead of messages")
+        return self._chat_template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+    def _compute_token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added_tokens:
+            return self._added_tokens[token_id].content.encode()
+        piece = self._backend.id_to_token(token_id)
+        return b"" if piece is None else self._piece_to_bytes(piece)
+
+
+class StreamDecoder:
+    """Turns the tokens of one answer into text as they come; what it returns adds up to the whole text.
+
+    A character split over several tokens comes out with the last of them. Where sentencepiece puts a space before
+    every word, the one that starts a text is dropped, unless `prompt_ids` hold text for the answer to continue.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drops_space = tokenizer.strips_leading_space and not any(map(self._bytes, prompt_ids))
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, possibly none."""
+        text_bytes = self._bytes(token_id)
+        if self._drops_space and text_bytes:
+            text_bytes = text_bytes.removeprefix(b" ")
+            self._drops_space = False
+        return self._utf8.decode(text_bytes)
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character where the last one never became complete."""
+        return self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return b""
+        return self._tokenizer.token_bytes(token_id)
+
+
+def add_special_tokens_around(
+    backend: tokenizers.Tokenizer, first_token_id: int | None, last_token_id: int | None
+) -> None:
+    """Make `backend` put these tokens around every text it encodes with special tokens."""
+    around = [
+        None if token_id is None else (backend.id_to_token(token_id), token_id)
+        for token_id in (first_token_id, last_token_id)
+    ]
+    first, last = ([] if token is None else [f"{token[0]}:0"] for token in around)
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A:0", *last], special_tokens=[token for token in around if token is not None]
+    )
+
+
+def _piece_decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How this vocabulary writes bytes, and whether decoding drops the space that starts a text."""
+    steps = _decoder_steps(backend)
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        return _byte_level_bytes, False
+    if kinds & {"ByteFallback", "Metaspace"}:
+        strips = any(
+            (step["type"] == "Strip" and step["start"] > 0)
+            or (step["type"] == "Metaspace" and step["prepend_scheme"] != "never")
+            for step in steps
+        )
+        return _sentencepiece_bytes, strips
+    raise unsupported(f"a tokenizer that decodes by {', '.join(sorted(kinds)) or 'nothing'}")
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _byte_of_character() -> dict[str, int]:
+    # Byte-level vocabularies write a printable byte as the Latin-1 character it is, all others as U+0100 and up.
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = sorted(set(range(0x100)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+    except KeyError:  # not written in bytes: it stands for itself
+        return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    if byte := _SENTENCEPIECE_BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace(_SENTENCEPIECE_SPACE, " ").encode()
