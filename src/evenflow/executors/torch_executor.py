@@ -1,0 +1,197 @@
+"""Runs steps of a Llama-family model with torch on the CPU, in order, on a thread of its own.
+
+Owns what belongs to a slot: its tokens, its KV memory, its block table. Must not know: why a step is what it is,
+policies, text.
+
+Each sample is written behind its slot's tokens, so that the next step may be submitted before the host has seen it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.errors import OutOfMemory
+from evenflow.model.attention.cpu import Span
+from evenflow.model.config import ModelConfig
+from evenflow.model.decoder import Decoder
+from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
+from evenflow.model.linear import PlainLinear
+from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+
+_LOGPROB_ROWS = 64  # rows whose whole vocabulary is in memory at once for prompt logprobs
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A running sequence. Its tokens lie in `sampled`, with every sample appended."""
+
+    sampled: SampledSequence
+    kv: Tensor
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """One sequence's part in a step."""
+
+    slot: _Slot
+    span: Span
+    last_row: int  # its number among the step's rows
+    samples: bool
+    prompt_logprobs: bool
+
+    @property
+    def end(self) -> int:
+        return self.span.start + self.span.length
+
+
+class TorchExecutor:
+    """Implements `Executor`. A failed step leaves the slots as they were before its rows ran."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        threads: int | None = None,
+        max_steps_in_flight: int = 1,
+    ) -> None:
+        self._config = config
+        self._caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
+        self._decoder = Decoder(config, tensors, PlainLinear)
+        self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
+        self._slots: dict[int, _Slot] = {}
+        self._in_flight: deque[Future[StepResult]] = deque()
+        self._last_end = 0.0
+        # Torch keeps the number of threads per calling thread: it must be set on the one that runs the steps.
+        self._worker = ThreadPoolExecutor(
+            1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
+        )
+
+    @property
+    def caps(self) -> ExecutorCaps:
+        return self._caps
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(self._worker.submit(self._run, plan, time.perf_counter()))
+
+    def wait(self) -> StepResult:
+        return self._in_flight.popleft().result()
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        self._in_flight.clear()
+        self._slots.clear()
+
+    def _run(self, plan: StepPlan, submitted: float) -> StepResult:
+        began = max(submitted, self._last_end)
+        try:
+            with torch.inference_mode():
+                return self._step(plan, began)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                raise OutOfMemory(_out_of_memory_advice(plan)) from error
+            raise
+        finally:
+            self._last_end = time.perf_counter()
+
+    def _step(self, plan: StepPlan, began: float) -> StepResult:
+        for number in plan.released_slots:
+            self._slots.pop(number, None)
+        for admission in plan.admissions:
+            self._slots[admission.slot] = self._admit(admission)
+        for change in plan.block_changes:
+            self._slots[change.slot].block_ids[change.first :] = change.block_ids
+        if self._store is not None:
+            for admission in plan.admissions:
+                slot = self._slots[admission.slot]
+                self._store.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
+        sequences = list(self._rows(plan))
+        if not sequences:
+            return StepResult(plan.step_id, (), time.perf_counter() - began)
+        token_ids = [token for s in sequences for token in s.slot.sampled.tokens[s.span.start : s.end]]
+        hidden = self._decoder.hidden(token_ids, [s.span for s in sequences])
+        tokens, errors, logprobs = self._sample(sequences, hidden)
+        prompt_logprobs = {
+            index: self._prompt_logprobs(s, hidden) for index, s in enumerate(sequences) if s.prompt_logprobs
+        }
+        if self._store is not None:
+            for s in sequences:
+                self._store.save(s.slot.kv, s.slot.block_ids, s.span.start, s.end)
+        return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
+
+    def _admit(self, admission: Admission) -> _Slot:
+        sampled = SampledSequence(
+            params=admission.sampling,
+            seed=admission.seed,
+            tokens=list(admission.token_ids),
+            num_prompt_tokens=admission.num_prompt_tokens,
+            stop_token_ids=admission.stop_token_ids,
+        )
+        return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
+
+    def _rows(self, plan: StepPlan) -> Iterator[_Rows]:
+        """The step's sequences in the order of its result: decodes, then chunks."""
+        last_row = -1
+        for slot_number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
+            slot = self._slots[slot_number]
+            last_row += 1
+            yield _Rows(slot, Span(slot.kv, position, 1), last_row, samples=True, prompt_logprobs=False)
+        for chunk in plan.chunks:
+            slot = self._slots[chunk.slot]
+            last_row += chunk.length
+            span = Span(slot.kv, chunk.start, chunk.length)
+            yield _Rows(slot, span, last_row, chunk.samples, chunk.prompt_logprobs)
+
+    def _sample(
+        self, sequences: list[_Rows], hidden: Tensor
+    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
+        numbers = [number for number, s in enumerate(sequences) if s.samples]
+        tokens: list[tuple[int, ...]] = [()] * len(sequences)
+        if not numbers:
+            return tuple(tokens), {}, {}
+        for number in numbers:
+            # A step that failed may have left a sample behind that nobody has seen.
+            del sequences[number].slot.sampled.tokens[sequences[number].end :]
+        logits = self._decoder.logits(hidden[[sequences[number].last_row for number in numbers]])
+        samples = sample(logits, [sequences[number].slot.sampled for number in numbers])
+        for row, number in enumerate(numbers):
+            # Written even for a failed row: a step already in flight reads it before the failure is known.
+            sequences[number].slot.sampled.tokens.append(samples.tokens[row])
+            tokens[number] = () if row in samples.errors else (samples.tokens[row],)
+        errors = {numbers[row]: message for row, message in samples.errors.items()}
+        return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
+
+    def _prompt_logprobs(self, sequence: _Rows, hidden: Tensor) -> tuple[RowLogprobs, ...]:
+        """For the prompt's tokens at start + 1 .. end: the last prompt row predicts output, which is not asked for."""
+        sampled, start = sequence.slot.sampled, sequence.span.start
+        first_row = sequence.last_row + 1 - sequence.span.length
+        predicted = sampled.tokens[start + 1 : min(sequence.end + 1, sampled.num_prompt_tokens)]
+        found: list[RowLogprobs] = []
+        for first in range(0, len(predicted), _LOGPROB_ROWS):
+            targets = predicted[first : first + _LOGPROB_ROWS]
+            rows = hidden[first_row + first : first_row + first + len(targets)]
+            logprobs = self._decoder.logits(rows).log_softmax(-1)
+            found += [
+                row_logprobs(row, token, sampled.params.prompt_logprobs)
+                for row, token in zip(logprobs, targets, strict=True)
+            ]
+        return tuple(found)
+
+
+def _out_of_memory_advice(plan: StepPlan) -> str:
+    return (
+        f"Memory ran out in a step of {plan.num_rows} tokens for {plan.num_sequences} sequences. Lower "
+        "max_num_batched_tokens or max_num_seqs, set gpu_memory_utilization to 0.7-0.8, or use a smaller model."
+    )

@@ -1,0 +1,1 @@
+"""Attention over the KV of each sequence, one implementation a device."""

@@ -1,0 +1,126 @@
+"""The decoder of the Llama family: token ids in, logits out, all sequences of a step packed into one run of rows.
+
+Knows the layers and their order; how a matrix is multiplied, how positions turn heads and how attention runs are
+`linear`, `rope` and `attention`. Must not know: requests, sampling, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.config import ModelConfig
+from evenflow.model.linear import Linear
+from evenflow.model.rope import Rotation, interleave, turn_
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+
+class Decoder:
+    """A model's weights, laid out to be run."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], make_linear: MakeLinear) -> None:
+        self.config = config
+        self._rotation = Rotation(config)
+        self._embedding = tensors["embed_tokens.weight"]
+        self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
+        self._norm = _RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
+        self._head = make_linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"], None)
+
+    def hidden(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+        """What the last layer leaves of each row; the new keys and values are written into the spans' memory."""
+        positions = torch.cat([torch.arange(s.start, s.start + s.length, dtype=torch.float32) for s in spans])
+        factors = self._rotation.factors(positions)
+        attention = StepAttention(self.config, spans)
+        rows = F.embedding(torch.tensor(token_ids), self._embedding)
+        for layer in self._layers:
+            rows = layer(rows, factors, attention)
+        return rows
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The vocabulary's scores for rows of `hidden`."""
+        return self._head(self._norm(hidden))
+
+
+class _RmsNorm:
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+        self._shape = weight.shape
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.rms_norm(rows, self._shape, self._weight, self._eps)
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, index: int, tensors: Mapping[str, Tensor], make_linear: MakeLinear) -> None:
+        def norm(name: str) -> _RmsNorm:
+            return _RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
+
+        self._index = index
+        self._uses_rope = config.layer_uses_rope[index]
+        self._query_key_norm = _QueryKeyNorm(config, index, tensors) if config.qk_norm else None
+        self._attention_norm = norm("input_layernorm")
+        self._mlp_norm = norm("post_attention_layernorm")
+        prefix = f"layers.{index}."
+        self._qkv = make_linear(*_fused_qkv(config, tensors, prefix + "self_attn."))
+        self._output = make_linear(*_fused(tensors, [prefix + "self_attn.o_proj"], config.output_bias))
+        self._gate_up = make_linear(
+            *_fused(tensors, [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], config.mlp_bias)
+        )
+        self._down = make_linear(*_fused(tensors, [prefix + "mlp.down_proj"], config.mlp_bias))
+
+    def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention) -> Tensor:
+        packed = self._qkv(self._attention_norm(rows))
+        if self._query_key_norm is not None:
+            self._query_key_norm.apply_(packed)
+        if self._uses_rope:
+            turn_(packed, factors)
+        rows = self._output.add_to(rows, attention(self._index, packed))
+        gate, up = self._gate_up(self._mlp_norm(rows)).chunk(2, dim=1)
+        return self._down.add_to(rows, F.silu(gate).mul_(up))
+
+
+class _QueryKeyNorm:
+    """RMSNorm of each query and key head."""
+
+    def __init__(self, config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) -> None:
+        self._num_heads = config.num_heads + config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._eps = config.rms_norm_eps
+        weights = []
+        for name, count in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            weight = tensors[f"layers.{index}.self_attn.{name}.weight"].unsqueeze(0)
+            weights.append(interleave(weight, config.rope.rotary_dim).expand(count, -1))
+        self._weight = torch.cat(weights)
+
+    def apply_(self, packed: Tensor) -> None:
+        heads = packed.view(len(packed), -1, self._head_dim)[:, : self._num_heads]
+        heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self._weight))
+
+
+def _fused(tensors: Mapping[str, Tensor], names: list[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Several projections of the same rows as one."""
+    weights = [tensors[f"{name}.weight"] for name in names]
+    biases = [tensors[f"{name}.bias"] for name in names] if has_bias else []
+    return (
+        weights[0] if len(names) == 1 else torch.cat(weights),
+        torch.cat(biases) if has_bias else None,
+    )
+
+
+def _fused_qkv(config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor | None]:
+    """One projection to [queries, keys, values], rotary pairs side by side."""
+
+    def turnable(name: str) -> Tensor:
+        tensor = tensors[prefix + name]
+        per_head = tensor.view(-1, config.head_dim, *tensor.shape[1:])
+        return interleave(per_head, config.rope.rotary_dim).reshape(tensor.shape)
+
+    weight = torch.cat([turnable("q_proj.weight"), turnable("k_proj.weight"), tensors[prefix + "v_proj.weight"]])
+    if not config.qkv_bias:
+        return weight, None
+    return weight, torch.cat([turnable("q_proj.bias"), turnable("k_proj.bias"), tensors[prefix + "v_proj.bias"]])

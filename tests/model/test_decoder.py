@@ -1,0 +1,237 @@
+"""The decoder against transformers, on the same random weights of every architecture it covers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenflow.model.attention.cpu import Span
+from evenflow.model.config import (
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+)
+from evenflow.model.decoder import Decoder
+from evenflow.model.kv_cache import new_sequence_kv
+from evenflow.model.linear import PlainLinear
+from tests.model.tiny import random_tensors, tiny_config
+
+transformers = pytest.importorskip("transformers")
+
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
+_YARN = YarnScaling(
+    factor=4.0, original_max_position=32, beta_fast=32.0, beta_slow=1.0, attention_factor=1.1386, truncate=True
+)
+_LONG_FACTORS = tuple(1.0 + 0.5 * i for i in range(8))
+
+
+def _with_rope(scaling: Any) -> ModelConfig:
+    return tiny_config(rope=RopeConfig(theta=10000.0, rotary_dim=16, scaling=scaling))
+
+
+# name: our configuration, transformers' model type, what its configuration needs besides the sizes
+CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
+    "llama": (tiny_config(), "llama", {"rope_parameters": _ROPE}),
+    "llama, tied": (tiny_config(tie_embeddings=True), "llama", {"rope_parameters": _ROPE}),
+    "llama, biases": (
+        tiny_config(qkv_bias=True, output_bias=True, mlp_bias=True),
+        "llama",
+        {"rope_parameters": _ROPE, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama, one KV head": (tiny_config(num_kv_heads=1), "llama", {"rope_parameters": _ROPE}),
+    "llama, linear": (
+        _with_rope(LinearScaling(4.0)),
+        "llama",
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
+    ),
+    "llama, llama3": (
+        _with_rope(_LLAMA3),
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama, yarn": (
+        _with_rope(_YARN),
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.1386,
+            }
+        },
+    ),
+    "llama, longrope": (
+        _with_rope(FrequencyFactors(_LONG_FACTORS, attention_factor=1.19)),
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": list(_LONG_FACTORS),
+                "original_max_position_embeddings": 4,
+                "factor": 32.0,
+                "attention_factor": 1.19,
+            }
+        },
+    ),
+    "mistral, window": (
+        tiny_config(layer_windows=(7, 7, 7, 7)),
+        "mistral",
+        {"rope_parameters": _ROPE, "sliding_window": 7},
+    ),
+    "qwen2": (tiny_config(qkv_bias=True), "qwen2", {"rope_parameters": _ROPE}),
+    "qwen2, window on the upper layers": (
+        tiny_config(qkv_bias=True, layer_windows=(None, None, 5, 5)),
+        "qwen2",
+        {"rope_parameters": _ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3": (tiny_config(qk_norm=True), "qwen3", {"rope_parameters": _ROPE}),
+    "smollm3": (
+        tiny_config(layer_uses_rope=(True, True, True, False)),
+        "smollm3",
+        {
+            "rope_parameters": _ROPE,
+            "no_rope_layer_interval": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+}
+
+
+def _reference(config: ModelConfig, model_type: str, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The transformers model with these very weights."""
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    hf_config = transformers.AutoConfig.for_model(model_type, **sizes, **extra)
+    hf_config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(hf_config).eval().float()
+    state = {name if name.startswith("lm_head") else f"model.{name}": tensor for name, tensor in tensors.items()}
+    if config.tie_embeddings:
+        state["lm_head.weight"] = tensors["embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model
+
+
+def _run(decoder: Decoder, token_ids: list[int], cuts: list[int]) -> Tensor:
+    """The logits of all positions, computed in chunks that end at `cuts`."""
+    kv = new_sequence_kv(decoder.config, len(token_ids))
+    rows = [
+        decoder.hidden(token_ids[start:end], [Span(kv, start, end - start)])
+        for start, end in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)
+    ]
+    return decoder.logits(torch.cat(rows))
+
+
+def _token_ids(config: ModelConfig, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str) -> None:
+    config, model_type, extra = CASES[name]
+    tensors = random_tensors(config)
+    token_ids = _token_ids(config, 90)
+    expected = _reference(config, model_type, extra, tensors)(torch.tensor([token_ids])).logits[0]
+
+    decoder = Decoder(config, tensors, PlainLinear)
+
+    torch.testing.assert_close(_run(decoder, token_ids, []), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(_run(decoder, token_ids, [1, 2, 40, 41, 80]), expected, atol=1e-4, rtol=0)
+
+
+DECODERS = {
+    name: Decoder(config, random_tensors(config), PlainLinear)
+    for name, config in {
+        "plain": tiny_config(),
+        "window": tiny_config(layer_windows=(None, 3, 20, 150)),
+        "no rope, QK norm": tiny_config(layer_uses_rope=(True, False, True, False), qk_norm=True),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_chunks_give_the_same_logits(name: str, data: st.DataObject) -> None:
+    decoder = DECODERS[name]
+    length = data.draw(st.integers(2, 300))
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=8)))
+    token_ids = _token_ids(decoder.config, length, seed=length)
+    torch.testing.assert_close(_run(decoder, token_ids, cuts), _run(decoder, token_ids, []), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_sequences_packed_into_a_step_do_not_see_each_other(name: str) -> None:
+    decoder = DECODERS[name]
+    prompts = [_token_ids(decoder.config, count, seed=count) for count in (30, 1, 170, 64)]
+    computed = [29, 0, 100, 0]  # before the packed step: a decode, a first token, a later chunk, a whole prompt
+    alone = [_run(decoder, prompt, []) for prompt in prompts]
+
+    kvs = [new_sequence_kv(decoder.config, len(prompt)) for prompt in prompts]
+    for prompt, count, kv in zip(prompts, computed, kvs, strict=True):
+        if count:
+            decoder.hidden(prompt[:count], [Span(kv, 0, count)])
+    spans = [Span(kv, n, len(prompt) - n) for prompt, n, kv in zip(prompts, computed, kvs, strict=True)]
+    token_ids = [token for prompt, n in zip(prompts, computed, strict=True) for token in prompt[n:]]
+    packed = decoder.logits(decoder.hidden(token_ids, spans))
+
+    expected = torch.cat([logits[n:] for logits, n in zip(alone, computed, strict=True)])
+    torch.testing.assert_close(packed, expected, atol=1e-4, rtol=0)
+
+
+def test_partial_rotation_leaves_the_rest_of_a_head_alone() -> None:
+    """With rotary_dim 8 of 16, zeroing the turned half's weights must leave logits that ignore positions."""
+    config = tiny_config(rope=RopeConfig(theta=10000.0, rotary_dim=8, scaling=None))
+    tensors = dict(random_tensors(config))
+    for name in [name for name in tensors if "q_proj" in name]:
+        heads = tensors[name].clone().view(config.num_heads, config.head_dim, -1)
+        heads[:, :8] = 0
+        tensors[name] = heads.view(tensors[name].shape)
+    no_positions = dataclasses.replace(config, layer_uses_rope=(False,) * config.num_layers)
+    token_ids = _token_ids(config, 40)
+
+    turned = _run(Decoder(config, tensors, PlainLinear), token_ids, [])
+    unturned = _run(Decoder(no_positions, tensors, PlainLinear), token_ids, [])
+
+    torch.testing.assert_close(turned, unturned, atol=1e-5, rtol=0)
