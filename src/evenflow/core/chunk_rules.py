@@ -46,7 +46,10 @@ def chunk_size_for_prompt(prompt_length: int) -> int:
 
 
 class AdaptiveChunker:
-    """Smaller chunks while most slots decode, larger ones while chunks take less time than the target."""
+    """Smaller chunks while most slots decode, larger ones while chunks take less time than the target.
+
+    The caller appends each chunk's seconds to `recent_chunk_times`, which forgets the oldest.
+    """
 
     SMALLEST = 32
     LARGEST = 512
@@ -61,10 +64,6 @@ class AdaptiveChunker:
         )
         self.decode_latency_target = decode_latency_target
         self.recent_chunk_times: deque[float] = deque(maxlen=self.HISTORY)
-
-    def record_chunk_time(self, seconds: float) -> None:
-        _require("seconds", seconds, 0 <= seconds < math.inf, "a number of seconds, at least 0")
-        self.recent_chunk_times.append(seconds)
 
     def select_chunk_size(self, base_chunk_size: int, decode_pressure: float) -> int:
         """`decode_pressure` is the share of the slots that decode. Without a history there is no reason to grow."""
