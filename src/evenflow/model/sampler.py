@@ -127,7 +127,7 @@ def _draw(logits: Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
 def _uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on these two alone."""
     bits = np.random.Philox(key=np.array([seed, position], dtype=np.uint64)).random_raw()
-    return float(bits >> 11) * 2.0**-53
+    return float(bits >> 12) * 2.0**-52
 
 
 def _cut(row: Tensor, params: SamplingParams) -> None:
