@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,7 +92,7 @@ def generate(executor: TorchExecutor, admission: Admission, cuts: tuple[int, ...
     slot, length = admission.slot, len(admission.token_ids)
     bounds = [admission.num_cached_tokens, *cuts, length]
     tokens: list[int] = []
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         step = plan(
             admissions=(admission,) if number == 0 else (),
             changes=(blocks(slot, 0),) if number == 0 else (),
