@@ -1,16 +1,16 @@
 """Every error evenflow raises on purpose, as one tree.
 
-    EvenflowError
-    ├── InvalidInput (ValueError)      the caller can fix it: exit code 2 on the command line
-    │   ├── InvalidConfig              an engine setting, or two that do not go together
-    │   ├── InvalidRequest             one request; the engine goes on serving the others
-    │   └── ModelError                 a model that cannot be loaded
-    │       ├── ModelNotFound          no such folder or file
-    │       ├── UnsupportedModel       an architecture, tensor type or option evenflow does not run
-    │       └── BrokenModel            a truncated or inconsistent file
-    ├── MissingDependency              an extra that is not installed: says which to install
-    ├── OutOfMemory                    says which settings to lower
-    └── EngineFailed                   a step failed: exit code 1 on the command line
+EvenflowError
+├── InvalidInput (ValueError)      the caller can fix it: exit code 2 on the command line
+│   ├── InvalidConfig              an engine setting, or two that do not go together
+│   ├── InvalidRequest             one request; the engine goes on serving the others
+│   └── ModelError                 a model that cannot be loaded
+│       ├── ModelNotFound          no such folder or file
+│       ├── UnsupportedModel       an architecture, tensor type or option evenflow does not run
+│       └── BrokenModel            a truncated or inconsistent file
+├── MissingDependency              an extra that is not installed: says which to install
+├── OutOfMemory                    says which settings to lower
+└── EngineFailed                   a step failed: exit code 1 on the command line
 """
 
 

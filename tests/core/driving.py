@@ -1,0 +1,114 @@
+"""Drives a Scheduler by hand with a FakeExecutor, and writes down what it planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+from evenflow.core.plan import ExecutorCaps, StepPlan
+from evenflow.core.prefix_cache import hash_blocks
+from evenflow.core.request import Request, SamplingParams
+from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
+from evenflow.executors.fake import FakeExecutor, fake_continuation
+
+VOCAB = 1000
+
+
+class Driver:
+    """One scheduler, one fake executor, all plans and outcomes so far."""
+
+    def __init__(
+        self,
+        policy: str = "fixed:2048",
+        *,
+        num_blocks: int = 1000,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 2048,
+        caps: ExecutorCaps | None = None,
+        cost: Callable[[Any], float] = lambda shape: 0.0,
+        disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        **settings: Any,
+    ) -> None:
+        caps = caps or ExecutorCaps()
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                policy=policy,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                **settings,
+            ),
+            caps,
+        )
+        self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
+        self.plans: list[StepPlan] = []
+        self.outcomes: list[Committed] = []
+        self.requests: dict[str, Request] = {}
+        self._names = (f"r{number}" for number in count())
+
+    def add(self, prompt: int | list[int], max_tokens: int = 4, name: str | None = None, **sampling: Any) -> Request:
+        """A prompt given as a length is made of tokens that no other prompt shares."""
+        name = name or next(self._names)
+        if isinstance(prompt, int):
+            prompt = [(hash_of(name) + i) % VOCAB for i in range(prompt)]
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, **sampling),
+            seed=0,
+            max_model_len=1 << 20,
+            block_hashes=hash_blocks(prompt, self.scheduler.block_size),
+        )
+        self.scheduler.add(request)
+        self.requests[name] = request
+        return request
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.executor.clock.now)
+        if plan is not None:
+            self.plans.append(plan)
+            self.executor.submit(plan)
+        return plan
+
+    def commit(self) -> Committed:
+        outcome = self.scheduler.commit(self.executor.wait(), self.executor.clock.now)
+        self.outcomes.append(outcome)
+        return outcome
+
+    def step(self) -> bool:
+        """Fill the flight, commit one step. False where there was nothing to do."""
+        while self.scheduler.can_schedule and self.schedule() is not None:
+            pass
+        if not self.scheduler.num_in_flight:
+            return False
+        self.commit()
+        return True
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.step():
+                assert not self.scheduler.has_work, "work is left, but no step can be planned"
+                return
+        raise AssertionError(f"no end after {max_steps} steps")
+
+    def chunks(self, request: Request) -> list[tuple[int, int]]:
+        return [(c.start, c.length) for plan in self.plans for c in plan.chunks if c.request_id == request.id]
+
+    def reasons(self, request: Request) -> list[str]:
+        return [str(c.reason) for plan in self.plans for c in plan.chunks if c.request_id == request.id]
+
+    def check_output(self, request: Request) -> None:
+        prompt = request.tokens[: request.num_prompt_tokens]
+        assert request.output_token_ids == fake_continuation(prompt, request.num_output_tokens, VOCAB)
+
+
+def hash_of(name: str) -> int:
+    return sum(ord(letter) * 31**place for place, letter in enumerate(name))
+
+
+def layout(plan: StepPlan) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """A plan as (who decodes, [(request, start, length)])."""
+    return list(plan.decodes.request_ids), [(c.request_id, c.start, c.length) for c in plan.chunks]
