@@ -183,7 +183,7 @@ def stories260k_folder(folder: Path) -> Path:
         for layer in range(layers):
             rows = tensor[layer]
             if name.endswith(("q_proj", "k_proj")):
-                rows = torch.stack([head.view(-1, 2, dim).transpose(0, 1) for head in rows.split(head_dim)])
+                rows = rows.view(-1, head_dim // 2, 2, dim).transpose(1, 2)
             tensors[f"model.layers.{layer}.{name}.weight"] = rows.reshape(shape[1:]).clone()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
