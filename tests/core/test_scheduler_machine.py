@@ -150,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.run(max_steps=20_000)
+        self.touched.clear()
         for name, request in self.driver.requests.items():
             assert request.is_finished
             self.driver.check_output(request)
