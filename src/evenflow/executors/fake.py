@@ -122,6 +122,8 @@ class FakeExecutor:
         self._slots[admission.slot] = _Slot(list(admission.token_ids))
 
     def _run(self, slot_number: int, start: int, length: int, samples: bool = True) -> int:
+        if length < 1:
+            raise RuntimeError(f"slot {slot_number}: a chunk of {length} tokens")
         slot = self._slots[slot_number]
         digest = _START if start == 0 else self._cells[self._cell(slot, start - 1)]
         for position in range(start, start + length):

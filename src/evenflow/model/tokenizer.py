@@ -49,6 +49,10 @@ class Tokenizer:
         stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
         return "".join(map(stream.push, token_ids)) + stream.flush()
 
+    def stream_decoder(self, prompt_token_ids: Iterable[int]) -> "StreamDecoder":
+        """For the answer to this prompt."""
+        return StreamDecoder(self, prompt_token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for: often only a part of a character."""
         known = self._bytes_of_token.get(token_id)

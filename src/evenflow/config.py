@@ -1,0 +1,95 @@
+"""The settings of an engine, checked when they are made. Names and meanings are those that vLLM's users know.
+
+Must not know: torch, models; what depends on the model at hand is resolved with its figures given as arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evenflow.core.policy import make_policy
+from evenflow.errors import InvalidConfig
+
+DEFAULT_BUDGET = 2048
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine runs, and within which bounds."""
+
+    model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
+    policy: str | None = None  # see `evenflow.core.policy`; None: fixed:max_num_batched_tokens
+    enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
+    max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
+    max_num_seqs: int = 256
+    max_model_len: int | None = None  # None: the model's context
+    gpu_memory_utilization: float = 0.9  # of the device's free memory; on a CPU see `kv_cache_memory`
+    kv_cache_memory: int | None = None  # bytes; None on a CPU: what utilization leaves, at most 4 GiB
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no such limit
+    weights: Literal["float32", "int4"] = "float32"
+    threads: int | None = None  # None: torch's choice
+    max_steps_in_flight: int = 1
+    block_size: int = 16
+    seed: int | None = None  # for requests without one; None: drawn anew for each
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_model_len", "threads", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                self._require_at_least(name, 1)
+        for name in ("max_num_seqs", "block_size", "max_steps_in_flight"):
+            self._require_at_least(name, 1)
+        self._require_at_least("long_prefill_token_threshold", 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidConfig(
+                f"Got gpu_memory_utilization={self.gpu_memory_utilization!r} but expected a number in (0, 1]."
+            )
+        if self.weights not in ("float32", "int4"):
+            raise InvalidConfig(f"Got weights={self.weights!r} but expected 'float32' or 'int4'.")
+        if self.policy is not None:
+            make_policy(self.policy, DEFAULT_BUDGET)
+        self._check_chunking()
+
+    def _require_at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}.")
+
+    def _check_chunking(self) -> None:
+        unchunked = self.policy == "unchunked"
+        if self.enable_chunked_prefill is False and self.policy not in (None, "unchunked"):
+            raise InvalidConfig(
+                f"Got enable_chunked_prefill=False but policy={self.policy!r} cuts prompts into chunks."
+            )
+        if self.enable_chunked_prefill is True and unchunked:
+            raise InvalidConfig("Got enable_chunked_prefill=True but policy='unchunked' never cuts a prompt.")
+        if self.long_prefill_token_threshold and (unchunked or self.enable_chunked_prefill is False):
+            raise InvalidConfig(
+                f"Got long_prefill_token_threshold={self.long_prefill_token_threshold} but no prompt is cut unchunked."
+            )
+        own_budget = self._budget_of_policy
+        if None not in (own_budget, self.max_num_batched_tokens) and own_budget != self.max_num_batched_tokens:
+            raise InvalidConfig(
+                f"Got policy={self.policy!r} and max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "two different budgets; give one of them."
+            )
+
+    @property
+    def _budget_of_policy(self) -> int | None:
+        name, _, argument = (self.policy or "").partition(":")
+        return int(argument) if name in ("fixed", "alternate") else None
+
+    def resolve_policy(self, max_model_len: int) -> tuple[str, int]:
+        """The policy's text and the token budget, for a model whose prompts can be that long."""
+        if self.policy == "unchunked" or self.enable_chunked_prefill is False:
+            budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)
+            if budget < max_model_len:
+                raise InvalidConfig(
+                    f"Got max_num_batched_tokens={budget} without chunked prefill, but a prompt of up to max_model_len="
+                    f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
+                )
+            return "unchunked", budget
+        budget = self.max_num_batched_tokens or self._budget_of_policy or DEFAULT_BUDGET
+        return self.policy or f"fixed:{budget}", budget

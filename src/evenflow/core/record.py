@@ -1,0 +1,111 @@
+"""The record format: requests, plans and results as plain data for JSON, and back.
+
+A record holds all that a scheduler was told, so that the same run can be planned again. Readers refuse a version they
+do not know. Must not know: files, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.request import Request, SamplingParams
+from evenflow.core.scheduler import SchedulerConfig
+from evenflow.errors import InvalidInput
+
+VERSION = 1
+Record = dict[str, Any]
+
+
+def header_record(config: SchedulerConfig, caps: ExecutorCaps) -> Record:
+    return {"version": VERSION, "scheduler": asdict(config), "caps": asdict(caps)}
+
+
+def read_header(record: Record) -> tuple[SchedulerConfig, ExecutorCaps]:
+    if record.get("version") != VERSION:
+        raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
+    caps = record["caps"] | {"row_buckets": tuple(record["caps"]["row_buckets"])}
+    return SchedulerConfig(**record["scheduler"]), ExecutorCaps(**caps)
+
+
+def request_record(request: Request) -> Record:
+    """A request as it was added."""
+    return {
+        "id": request.id,
+        "prompt_token_ids": request.tokens[: request.num_prompt_tokens],
+        "sampling": asdict(request.sampling),
+        "seed": request.seed,
+        "max_known_tokens": request.max_known_tokens,
+        "stop_token_ids": sorted(request.stop_token_ids),
+        "salt": request.salt.hex(),
+        "block_hashes": [block_hash.hex() for block_hash in request.block_hashes],
+        "arrival_time": request.arrival_time,
+    }
+
+
+def read_request(record: Record) -> Request:
+    return Request(
+        record["id"],
+        record["prompt_token_ids"],
+        SamplingParams(**record["sampling"]),
+        seed=record["seed"],
+        max_model_len=record["max_known_tokens"],
+        eos_token_ids=tuple(record["stop_token_ids"]),
+        salt=bytes.fromhex(record["salt"]),
+        block_hashes=[bytes.fromhex(block_hash) for block_hash in record["block_hashes"]],
+        arrival_time=record["arrival_time"],
+    )
+
+
+def plan_record(plan: StepPlan) -> Record:
+    """A plan as JSON would give it back: lists for tuples and sets."""
+    plain = _plain(asdict(plan))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def result_record(result: StepResult) -> Record:
+    return {
+        "step_id": result.step_id,
+        "tokens": [list(tokens) for tokens in result.tokens],
+        "seconds": result.seconds,
+        "errors": {str(index): message for index, message in result.errors.items()},
+        "logprobs": _logprobs_record(result.logprobs),
+        "prompt_logprobs": _logprobs_record(result.prompt_logprobs),
+    }
+
+
+def read_result(record: Record) -> StepResult:
+    return StepResult(
+        step_id=record["step_id"],
+        tokens=tuple(tuple(tokens) for tokens in record["tokens"]),
+        seconds=record["seconds"],
+        errors={int(index): message for index, message in record["errors"].items()},
+        logprobs=_read_logprobs(record["logprobs"]),
+        prompt_logprobs=_read_logprobs(record["prompt_logprobs"]),
+    )
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _logprobs_record(logprobs: Mapping[int, tuple[RowLogprobs, ...]]) -> Record:
+    return {str(index): _plain(rows) for index, rows in logprobs.items()}
+
+
+def _read_logprobs(record: Record) -> dict[int, tuple[RowLogprobs, ...]]:
+    return {
+        int(index): tuple(
+            RowLogprobs(TokenLogprob(*chosen), tuple(TokenLogprob(*other) for other in top)) for chosen, top in rows
+        )
+        for index, rows in record.items()
+    }

@@ -1,0 +1,127 @@
+"""From an EngineConfig to a running engine: load the model, size the KV cache, choose the policy, say so.
+
+The only place where settings, model, executor and scheduler meet. Imports torch when called, not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evenflow.config import GIB, EngineConfig
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.engine.engine import Engine, Limits
+from evenflow.engine.recorder import Recorder
+from evenflow.errors import InvalidConfig, MissingDependency
+
+if TYPE_CHECKING:
+    from evenflow.model.config import ModelConfig
+    from evenflow.model.tokenizer import Tokenizer
+
+logger = logging.getLogger("evenflow")
+
+_MOST_DEFAULT_KV_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    engine: Engine
+    tokenizer: Tokenizer
+    policy: str  # as asked for, or as decided
+
+
+def build_engine(config: EngineConfig, record: str | Path | None = None) -> BuiltEngine:
+    """Load the model and put an engine around it."""
+    ensure_logging()
+    try:
+        from evenflow.executors.torch_executor import TorchExecutor
+        from evenflow.model.kv_cache import kv_bytes_per_token
+        from evenflow.model.loader import load_model
+    except ImportError as error:
+        raise MissingDependency(
+            f"the embedded engine needs {error.name}, which is not installed: pip install 'evenflow[engine]'"
+        ) from error
+    model = load_model(config.model)
+    token_bytes = kv_bytes_per_token(model.config)
+    num_blocks = _num_blocks(config, token_bytes)
+    max_model_len = _max_model_len(config, model.config, num_blocks)
+    policy, budget = config.resolve_policy(max_model_len)
+    executor = TorchExecutor(
+        model.config,
+        model.weights,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        threads=config.threads,
+        max_steps_in_flight=config.max_steps_in_flight,
+    )
+    scheduler_config = SchedulerConfig(
+        num_blocks=num_blocks,
+        policy=policy,
+        max_num_batched_tokens=budget,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    engine = Engine(
+        Scheduler(scheduler_config, executor.caps),
+        executor,
+        Limits(max_model_len, model.config.vocab_size),
+        codec=model.tokenizer,
+        recorder=Recorder(record, scheduler_config, executor.caps) if record is not None else None,
+        seed=config.seed,
+    )
+    _log_policy(config, policy, budget)
+    return BuiltEngine(engine, model.tokenizer, policy)
+
+
+def _num_blocks(config: EngineConfig, token_bytes: int) -> int:
+    """Blocks that the KV memory holds. A cached prefix is kept apart from the running copy, so caching halves it."""
+    memory = config.kv_cache_memory
+    if memory is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = min(int(free * config.gpu_memory_utilization), _MOST_DEFAULT_KV_BYTES)
+    copies = 2 if config.enable_prefix_caching else 1
+    num_blocks = memory // (copies * token_bytes * config.block_size)
+    if num_blocks < 1:
+        raise InvalidConfig(
+            f"Got {memory} bytes for the KV cache but one block of {config.block_size} tokens takes "
+            f"{copies * token_bytes * config.block_size}: raise kv_cache_memory or gpu_memory_utilization."
+        )
+    return num_blocks
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_position:
+        raise InvalidConfig(f"Got max_model_len={asked} but the model's context is {model.max_position}.")
+    wanted, capacity = asked or model.max_position, num_blocks * config.block_size
+    if wanted > capacity:
+        if asked is not None:
+            raise InvalidConfig(
+                f"Got max_model_len={asked} but the KV cache holds {capacity} tokens: raise kv_cache_memory."
+            )
+        logger.warning("The KV cache holds %d tokens: contexts are limited to that, not %d.", capacity, wanted)
+    return min(wanted, capacity)
+
+
+def _log_policy(config: EngineConfig, policy: str, budget: int) -> None:
+    if policy == "unchunked":
+        logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", budget)
+        return
+    logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", budget)
+    if config.enable_chunked_prefill is None:
+        logger.info("Why: it was not asked for either way, and an uncut prompt stalls every stream. Policy %s.", policy)
+
+
+def ensure_logging() -> None:
+    """Show evenflow's own lines on standard error, unless the program has set up logging itself."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s evenflow: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(os.environ.get("EVENFLOW_LOG_LEVEL", "INFO").upper())

@@ -1,0 +1,210 @@
+"""The loop: schedule, run, commit. One step fits on a screen.
+
+`prepare` may be called from any thread; everything else belongs to the one thread that steps.
+Must not know: torch, files, networks; time comes from the clock it is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.prefix_cache import hash_blocks
+from evenflow.core.request import FinishReason, Request, SamplingParams
+from evenflow.core.scheduler import Committed, Scheduler
+from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput, TextDecoder
+from evenflow.engine.recorder import Recorder
+from evenflow.engine.stats import Stats
+from evenflow.errors import EngineFailed, InvalidRequest
+from evenflow.executors.base import Executor
+
+logger = logging.getLogger("evenflow")
+
+
+class TextCodec(Protocol):
+    """What an engine needs of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask of this model."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class Engine:
+    """One scheduler, one executor, and the outputs of the requests they are working on."""
+
+    scheduler: Scheduler
+    executor: Executor
+    limits: Limits
+    codec: TextCodec | None = None  # None: tokens in, tokens out
+    recorder: Recorder | None = None
+    clock: Callable[[], float] = time.perf_counter
+    seed: int | None = None
+    _builders: dict[str, OutputBuilder] = field(default_factory=dict)
+    _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _seeds: random.Random = field(init=False)
+    stats: Stats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seeds = random.Random(self.seed)
+        self.stats = Stats(self.scheduler)
+
+    # ---- requests ----
+
+    def prepare(
+        self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None, tenant: str = ""
+    ) -> Request:
+        """Check and tokenise a request, and hash its blocks: all that needs no scheduler, on the caller's thread."""
+        token_ids = self._encode(prompt)
+        self._check(token_ids, sampling)
+        salt = tenant.encode()
+        return Request(
+            request_id if request_id is not None else f"request-{next(self._ids)}",
+            token_ids,
+            sampling,
+            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
+            max_model_len=self.limits.max_model_len,
+            eos_token_ids=self.codec.eos_token_ids if self.codec is not None else (),
+            salt=salt,
+            block_hashes=hash_blocks(token_ids, self.scheduler.block_size, salt),
+            arrival_time=self.clock(),
+        )
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.codec is None:
+            raise InvalidRequest("Got a text prompt but this engine has no tokenizer: give token ids.")
+        return self.codec.encode(prompt)
+
+    def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        vocab_size, max_len = self.limits.vocab_size, self.limits.max_model_len
+        if not token_ids:
+            raise InvalidRequest("Got an empty prompt but expected at least one token.")
+        for token in itertools.chain(token_ids, sampling.stop_token_ids):
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InvalidRequest(f"Got token id {token!r} but the vocabulary has ids 0 to {vocab_size - 1}.")
+        if len(token_ids) >= max_len:
+            raise InvalidRequest(
+                f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
+            )
+
+    def add(self, request: Request) -> None:
+        prompt = list(request.tokens)
+        self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.added(request)
+        decoder = self.codec.stream_decoder(prompt) if self.codec is not None else None
+        output = RequestOutput(request.id, prompt)
+        self._builders[request.id] = OutputBuilder(output, decoder, request.sampling.stop, request.arrival_time)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at any moment; None if it is not here (any more)."""
+        if not self._finish(request_id, FinishReason.ABORT):
+            return None
+        builder = self._builders.pop(request_id)
+        builder.finish(FinishReason.ABORT, None)
+        return builder.output
+
+    def _finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
+        ended = self.scheduler.finish(request_id, reason, keep)
+        if ended and self.recorder is not None:
+            self.recorder.ended(request_id, reason, keep)
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # ---- the loop ----
+
+    def step(self) -> list[Delta]:
+        """Keep the executor busy, wait for the oldest step, and say what it gave."""
+        while self.scheduler.can_schedule and (plan := self._schedule()) is not None:
+            self._plans[plan.step_id] = plan
+            self.executor.submit(plan)
+        if not self._plans:
+            if self.scheduler.requests:
+                raise EngineFailed(f"no step can be planned for {len(self.scheduler.requests)} unfinished requests")
+            return []
+        deltas = self._commit(self._wait())
+        if not self.has_work:
+            self.stats.idle()
+        return deltas
+
+    def _schedule(self) -> StepPlan | None:
+        now = self.clock()
+        if self.recorder is not None:
+            self.recorder.asked_for_plan(now)
+        return self.scheduler.schedule(now)
+
+    def _wait(self) -> StepResult:
+        plan = self._plans.pop(next(iter(self._plans)))
+        try:
+            return self.executor.wait()
+        except Exception as error:  # the step is lost; whoever was in it gets an answer, the others go on
+            logger.exception("step %d failed", plan.step_id)
+            message = str(error) or type(error).__name__
+            tokens = ((),) * plan.num_sequences
+            return StepResult(plan.step_id, tokens, 0.0, errors=dict.fromkeys(range(plan.num_sequences), message))
+
+    def _commit(self, result: StepResult) -> list[Delta]:
+        now = self.clock()
+        committed = self.scheduler.commit(result, now)
+        if self.recorder is not None:
+            self.recorder.committed(committed.plan, result, now)
+        self.stats.observe(committed, now)
+        return self._deltas(committed, now)
+
+    def _deltas(self, committed: Committed, now: float) -> list[Delta]:
+        plan, result = committed.plan, committed.result
+        num_decodes = len(plan.decodes)
+        for admission in plan.admissions:
+            if admission.request_id in self._builders:
+                self._builders[admission.request_id].output.num_cached_tokens = admission.num_cached_tokens
+        deltas = []
+        for request, sequence, tokens in committed.emissions:
+            builder = self._builders[request.id]
+            if sequence >= num_decodes:
+                builder.take_chunk(plan.chunks[sequence - num_decodes], result.prompt_logprobs.get(sequence))
+            if tokens:
+                stop_tokens = request.stop_token_ids if request.finish_reason is FinishReason.STOP else frozenset()
+                text, stopped = builder.take_tokens(tokens, result.logprobs.get(sequence), stop_tokens, now)
+                if stopped and self._finish(request.id, FinishReason.STOP, keep=len(builder.output.token_ids)):
+                    committed.finished.append(request)
+                if request.is_finished:
+                    text += self._close(request, stopped)
+                deltas.append(Delta(request.id, tokens, text, builder.output.finish_reason, builder.output))
+        for request in committed.finished:
+            if request.id in self._builders:  # ended without a token: by an error
+                builder = self._builders[request.id]
+                deltas.append(Delta(request.id, (), self._close(request, False), request.finish_reason, builder.output))
+        return deltas
+
+    def _close(self, request: Request, stopped_by_text: bool) -> str:
+        assert request.finish_reason is not None
+        reason = FinishReason.STOP if stopped_by_text else request.finish_reason
+        return self._builders.pop(request.id).finish(reason, request.error, stopped_by_text=stopped_by_text)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.recorder is not None:
+            self.recorder.close()

@@ -1,0 +1,135 @@
+"""`LLM`: a model in this process. Requests in, answers out, on the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from evenflow.config import EngineConfig
+from evenflow.core.request import Request, SamplingParams
+from evenflow.engine.build import build_engine
+from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.errors import InvalidRequest
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
+
+
+class LLM:
+    """Loads a model and serves it with chunked prefill.
+
+        llm = LLM("default", policy="fixed:256")
+        [answer] = llm.chat([[{"role": "user", "content": "What is a token?"}]])
+        print(answer.text)
+
+    The knobs are the fields of EngineConfig. With `record`, every step is written there as a JSON line.
+    """
+
+    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **knobs: Any) -> None:
+        self.config = make_config(model, knobs)
+        built = build_engine(self.config, record)
+        self.engine = built.engine
+        self.tokenizer = built.tokenizer
+        self.policy = built.policy
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts. Every prompt is checked before the first one runs.
+
+        A request that fails while it runs has the finish_reason "error" and says why in `error`; the others go on.
+        """
+        batch = as_batch(prompts)
+        params = _one_each(sampling_params, len(batch))
+        requests = [self.engine.prepare(prompt, sampling) for prompt, sampling in zip(batch, params, strict=True)]
+        outputs = self._run(requests, on_delta)
+        for prompt, output in zip(batch, outputs, strict=True):
+            output.prompt = prompt if isinstance(prompt, str) else None
+        return outputs
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, each a list of messages, through the model's chat template."""
+        is_one = conversations and isinstance(conversations[0], Mapping)
+        batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
+        prompts = [self.encode_chat(messages) for messages in batch]
+        return self.generate(prompts, sampling_params, on_delta=on_delta)
+
+    def encode_chat(self, messages: Conversation) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        if not messages:
+            raise InvalidRequest("Got an empty conversation but expected at least one message.")
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
+        """One answer as it comes. Closing the iterator early aborts the request."""
+        request = self.engine.prepare(prompt, sampling_params)
+        self.engine.add(request)
+        try:
+            while not request.is_finished:
+                yield from [delta for delta in self.engine.step() if delta.request_id == request.id]
+        finally:
+            self.engine.abort(request.id)
+
+    def _run(self, requests: list[Request], on_delta: Callable[[Delta], None] | None) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while len(outputs) < len(requests):
+                for delta in self.engine.step():
+                    if on_delta is not None:
+                        on_delta(delta)
+                    if delta.finish_reason is not None:
+                        outputs[delta.request_id] = delta.output
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.id)
+            raise
+        return [outputs[request.id] for request in requests]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_config(model: str | Path, knobs: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword arguments; one that does not exist is an error that lists those that do."""
+    known = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
+    unknown = sorted(set(knobs) - set(known))
+    if unknown:
+        raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
+    return EngineConfig(model=str(model), **knobs)
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a string or a list of token ids; several are a list of those."""
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    return cast("list[Prompt]", [prompts] if is_one else list(prompts))
+
+
+def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise InvalidRequest(f"Got {len(sampling)} sampling params for {count} prompts but expected one each.")
+    return sampling

@@ -1,0 +1,65 @@
+"""Writes a run down as JSON lines: all that the scheduler was told, and every step's plan with its seconds.
+
+The first line is the header; then come, in the order they happened:
+    {"event": "add", "request": ...}
+    {"event": "finish", "id": ..., "reason": ..., "keep": ...}
+    {"event": "schedule", "now": ...}                       a plan was asked for, whether or not one came
+    {"event": "step", "now": ..., "seconds": ..., "plan": ..., "result": ...}      a step was committed
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.record import Record, header_record, plan_record, request_record, result_record
+from evenflow.core.request import FinishReason, Request
+from evenflow.core.scheduler import SchedulerConfig
+from evenflow.errors import InvalidInput
+
+
+class Recorder:
+    """An open recording. Lines are complete at any moment: a run that dies leaves a recording that can be read."""
+
+    def __init__(self, path: str | Path, config: SchedulerConfig, caps: ExecutorCaps) -> None:
+        try:
+            self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
+        self._write(header_record(config, caps))
+
+    def added(self, request: Request) -> None:
+        self._write({"event": "add", "request": request_record(request)})
+
+    def ended(self, request_id: str, reason: FinishReason, keep: int | None) -> None:
+        self._write({"event": "finish", "id": request_id, "reason": reason, "keep": keep})
+
+    def asked_for_plan(self, now: float) -> None:
+        self._write({"event": "schedule", "now": now})
+
+    def committed(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        self._write(
+            {
+                "event": "step",
+                "now": now,
+                "seconds": result.seconds,
+                "plan": plan_record(plan),
+                "result": result_record(result),
+            }
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, record: Record) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
