@@ -313,3 +313,24 @@ def test_counters_at_rest() -> None:
     assert request.max_known_tokens == 4
     assert request.num_unscheduled == 3
     assert "known=3" in repr(request)
+
+
+def test_a_preempted_request_forgets_what_was_in_flight() -> None:
+    driver = Driver(num_blocks=8, caps=ExecutorCaps(max_steps_in_flight=2))
+    old, young = driver.add(40, max_tokens=60, name="old"), driver.add(40, max_tokens=60, name="young")
+    while young.status is not Status.PREEMPTED:
+        driver.schedule() if driver.scheduler.can_schedule else driver.commit()
+    assert (young.num_scheduled, young.num_committed, young.num_pending) == (0, 0, 0)
+    assert driver.scheduler.num_in_flight == 1  # with a token of it that will be dropped
+    driver.run()
+    for request in (old, young):
+        driver.check_output(request)
+
+
+def test_nobody_is_preempted_for_blocks_that_are_about_to_come_free() -> None:
+    driver = Driver(num_blocks=12, caps=ExecutorCaps(max_steps_in_flight=2))
+    oldest = driver.add(47, max_tokens=30, name="oldest")
+    middle = driver.add(47, max_tokens=30, name="middle")
+    youngest = driver.add(47, max_tokens=30, name="youngest")
+    driver.run()
+    assert [request.epoch for request in (oldest, middle, youngest)] == [1, 1, 2]

@@ -1,0 +1,56 @@
+"""An engine over the fake executor, with a codec whose text is easy to read: token 7 is " 7"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.engine.engine import Engine, Limits
+from evenflow.engine.recorder import Recorder
+from evenflow.executors.fake import FakeExecutor
+
+VOCAB = 500
+
+
+class NumberDecoder:
+    def push(self, token_id: int) -> str:
+        return f" {token_id}"
+
+    def flush(self) -> str:
+        return ""
+
+
+class NumberCodec:
+    eos_token_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> NumberDecoder:
+        return NumberDecoder()
+
+
+def fake_engine(
+    policy: str = "fixed:64",
+    *,
+    depth: int = 1,
+    num_blocks: int = 200,
+    max_num_seqs: int = 8,
+    max_model_len: int = 400,
+    cost: Callable[[StepShape], float] = lambda shape: 0.001 * shape.total_rows,
+    disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+    record: Any = None,
+    with_text: bool = True,
+) -> Engine:
+    config = SchedulerConfig(num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
+    executor = FakeExecutor(vocab_size=VOCAB, caps=ExecutorCaps(max_steps_in_flight=depth), cost=cost, disturb=disturb)
+    return Engine(
+        Scheduler(config, executor.caps),
+        executor,
+        Limits(max_model_len, VOCAB),
+        codec=NumberCodec() if with_text else None,
+        recorder=Recorder(record, config, executor.caps) if record else None,
+        clock=executor.clock,
+    )

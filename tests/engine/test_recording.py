@@ -1,0 +1,81 @@
+"""A recorded run, planned again, gives the same plans; a changed one is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenflow.core.plan import RowLogprobs, StepResult, TokenLogprob
+from evenflow.core.record import read_result, result_record
+from evenflow.core.request import SamplingParams
+from evenflow.errors import EngineFailed, InvalidInput
+from evenflow.executors.recorded import replay
+from tests.engine.fakes import fake_engine
+
+
+def record_a_run(path: Path, depth: int) -> list[int]:
+    """Small enough a pool for preemptions, an abort in the middle, a stop string, an adaptive policy."""
+    engine = fake_engine("adaptive:20", depth=depth, num_blocks=12, record=path)
+    for number in range(5):
+        sampling = SamplingParams(max_tokens=40, stop=(" 7",) if number == 2 else ())
+        engine.add(engine.prepare([number] * (20 + 9 * number), sampling, request_id=str(number)))
+    for _ in range(12):
+        engine.step()
+    engine.abort("1")
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["plan"]["step_id"] for line in lines if line.get("event") == "step"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_same_recording_gives_the_same_plans(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "run.jsonl"
+    step_ids = record_a_run(path, depth)
+    assert len(step_ids) > 40
+    assert [plan.step_id for plan in replay(path)] == step_ids
+
+
+def test_every_step_is_recorded_with_its_plan_and_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record_a_run(path, 1)
+    steps = [line for line in map(json.loads, path.read_text().splitlines()) if line.get("event") == "step"]
+    assert all(step["seconds"] == pytest.approx(0.001 * _rows(step["plan"])) for step in steps)
+
+
+def _rows(plan: dict[str, object]) -> int:
+    decodes, chunks = plan["decodes"], plan["chunks"]
+    assert isinstance(decodes, dict)
+    assert isinstance(chunks, list)
+    return len(decodes["slots"]) + sum(chunk["length"] for chunk in chunks)
+
+
+def test_a_plan_that_differs_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record_a_run(path, 1)
+    changed = path.read_text().replace('"policy":"adaptive:20"', '"policy":"fixed:32"')
+    path.write_text(changed)
+    with pytest.raises(EngineFailed, match="differs from the recording in"):
+        replay(path)
+
+
+def test_an_unknown_version_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for text, message in (('{"version": 99}', "version 99"), ("{", "not a recording"), ("", "empty")):
+        path.write_text(text)
+        with pytest.raises(InvalidInput, match=message):
+            replay(path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        fake_engine(record=tmp_path / "missing" / "run.jsonl")
+
+
+def test_a_result_comes_back_as_it_was() -> None:
+    row = RowLogprobs(TokenLogprob(3, -0.5), (TokenLogprob(3, -0.5), TokenLogprob(9, -1.25)))
+    result = StepResult(4, ((3,), ()), 0.25, {1: "bad"}, {0: (row,)}, {1: (row, row)})
+    assert read_result(json.loads(json.dumps(result_record(result)))) == result

@@ -1,0 +1,79 @@
+"""Settings are checked when they are made, and what they leave open is decided in one place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from evenflow import EngineConfig
+from evenflow.engine.llm import as_batch, make_config
+from evenflow.errors import InvalidConfig
+
+
+@pytest.mark.parametrize(
+    ("knobs", "policy", "budget"),
+    [
+        ({}, "fixed:2048", 2048),
+        ({"max_num_batched_tokens": 300}, "fixed:300", 300),
+        ({"policy": "fixed:512"}, "fixed:512", 512),
+        ({"policy": "fixed:512", "max_num_batched_tokens": 512}, "fixed:512", 512),
+        ({"policy": "alternate:64"}, "alternate:64", 64),
+        ({"policy": "adaptive", "max_num_batched_tokens": 700}, "adaptive", 700),
+        ({"policy": "unchunked"}, "unchunked", 8192),
+        ({"enable_chunked_prefill": False}, "unchunked", 8192),
+        ({"enable_chunked_prefill": True}, "fixed:2048", 2048),
+    ],
+)
+def test_what_a_setting_comes_to(knobs: dict[str, Any], policy: str, budget: int) -> None:
+    assert EngineConfig(**knobs).resolve_policy(8192) == (policy, budget)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"policy": "fixed:512", "max_num_batched_tokens": 256}, "two different budgets"),
+        ({"policy": "alternate:512", "max_num_batched_tokens": 256}, "two different budgets"),
+        ({"policy": "fixed:512", "enable_chunked_prefill": False}, "cuts prompts"),
+        ({"policy": "unchunked", "enable_chunked_prefill": True}, "never cuts"),
+        ({"policy": "unchunked", "long_prefill_token_threshold": 5}, "no prompt is cut"),
+        ({"policy": "nonsense"}, "'nonsense'"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": True}, "max_num_seqs=True"),
+        ({"gpu_memory_utilization": 1.3}, "gpu_memory_utilization=1.3"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
+        ({"weights": "int3"}, "'int3'"),
+        ({"threads": 0}, "threads=0"),
+    ],
+)
+def test_a_bad_setting_is_named(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        EngineConfig(**knobs)
+
+
+def test_without_chunks_the_budget_must_hold_the_longest_prompt() -> None:
+    config = EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=4096)
+    assert config.resolve_policy(4096) == ("unchunked", 4096)
+    with pytest.raises(InvalidConfig, match=r"max_num_batched_tokens=4096.*8192"):
+        config.resolve_policy(8192)
+
+
+def test_an_unknown_knob_is_named() -> None:
+    with pytest.raises(TypeError, match="'max_tokens'"):
+        make_config("default", {"max_tokens": 3})
+
+
+def test_one_prompt_or_several() -> None:
+    assert as_batch("hello") == ["hello"]
+    assert as_batch([1, 2]) == [[1, 2]]
+    assert as_batch([[1, 2], "x"]) == [[1, 2], "x"]
+    assert as_batch([]) == []
+
+
+def test_importing_the_package_and_its_settings_loads_no_torch() -> None:
+    code = "import sys, evenflow; evenflow.EngineConfig(); evenflow.LLM; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
