@@ -1,4 +1,4 @@
-"""What planning costs: schedule() + commit() with 64 to 1,024 decoding requests, and the prefix lookup of a long prompt.
+"""What planning costs: schedule() + commit() with 64 to 1,024 decoding requests, and a long prompt's prefix lookup.
 
 Run: python benchmarks/scheduler_cost.py
 """
@@ -84,7 +84,8 @@ def main() -> None:
     print("schedule() + commit(), median of", STEPS, "steps")
     for num_requests in (64, 256, 1024):
         seconds = step_cost(num_requests)
-        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {seconds / num_requests * 1e6:5.2f} µs a request")
+        each = seconds / num_requests
+        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {each * 1e6:5.2f} µs a request")
     hashing, lookup = lookup_cost()
     print(f"prefix of {LONG_PROMPT} tokens: hashing {hashing * 1e3:.1f} ms, lookup {lookup * 1e3:.1f} ms")
 
