@@ -3,6 +3,7 @@
 Knows nothing of files, tokenizers or torch: the readers of each format fill it in, the decoder reads it.
 """
 
+import math
 from dataclasses import dataclass
 
 from evenflow.errors import BrokenModel, UnsupportedModel
@@ -13,11 +14,27 @@ def unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(f"{what} is not supported here; vLLM may run it: evenflow serve --engine vllm")
 
 
+def _check_positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise BrokenModel(f"{owner}: {name} is {value}, it must be positive")
+
+
+def checked_num_layers(num_layers: int) -> int:
+    """The same number, refused where no model has so many: lists by layer are made before tensors are counted."""
+    if num_layers > 10_000:
+        raise BrokenModel(f"num_layers is {num_layers}, no model has so many")
+    return num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
     """Every frequency divided by `factor`."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive("rope scaling", factor=self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +45,24 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            "rope scaling",
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            original_max_position=self.original_max_position,
+        )
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise BrokenModel(
+                f"rope scaling: high_freq_factor {self.high_freq_factor} is not above "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
+
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
+    """How much YaRN suggests to sharpen attention when positions are stretched by `factor`."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +76,16 @@ class YarnScaling:
     attention_factor: float
     truncate: bool
 
+    def __post_init__(self) -> None:
+        _check_positive(
+            "rope scaling",
+            factor=self.factor,
+            original_max_position=self.original_max_position,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=self.attention_factor,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactors:
@@ -51,6 +96,11 @@ class FrequencyFactors:
 
     factors: tuple[float, ...]
     attention_factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive("rope scaling", attention_factor=self.attention_factor)
+        for factor in self.factors:
+            _check_positive("rope scaling", factor=factor)
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
@@ -65,10 +115,9 @@ class RopeConfig:
     scaling: RopeScaling | None
 
     def __post_init__(self) -> None:
-        if self.theta <= 0:
-            raise BrokenModel(f"rope theta is {self.theta}, it must be positive")
-        if self.rotary_dim <= 0 or self.rotary_dim % 2:
-            raise BrokenModel(f"the rotary dimension is {self.rotary_dim}, it must be positive and even")
+        _check_positive("rope", theta=self.theta, rotary_dim=self.rotary_dim)
+        if self.rotary_dim % 2:
+            raise BrokenModel(f"the rotary dimension is {self.rotary_dim}, it must be even")
         if isinstance(self.scaling, FrequencyFactors) and len(self.scaling.factors) != self.rotary_dim // 2:
             raise BrokenModel(
                 f"{len(self.scaling.factors)} rope frequency factors, {self.rotary_dim // 2} are needed "
@@ -115,20 +164,19 @@ class ModelConfig:
                 raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
 
     def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position",
-            "rms_norm_eps",
-            "attention_scale",
-        ):
-            if getattr(self, name) <= 0:
-                raise BrokenModel(f"{name} is {getattr(self, name)}, it must be positive")
+        _check_positive(
+            "the model",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position=self.max_position,
+            rms_norm_eps=self.rms_norm_eps,
+            attention_scale=self.attention_scale,
+        )
         if self.num_heads % self.num_kv_heads:
             raise BrokenModel(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.rotary_dim > self.head_dim:

@@ -4,7 +4,6 @@ Knows how llama.cpp writes the Llama family; the container itself is read by ggu
 gguf_tokenizer.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,9 @@ from evenflow.model.config import (
     RopeConfig,
     RopeScaling,
     YarnScaling,
+    checked_num_layers,
     unsupported,
+    yarn_attention_factor,
 )
 from evenflow.model.gguf_file import GgufFile
 from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
@@ -87,7 +88,7 @@ def read_gguf_model(path: Path) -> tuple[ModelConfig, Tokenizer, dict[str, Store
 
 def _read_config(file: GgufFile, name: str, architecture: _Architecture, tokenizer: Tokenizer) -> ModelConfig:
     hidden_size = file.get(f"{name}.embedding_length", int)
-    num_layers = file.get(f"{name}.block_count", int)
+    num_layers = checked_num_layers(file.get(f"{name}.block_count", int))
     num_heads = file.get(f"{name}.attention.head_count", int)
     head_dim = file.get(f"{name}.attention.key_length", int, hidden_size // max(num_heads, 1))
     window = file.get(f"{name}.attention.sliding_window", int, 0) or None
@@ -102,7 +103,7 @@ def _read_config(file: GgufFile, name: str, architecture: _Architecture, tokeniz
         head_dim=head_dim,
         max_position=file.get(f"{name}.context_length", int),
         rms_norm_eps=file.get(f"{name}.attention.layer_norm_rms_epsilon", float),
-        attention_scale=file.get(f"{name}.attention.scale", float, 0.0) or head_dim**-0.5,
+        attention_scale=file.get(f"{name}.attention.scale", float, 0.0) or max(head_dim, 1) ** -0.5,
         rope=RopeConfig(
             theta=file.get(f"{name}.rope.freq_base", float, 10000.0),
             rotary_dim=file.get(f"{name}.rope.dimension_count", int, head_dim),
@@ -140,7 +141,7 @@ def _read_rope_scaling(file: GgufFile, name: str) -> RopeScaling | None:
         original_max_position=file.get(f"{name}.rope.scaling.original_context_length", int),
         beta_fast=file.get(f"{name}.rope.scaling.yarn_beta_fast", float, 32.0),
         beta_slow=file.get(f"{name}.rope.scaling.yarn_beta_slow", float, 1.0),
-        attention_factor=file.get(f"{name}.rope.scaling.attn_factor", float, 1.0) * (1.0 + 0.1 * math.log(factor)),
+        attention_factor=file.get(f"{name}.rope.scaling.attn_factor", float, 1.0) * yarn_attention_factor(factor),
         truncate=True,
     )
 

@@ -17,7 +17,9 @@ from evenflow.model.config import (
     RopeConfig,
     RopeScaling,
     YarnScaling,
+    checked_num_layers,
     unsupported,
+    yarn_attention_factor,
 )
 
 Value = TypeVar("Value")
@@ -73,7 +75,7 @@ def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[i
     """The configuration in config.json; special tokens are decided by more files than this one."""
     architecture, family = _architecture(file)
     hidden_size = file.get("hidden_size", int)
-    num_layers = file.get("num_hidden_layers", int)
+    num_layers = checked_num_layers(file.get("num_hidden_layers", int))
     num_heads = file.get("num_attention_heads", int)
     head_dim = file.get("head_dim", int, family.head_dim or hidden_size // max(num_heads, 1))
     attention_bias = file.get("attention_bias", bool, False) if family.qkv_bias is None else None
@@ -89,7 +91,7 @@ def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[i
         head_dim=head_dim,
         max_position=max_position,
         rms_norm_eps=file.get("rms_norm_eps", float, 1e-6),
-        attention_scale=head_dim**-0.5,
+        attention_scale=max(head_dim, 1) ** -0.5,
         rope=rope,
         layer_windows=_layer_windows(file, architecture, num_layers),
         layer_uses_rope=_layer_uses_rope(file, architecture, num_layers),
@@ -105,15 +107,16 @@ def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[i
 
 def _architecture(file: JsonFile) -> tuple[str, _Family]:
     names = file.get("architectures", list)
-    if len(names) != 1 or names[0] not in _FAMILIES:
-        raise unsupported(f"the architecture {', '.join(map(str, names)) or 'without a name'}")
+    name = ", ".join(map(str, names))
+    if name not in _FAMILIES:
+        raise unsupported(f"the architecture {name or 'without a name'}")
     if file.content.get("quantization_config") is not None:
         method = JsonFile(file.name, file.get("quantization_config", dict)).optional("quant_method", str)
         raise unsupported(f"a checkpoint quantised by {method or 'an unnamed method'}")
     activation = file.get("hidden_act", str, "silu")
     if activation != "silu":
         raise unsupported(f"the activation {activation!r}")
-    return names[0], _FAMILIES[names[0]]
+    return name, _FAMILIES[name]
 
 
 def _layer_windows(file: JsonFile, architecture: str, num_layers: int) -> tuple[int | None, ...]:
@@ -141,6 +144,8 @@ def _layer_uses_rope(file: JsonFile, architecture: str, num_layers: int) -> tupl
     if flags is not None:
         return tuple(map(bool, flags))
     interval = file.get("no_rope_layer_interval", int, 4)
+    if interval <= 0:
+        raise BrokenModel(f"{file.name}: no_rope_layer_interval is {interval}, it must be positive")
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
@@ -153,6 +158,8 @@ def _read_rope(file: JsonFile, family: _Family, head_dim: int) -> tuple[RopeConf
         raise unsupported("rope settings that differ by layer")
     theta = rope.get("rope_theta", float, file.get("rope_theta", float, family.rope_theta))
     partial = rope.get("partial_rotary_factor", float, file.get("partial_rotary_factor", float, 1.0))
+    if not 0 < partial <= 1:
+        raise BrokenModel(f"{file.name}: partial_rotary_factor is {partial}, it must be above 0 and at most 1")
     max_position = file.get("max_position_embeddings", int)
     scaling = _read_scaling(rope, max_position)
     if isinstance(scaling, YarnScaling):
@@ -168,6 +175,10 @@ def _read_scaling(rope: JsonFile, max_position: int) -> RopeScaling | None:
     if kind == "linear":
         return LinearScaling(rope.get("factor", float))
     original_max_position = rope.get("original_max_position_embeddings", int, max_position)
+    if original_max_position < 2:
+        raise BrokenModel(
+            f"{rope.name}: original_max_position_embeddings is {original_max_position}, expected 2 or more"
+        )
     if kind == "llama3":
         return Llama3Scaling(
             factor=rope.get("factor", float),
@@ -186,9 +197,9 @@ def _read_yarn(rope: JsonFile, max_position: int, original_max_position: int) ->
     factor = rope.get("factor", float, max_position / original_max_position)
     mscale, mscale_all_dim = rope.optional("mscale", float), rope.optional("mscale_all_dim", float)
     if mscale and mscale_all_dim:
-        suggested = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+        suggested = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
     else:
-        suggested = _yarn_magnitude(factor, 1.0)
+        suggested = yarn_attention_factor(factor)
     return YarnScaling(
         factor=factor,
         original_max_position=original_max_position,
@@ -199,10 +210,6 @@ def _read_yarn(rope: JsonFile, max_position: int, original_max_position: int) ->
     )
 
 
-def _yarn_magnitude(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
-
-
 def _read_longrope(rope: JsonFile, max_position: int, original_max_position: int) -> FrequencyFactors:
     """One set of factors for all lengths, the long one where the context is long.
 
@@ -211,4 +218,6 @@ def _read_longrope(rope: JsonFile, max_position: int, original_max_position: int
     factor = rope.get("factor", float, max_position / original_max_position)
     suggested = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original_max_position))
     factors = rope.get("long_factor" if max_position > original_max_position else "short_factor", list)
+    if not all(type(factor) in (int, float) for factor in factors):
+        raise BrokenModel(f"{rope.name}: its factors are not all numbers")
     return FrequencyFactors(tuple(map(float, factors)), rope.get("attention_factor", float, suggested))
