@@ -23,7 +23,7 @@ from evenflow.model.config import (
 )
 from evenflow.model.decoder import Decoder
 from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import PlainLinear
+from evenflow.model.linear import FloatLinear
 from tests.model.tiny import random_tensors, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -174,14 +174,14 @@ def test_logits_equal_transformers(name: str) -> None:
     token_ids = _token_ids(config, 90)
     expected = _reference(config, model_type, extra, tensors)(torch.tensor([token_ids])).logits[0]
 
-    decoder = Decoder(config, tensors, PlainLinear)
+    decoder = Decoder(config, tensors, FloatLinear)
 
     torch.testing.assert_close(_run(decoder, token_ids, []), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(_run(decoder, token_ids, [1, 2, 40, 41, 80]), expected, atol=1e-4, rtol=0)
 
 
 DECODERS = {
-    name: Decoder(config, random_tensors(config), PlainLinear)
+    name: Decoder(config, random_tensors(config), FloatLinear)
     for name, config in {
         "plain": tiny_config(),
         "window": tiny_config(layer_windows=(None, 3, 20, 150)),
@@ -231,7 +231,7 @@ def test_partial_rotation_leaves_the_rest_of_a_head_alone() -> None:
     no_positions = dataclasses.replace(config, layer_uses_rope=(False,) * config.num_layers)
     token_ids = _token_ids(config, 40)
 
-    turned = _run(Decoder(config, tensors, PlainLinear), token_ids, [])
-    unturned = _run(Decoder(no_positions, tensors, PlainLinear), token_ids, [])
+    turned = _run(Decoder(config, tensors, FloatLinear), token_ids, [])
+    unturned = _run(Decoder(no_positions, tensors, FloatLinear), token_ids, [])
 
     torch.testing.assert_close(turned, unturned, atol=1e-5, rtol=0)

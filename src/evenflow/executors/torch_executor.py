@@ -23,7 +23,7 @@ from evenflow.model.attention.cpu import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
-from evenflow.model.linear import PlainLinear
+from evenflow.model.linear import FloatLinear
 from evenflow.model.sampler import SampledSequence, row_logprobs, sample
 
 _LOGPROB_ROWS = 64  # rows whose whole vocabulary is in memory at once for prompt logprobs
@@ -39,18 +39,27 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """One sequence's part in a step."""
+class _Part:
+    """One sequence's part in a step: `length` rows from position `start` on."""
 
     slot: _Slot
-    span: Span
-    last_row: int  # its number among the step's rows
-    samples: bool
-    prompt_logprobs: bool
+    start: int
+    length: int
+    samples: bool = True
+    prompt_logprobs: bool = False
 
     @property
     def end(self) -> int:
-        return self.span.start + self.span.length
+        return self.start + self.length
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.slot.sampled.tokens[self.start : self.end]
+
+    @property
+    def num_wanted(self) -> int:
+        """How many of its last rows are read behind the last layer."""
+        return self.length if self.prompt_logprobs else int(self.samples)
 
 
 class TorchExecutor:
@@ -69,7 +78,7 @@ class TorchExecutor:
     ) -> None:
         self._config = config
         self._caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
-        self._decoder = Decoder(config, tensors, PlainLinear)
+        self._decoder = Decoder(config, tensors, FloatLinear)
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -117,18 +126,19 @@ class TorchExecutor:
             for admission in plan.admissions:
                 slot = self._slots[admission.slot]
                 self._store.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
-        sequences = list(self._rows(plan))
-        if not sequences:
+        parts = list(self._parts(plan))
+        if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
-        token_ids = [token for s in sequences for token in s.slot.sampled.tokens[s.span.start : s.end]]
-        hidden = self._decoder.hidden(token_ids, [s.span for s in sequences])
-        tokens, errors, logprobs = self._sample(sequences, hidden)
+        hidden = self._hidden(parts)
         prompt_logprobs = {
-            index: self._prompt_logprobs(s, hidden) for index, s in enumerate(sequences) if s.prompt_logprobs
+            number: self._prompt_logprobs(part, hidden[number])
+            for number, part in enumerate(parts)
+            if part.prompt_logprobs
         }
+        tokens, errors, logprobs = self._sample(parts, hidden)
         if self._store is not None:
-            for s in sequences:
-                self._store.save(s.slot.kv, s.slot.block_ids, s.span.start, s.end)
+            for part in parts:
+                self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
         return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
 
     def _admit(self, admission: Admission) -> _Slot:
@@ -141,48 +151,52 @@ class TorchExecutor:
         )
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 
-    def _rows(self, plan: StepPlan) -> Iterator[_Rows]:
-        """The step's sequences in the order of its result: decodes, then chunks."""
-        last_row = -1
-        for slot_number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
-            slot = self._slots[slot_number]
-            last_row += 1
-            yield _Rows(slot, Span(slot.kv, position, 1), last_row, samples=True, prompt_logprobs=False)
+    def _parts(self, plan: StepPlan) -> Iterator[_Part]:
+        """In the order of the step's result: decodes, then chunks."""
+        for number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
+            yield _Part(self._slots[number], position, 1)
         for chunk in plan.chunks:
-            slot = self._slots[chunk.slot]
-            last_row += chunk.length
-            span = Span(slot.kv, chunk.start, chunk.length)
-            yield _Rows(slot, span, last_row, chunk.samples, chunk.prompt_logprobs)
+            yield _Part(self._slots[chunk.slot], chunk.start, chunk.length, chunk.samples, chunk.prompt_logprobs)
+
+    def _hidden(self, parts: list[_Part]) -> tuple[Tensor, ...]:
+        """Run all rows through the layers; of each part, the rows that are wanted."""
+        token_ids: list[int] = []
+        wanted: list[int] = []
+        for part in parts:
+            token_ids += part.token_ids
+            wanted += range(len(token_ids) - part.num_wanted, len(token_ids))
+        spans = [Span(part.slot.kv, part.start, part.length) for part in parts]
+        hidden = self._decoder.hidden(token_ids, spans, wanted)
+        return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(
-        self, sequences: list[_Rows], hidden: Tensor
+        self, parts: list[_Part], hidden: tuple[Tensor, ...]
     ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
-        numbers = [number for number, s in enumerate(sequences) if s.samples]
-        tokens: list[tuple[int, ...]] = [()] * len(sequences)
+        """Tokens, errors and logprobs, by the part's number; each token is written behind its slot's others."""
+        numbers = [number for number, part in enumerate(parts) if part.samples]
+        tokens: list[tuple[int, ...]] = [()] * len(parts)
         if not numbers:
             return tuple(tokens), {}, {}
         for number in numbers:
             # A step that failed may have left a sample behind that nobody has seen.
-            del sequences[number].slot.sampled.tokens[sequences[number].end :]
-        logits = self._decoder.logits(hidden[[sequences[number].last_row for number in numbers]])
-        samples = sample(logits, [sequences[number].slot.sampled for number in numbers])
+            del parts[number].slot.sampled.tokens[parts[number].end :]
+        logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
+        samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for row, number in enumerate(numbers):
             # Written even for a failed row: a step already in flight reads it before the failure is known.
-            sequences[number].slot.sampled.tokens.append(samples.tokens[row])
+            parts[number].slot.sampled.tokens.append(samples.tokens[row])
             tokens[number] = () if row in samples.errors else (samples.tokens[row],)
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
-    def _prompt_logprobs(self, sequence: _Rows, hidden: Tensor) -> tuple[RowLogprobs, ...]:
+    def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """For the prompt's tokens at start + 1 .. end: the last prompt row predicts output, which is not asked for."""
-        sampled, start = sequence.slot.sampled, sequence.span.start
-        first_row = sequence.last_row + 1 - sequence.span.length
-        predicted = sampled.tokens[start + 1 : min(sequence.end + 1, sampled.num_prompt_tokens)]
+        sampled = part.slot.sampled
+        predicted = sampled.tokens[part.start + 1 : min(part.end + 1, sampled.num_prompt_tokens)]
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
-            rows = hidden[first_row + first : first_row + first + len(targets)]
-            logprobs = self._decoder.logits(rows).log_softmax(-1)
+            logprobs = self._decoder.logits(hidden[first : first + len(targets)]).log_softmax(-1)
             found += [
                 row_logprobs(row, token, sampled.params.prompt_logprobs)
                 for row, token in zip(logprobs, targets, strict=True)

@@ -31,15 +31,20 @@ class Decoder:
         self._norm = _RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
         self._head = make_linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"], None)
 
-    def hidden(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
-        """What the last layer leaves of each row; the new keys and values are written into the spans' memory."""
+    def hidden(self, token_ids: Sequence[int], spans: Sequence[Span], wanted: Sequence[int] | None = None) -> Tensor:
+        """What the last layer leaves of the rows numbered in `wanted` (None: of all).
+
+        The new keys and values of all rows are written into the spans' memory.
+        """
         positions = torch.cat([torch.arange(s.start, s.start + s.length, dtype=torch.float32) for s in spans])
         factors = self._rotation.factors(positions)
         attention = StepAttention(self.config, spans)
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             rows = layer(rows, factors, attention)
-        return rows
+        # Behind the last attention rows no longer meet, so those that nobody reads end there.
+        kept = None if wanted is None or len(wanted) == len(rows) else torch.tensor(wanted, dtype=torch.int64)
+        return self._layers[-1](rows, factors, attention, kept)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The vocabulary's scores for rows of `hidden`."""
@@ -48,11 +53,14 @@ class Decoder:
 
 class _RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, eps
-        self._shape = weight.shape
+        self._weight = weight
+        self._eps = torch.full((1, 1), eps)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return F.rms_norm(rows, self._shape, self._weight, self._eps)
+        # Four small operations: a third less than F.rms_norm, which runs as nine.
+        norm = torch.linalg.vector_norm(rows, 2, -1, True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1 / len(self._weight)).rsqrt_()
+        return torch.mul(rows, scale).mul_(self._weight)
 
 
 class _Layer:
@@ -73,13 +81,16 @@ class _Layer:
         )
         self._down = make_linear(*_fused(tensors, [prefix + "mlp.down_proj"], config.mlp_bias))
 
-    def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention) -> Tensor:
+    def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention, kept: Tensor | None = None) -> Tensor:
         packed = self._qkv(self._attention_norm(rows))
         if self._query_key_norm is not None:
             self._query_key_norm.apply_(packed)
         if self._uses_rope:
             turn_(packed, factors)
-        rows = self._output.add_to(rows, attention(self._index, packed))
+        attended = attention(self._index, packed)
+        if kept is not None:
+            rows, attended = rows[kept], attended[kept]
+        rows = self._output.add_to(rows, attended)
         gate, up = self._gate_up(self._mlp_norm(rows)).chunk(2, dim=1)
         return self._down.add_to(rows, F.silu(gate).mul_(up))
 

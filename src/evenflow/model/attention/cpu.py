@@ -1,11 +1,7 @@
 """Attention of one step on a CPU, over each sequence's contiguous keys and values.
 
 A step is prepared once (views of every layer's memory) and then run layer by layer. Must not know: weights, sampling,
-where the memory comes from.
-
-A chunk [start, end) sees all of [0, start) and, of itself, what lies before each row. The first part needs no mask, so
-that the query heads sharing a KV head can be folded into rows; the second is the square causal case. The two are
-joined by their log-sum-exp: 10-40% faster than one call with a mask, which computes what it then hides.
+where the memory comes from. `benchmarks/cpu_ops.py` measures what is chosen here.
 """
 
 from __future__ import annotations
@@ -30,6 +26,10 @@ class Span(NamedTuple):
     start: int
     length: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
 
 class StepAttention:
     """Writes the new keys and values of all spans and attends over them, layer by layer."""
@@ -39,53 +39,74 @@ class StepAttention:
         self._head_dim = config.head_dim
         self._lengths = [span.length for span in spans]
         self._num_rows = sum(self._lengths)
-        self._sequences = [_SpanAttention(config, span) for span in spans]
+        new_kv = [_by_layer(span.kv[:, :, :, span.start : span.end].permute(0, 3, 1, 2, 4)) for span in spans]
+        self._new_kv = list(zip(*new_kv, strict=True))
+        self._sequences = [(_Decode if span.length == 1 else _Chunk)(config, span) for span in spans]
         self._attended = torch.empty(self._num_rows, config.num_heads, config.head_dim)
         self._outputs = torch.split_with_sizes(self._attended, self._lengths)
-        self._flat = self._attended.view(self._num_rows, -1)
 
     def __call__(self, layer: int, packed: Tensor) -> Tensor:
         """Rows of [queries, keys, values] in, attended rows out; the memory returned is reused by the next layer."""
         heads = packed.view(self._num_rows, -1, self._head_dim)
+        new_kv = heads[:, self._num_heads :].view(self._num_rows, 2, self._num_kv_heads, -1)
+        torch._foreach_copy_(self._new_kv[layer], torch.split_with_sizes(new_kv, self._lengths))
         queries = torch.split_with_sizes(heads[:, : self._num_heads], self._lengths)
-        keys_values = heads[:, self._num_heads :].view(self._num_rows, 2, self._num_kv_heads, -1)
-        new_kv = torch.split_with_sizes(keys_values, self._lengths)
-        for sequence, query, kv, output in zip(self._sequences, queries, new_kv, self._outputs, strict=True):
-            sequence.run(layer, query, kv, output)
-        return self._flat
+        for sequence, query, output in zip(self._sequences, queries, self._outputs, strict=True):
+            sequence.run(layer, query, output)
+        return self._attended.view(self._num_rows, -1)
 
 
-class _SpanAttention:
+def _by_layer(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of all layers in one call: cutting them out one by one costs more than a decode's attention."""
+    return tensor.unbind(0)
+
+
+class _Decode:
+    """One row sees everything, or its whole window: no mask, and the query heads of a KV head are one matrix."""
+
     def __init__(self, config: ModelConfig, span: Span) -> None:
-        self._start, self._length = span.start, span.length
-        self._end = span.start + span.length
-        self._group = config.num_heads // config.num_kv_heads
         self._scale = config.attention_scale
-        self._windows = [None if window is None or window >= self._end else window for window in config.layer_windows]
-        self._new_kv = span.kv[:, :, :, span.start : self._end].permute(0, 3, 1, 2, 4).unbind(0)
-        known = span.kv[:, :, None, :, : self._end]
-        self._keys, self._values = known[:, 0].unbind(0), known[:, 1].unbind(0)
+        self._folded = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+        self._unused = torch.empty(1, 1, 1)
+        views: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        for window in set(config.layer_windows):
+            seen = span.kv[:, :, :, 0 if window is None else max(0, span.end - window) : span.end]
+            views[window] = _by_layer(seen[:, 0].transpose(2, 3)), _by_layer(seen[:, 1])
+        self._keys = [views[window][0][layer] for layer, window in enumerate(config.layer_windows)]
+        self._values = [views[window][1][layer] for layer, window in enumerate(config.layer_windows)]
 
-    def run(self, layer: int, query: Tensor, new_kv: Tensor, output: Tensor) -> None:
-        """query, output: [rows, heads, head_dim]; new_kv: [rows, 2, KV heads, head_dim]."""
-        self._new_kv[layer].copy_(new_kv)
-        window, keys, values = self._windows[layer], self._keys[layer], self._values[layer]
-        if self._length == 1:
-            self._decode(window, query, keys, values, output)
-        elif window is not None:
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        """query, output: [1, heads, head_dim]."""
+        folded = query.view(self._folded)
+        scores = torch.baddbmm(self._unused, folded, self._keys[layer], beta=0, alpha=self._scale)
+        torch.bmm(scores.softmax(-1), self._values[layer], out=output.view(self._folded))
+
+
+class _Chunk:
+    """Several rows, each of which sees what lies before it.
+
+    A chunk [start, end) sees all of [0, start) and, of itself, what lies before each row. The first part needs no
+    mask, so that the query heads sharing a KV head can be folded into rows; the second is the square causal case. The
+    two are joined by their log-sum-exp: 10-40% faster than one call with a mask, which computes what it then hides.
+    """
+
+    def __init__(self, config: ModelConfig, span: Span) -> None:
+        self._span = span
+        self._scale = config.attention_scale
+        self._windows = [None if window is None or window >= span.end else window for window in config.layer_windows]
+        seen = span.kv[:, :, None, :, : span.end]
+        self._keys, self._values = _by_layer(seen[:, 0]), _by_layer(seen[:, 1])
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        """query, output: [rows, heads, head_dim]."""
+        keys, values, window = self._keys[layer], self._values[layer], self._windows[layer]
+        if window is not None:
             self._windowed(window, query, keys, values, output)
         else:
-            self._chunk(query, keys, values, output)
+            self._causal(query, keys, values, output)
 
-    def _decode(self, window: int | None, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-        if window is not None:
-            keys, values = keys[:, :, -window:], values[:, :, -window:]
-        folded = keys.shape[0], keys.shape[1], self._group, keys.shape[3]
-        attended, _ = _flash(query.view(folded), keys, values, scale=self._scale)
-        output.view(folded).copy_(attended)
-
-    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-        start, by_head = self._start, query.transpose(0, 1).unsqueeze(0)
+    def _causal(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
+        start, by_head = self._span.start, query.transpose(0, 1).unsqueeze(0)
         own, own_weight = _flash(by_head, keys[:, :, start:], values[:, :, start:], is_causal=True, scale=self._scale)
         if start == 0:
             output.copy_(own[0].transpose(0, 1))
@@ -97,10 +118,11 @@ class _SpanAttention:
 
     def _windowed(self, window: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
         """Blocks of queries, so that keys before every row's window are not read."""
-        for first in range(0, self._length, _WINDOW_BLOCK):
-            last = min(first + _WINDOW_BLOCK, self._length)
-            first_key, last_key = max(0, self._start + first + 1 - window), self._start + last
-            mask = _window_mask(self._start + first, last - first, first_key, last_key, window)
+        start, length = self._span.start, self._span.length
+        for first in range(0, length, _WINDOW_BLOCK):
+            last = min(first + _WINDOW_BLOCK, length)
+            first_key, last_key = max(0, start + first + 1 - window), start + last
+            mask = _window_mask(start + first, last - first, first_key, last_key, window)
             by_head = query[first:last].transpose(0, 1).unsqueeze(0)
             block_keys, block_values = keys[:, :, first_key:last_key], values[:, :, first_key:last_key]
             attended, _ = _flash(by_head, block_keys, block_values, attn_mask=mask, scale=self._scale)
