@@ -5,7 +5,7 @@ Must not know: torch, models; what depends on the model at hand is resolved with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from evenflow.core.policy import make_policy
@@ -80,6 +80,16 @@ class EngineConfig:
     def _budget_of_policy(self) -> int | None:
         name, _, argument = (self.policy or "").partition(":")
         return int(argument) if name in ("fixed", "alternate") else None
+
+    def with_policy(self, policy: str) -> EngineConfig:
+        """The same settings under another policy, which brings its own budget."""
+        return replace(
+            self,
+            policy=policy,
+            enable_chunked_prefill=None,
+            max_num_batched_tokens=None,
+            long_prefill_token_threshold=0 if policy == "unchunked" else self.long_prefill_token_threshold,
+        )
 
     def resolve_policy(self, max_model_len: int) -> tuple[str, int]:
         """The policy's text and the token budget, for a model whose prompts can be that long."""

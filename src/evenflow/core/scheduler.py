@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -119,6 +119,11 @@ class Scheduler:
             del request.tokens[request.num_prompt_tokens + keep :]
         self._end(request, reason)
         return True
+
+    def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
+        """Plan by another policy from the next step on; requests and steps in flight stay as they are."""
+        self.policy = make_policy(policy, max_num_batched_tokens)
+        self.config = replace(self.config, policy=policy, max_num_batched_tokens=max_num_batched_tokens)
 
     @property
     def has_work(self) -> bool:

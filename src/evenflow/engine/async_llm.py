@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
 from evenflow.engine.engine import Engine
-from evenflow.engine.llm import GREEDY, Prompt, make_config
+from evenflow.engine.llm import GREEDY, Conversation, Prompt, encode_chat, make_config
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EngineFailed, EvenflowError
 
@@ -33,6 +33,12 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _SetPolicy:
+    policy: str
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class AsyncLLM:
 
     def _start(self, engine: Engine) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _SetPolicy | _Stop] = queue.SimpleQueue()
         self._failure: EvenflowError | None = None
         self._thread = threading.Thread(target=self._serve, name="evenflow-engine", daemon=True)
         self._thread.start()
@@ -92,12 +98,27 @@ class AsyncLLM:
         tenant: str = "",
     ) -> AsyncIterator[Delta]:
         """One answer as it comes."""
+        request = await asyncio.to_thread(self.prepare, prompt, sampling_params, request_id=request_id, tenant=tenant)
+        async with aclosing(self.run(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams = GREEDY,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+    ) -> Request:
+        """Check and tokenise a request without running it; it arrives now. Any thread may do this."""
+        return self._engine.prepare(prompt, sampling_params, request_id=request_id, tenant=tenant)
+
+    async def run(self, request: Request) -> AsyncGenerator[Delta]:
+        """The answer to a prepared request, which joins the line at once."""
         if self._failure is not None:
             raise self._failure
         stream = _Stream()
-        request = await asyncio.to_thread(
-            self._engine.prepare, prompt, sampling_params, request_id=request_id, tenant=tenant
-        )
         self._commands.put(_Add(request, stream))
         finished = False
         try:
@@ -121,6 +142,15 @@ class AsyncLLM:
             output = delta.output
         assert output is not None
         return output
+
+    def encode_chat(self, messages: Conversation) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        return encode_chat(self.tokenizer, messages)
+
+    def set_policy(self, policy: str) -> None:
+        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
+        self.policy, budget = self.config.with_policy(policy).resolve_policy(self._engine.limits.max_model_len)
+        self._commands.put(_SetPolicy(self.policy, budget))
 
     async def close(self) -> None:
         """End every request and the engine's thread."""
@@ -173,6 +203,8 @@ class AsyncLLM:
                 case _Abort(request_id):
                     self._engine.abort(request_id)
                     streams.pop(request_id, None)
+                case _SetPolicy(policy, max_num_batched_tokens):
+                    self._engine.set_policy(policy, max_num_batched_tokens)
                 case _Stop():
                     return False
 

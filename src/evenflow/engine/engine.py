@@ -134,6 +134,12 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
+        """Plan by another policy from the next step on."""
+        self.scheduler.set_policy(policy, max_num_batched_tokens)
+        if self.recorder is not None:
+            self.recorder.policy_set(policy, max_num_batched_tokens)
+
     # ---- the loop ----
 
     def step(self) -> list[Delta]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from evenflow.config import EngineConfig
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from evenflow.model.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -34,6 +37,11 @@ class LLM:
         self.engine = built.engine
         self.tokenizer = built.tokenizer
         self.policy = built.policy
+
+    def set_policy(self, policy: str) -> None:
+        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
+        self.policy, budget = self.config.with_policy(policy).resolve_policy(self.engine.limits.max_model_len)
+        self.engine.set_policy(self.policy, budget)
 
     def generate(
         self,
@@ -69,9 +77,7 @@ class LLM:
 
     def encode_chat(self, messages: Conversation) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        if not messages:
-            raise InvalidRequest("Got an empty conversation but expected at least one message.")
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return encode_chat(self.tokenizer, messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
         """One answer as it comes. Closing the iterator early aborts the request."""
@@ -119,6 +125,13 @@ def make_config(model: str | Path, knobs: Mapping[str, Any]) -> EngineConfig:
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
     return EngineConfig(model=str(model), **knobs)
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Conversation) -> list[int]:
+    """The token ids of a conversation, up to where the answer begins."""
+    if not messages:
+        raise InvalidRequest("Got an empty conversation but expected at least one message.")
+    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

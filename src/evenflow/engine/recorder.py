@@ -3,6 +3,7 @@
 The first line is the header; then come, in the order they happened:
     {"event": "add", "request": ...}
     {"event": "finish", "id": ..., "reason": ..., "keep": ...}
+    {"event": "policy", "policy": ..., "max_num_batched_tokens": ...}      another policy from the next plan on
     {"event": "schedule", "now": ...}                       a plan was asked for, whether or not one came
     {"event": "step", "now": ..., "seconds": ..., "plan": ..., "result": ...}      a step was committed
 """
@@ -35,6 +36,9 @@ class Recorder:
 
     def ended(self, request_id: str, reason: FinishReason, keep: int | None) -> None:
         self._write({"event": "finish", "id": request_id, "reason": reason, "keep": keep})
+
+    def policy_set(self, policy: str, max_num_batched_tokens: int) -> None:
+        self._write({"event": "policy", "policy": policy, "max_num_batched_tokens": max_num_batched_tokens})
 
     def asked_for_plan(self, now: float) -> None:
         self._write({"event": "schedule", "now": now})

@@ -55,6 +55,8 @@ def replay(path: str | Path) -> list[StepPlan]:
                 scheduler.add(read_request(event["request"]))
             case "finish":
                 scheduler.finish(event["id"], FinishReason(event["reason"]), event["keep"])
+            case "policy":
+                scheduler.set_policy(event["policy"], event["max_num_batched_tokens"])
             case "schedule":
                 plan = scheduler.schedule(event["now"])
                 if plan is not None:
