@@ -18,4 +18,5 @@ def shared_path(name: str) -> Path:
     for folder in folders:
         if (folder / name).exists():
             return folder / name
-    pytest.skip(f"the shared data {name} is not here; EVENFLOW_SHARED_DATA can say where it is")
+    missing = f"the shared data {name} is not here; EVENFLOW_SHARED_DATA can say where it is"
+    pytest.fail(missing) if os.environ.get("EVENFLOW_REQUIRE_SHARED_DATA") else pytest.skip(missing)
