@@ -64,14 +64,17 @@ _CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(
-    *splits: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None, ignore_merges: bool = False
+    *splits: pre_tokenizers.PreTokenizer,
+    gpt2_words: bool = True,
+    normalizer: normalizers.Normalizer | None = None,
+    ignore_merges: bool = False,
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE of 512 tokens trained on a little text, that cuts words as `splits` say."""
+    """A byte-level BPE of 512 tokens trained on a little text, cut as `splits` say and then into GPT-2's words."""
     tokenizer = tokenizers.Tokenizer(BPE(ignore_merges=ignore_merges))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)]
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2_words)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
