@@ -19,4 +19,6 @@ def shared_path(name: str) -> Path:
         if (folder / name).exists():
             return folder / name
     missing = f"the shared data {name} is not here; EVENFLOW_SHARED_DATA can say where it is"
-    pytest.fail(missing) if os.environ.get("EVENFLOW_REQUIRE_SHARED_DATA") else pytest.skip(missing)
+    if os.environ.get("EVENFLOW_REQUIRE_SHARED_DATA"):
+        pytest.fail(missing)
+    pytest.skip(missing)

@@ -205,6 +205,20 @@ def test_smollm2_chat(smollm2: Tokenizer) -> None:
     assert without.endswith("Hi<|im_end|>\n")
 
 
+def test_settings_of_a_training_run_do_not_cut_or_fill_prompts() -> None:
+    backend = byte_level_tokenizer()
+    expected = backend.encode("one two three four").ids
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=100)
+    tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=(), chat_template=None)
+    assert tokenizer.encode("one two three four") == expected
+
+
+def test_text_that_is_not_unicode(smollm2: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid Unicode: 'a\\ud800'"):
+        smollm2.encode("a\ud800")
+
+
 def test_a_decoder_that_is_not_known() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()

@@ -31,10 +31,15 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: ChatTemplate | None,
     ) -> None:
+        # Files may carry the cutting and filling of a training run; a prompt is served whole.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
         self._piece_to_bytes, self.strips_leading_space = _piece_decoder(backend)
-        self._added_tokens = backend.get_added_tokens_decoder()
+        added_tokens = backend.get_added_tokens_decoder()
+        self._text_of_added = {token_id: added.content for token_id, added in added_tokens.items()}
+        self._special_ids = frozenset(token_id for token_id, added in added_tokens.items() if added.special)
         self._bytes_of_token: dict[int, bytes] = {}
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
@@ -42,7 +47,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written out in it are recognised either way."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # a lone surrogate: JSON can write one, UTF-8 cannot
+            raise InvalidRequest(f"the text is not valid Unicode: {text[:40]!r}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; ids outside the vocabulary are no text."""
@@ -62,8 +70,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a mark for the model rather than text."""
-        added = self._added_tokens.get(token_id)
-        return added is not None and added.special
+        return token_id in self._special_ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -85,8 +92,8 @@ class Tokenizer:
         )
 
     def _compute_token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added_tokens:
-            return self._added_tokens[token_id].content.encode()
+        if token_id in self._text_of_added:
+            return self._text_of_added[token_id].encode()
         piece = self._backend.id_to_token(token_id)
         return b"" if piece is None else self._piece_to_bytes(piece)
 
