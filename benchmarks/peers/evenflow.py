@@ -1,0 +1,23 @@
+"""evenflow behind the protocol: each prompt prefilled in one step, and prefix caching off as for every peer."""
+
+from __future__ import annotations
+
+from evenflow import LLM, SamplingParams
+from peers.protocol import Generate, Job, Setup, serve
+
+
+def load(setup: Setup) -> Generate:
+    """The embedded engine with the weights asked for."""
+    llm = LLM(
+        setup.model, policy="unchunked", enable_prefix_caching=False, weights=setup.weights, threads=setup.threads
+    )
+
+    def generate(job: Job) -> list[list[int]]:
+        greedy = SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True)
+        return [list(output.token_ids) for output in llm.generate(job.prompts, greedy)]
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,94 @@
+"""An adapter process as the driver sees it: start it, give it a job, get the answer.
+
+A process is stopped whenever it has no job, so that one engine's idle threads never run beside another's work.
+It must not know which engine runs in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+from peers.protocol import Answer, Job, Setup
+
+BENCHMARKS_FOLDER = Path(__file__).resolve().parent.parent
+NUM_LOG_LINES_IN_ERRORS = 5
+
+
+class AdapterFailedError(Exception):
+    """The process ended without an answer; the message holds the last lines it wrote."""
+
+
+class AdapterProcess:
+    """A running engine."""
+
+    def __init__(self, python: str, adapter: str, setup: Setup, log_path: Path) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path = log_path
+        with log_path.open("w") as log:
+            # A session of its own: what the engine spawns is stopped and ended together with it.
+            self._process = subprocess.Popen(
+                [python, "-m", adapter],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env=_environment(setup.threads),
+            )
+        self._send(asdict(setup))
+
+    @property
+    def session_id(self) -> int:
+        """The session that the engine and all its children belong to."""
+        return self._process.pid
+
+    def run(self, job: Job) -> Answer:
+        """The answer to one job; the process runs only for as long as that takes."""
+        self._signal(signal.SIGCONT)
+        self._send(asdict(job))
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AdapterFailedError(self._last_words())
+        self._signal(signal.SIGSTOP)
+        return Answer(**json.loads(line))
+
+    def close(self) -> None:
+        """End the engine and all that it spawned."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise AdapterFailedError(self._last_words()) from error
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The group outlives its leader only where the engine left children behind; it may be gone already.
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
+        return "\n".join(lines[-NUM_LOG_LINES_IN_ERRORS:]) or f"no output; log: {self._log_path}"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": str(BENCHMARKS_FOLDER),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,146 @@
+"""Turns measured seconds into rates, ratios, tables and one JSON object.
+
+Every figure rests on the fastest repeat: what disturbs a run on a shared machine only ever slows it down.
+It must not know how the seconds were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from peers.measure import NUM_STREAMS, Contestant, Effort, Sample
+
+FIGURES = {
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "one_stream_tokens_per_s": "1 stream tokens/s",
+    "six_streams_tokens_per_s": "6 streams tokens/s",
+    "start_up_s": "start-up s",
+}
+LOWER_IS_BETTER = {"start_up_s"}
+Figures = dict[str, float]
+
+
+def figures_of(contestant: Contestant, effort: Effort) -> Figures:
+    """The rates of a contestant that was measured."""
+    fastest = {job_name: sample.seconds for job_name, sample in _fastest(contestant).items()}
+    num_timed_tokens = effort.num_decode_tokens - 1
+    return {
+        "prefill_tokens_per_s": effort.num_prefill_tokens / fastest["prefill"],
+        "one_stream_tokens_per_s": num_timed_tokens / (fastest["one_all"] - fastest["one_first"]),
+        "six_streams_tokens_per_s": NUM_STREAMS * num_timed_tokens / (fastest["six_all"] - fastest["six_first"]),
+        "start_up_s": fastest["start_up"],
+    }
+
+
+def _fastest(contestant: Contestant) -> dict[str, Sample]:
+    return {
+        job_name: min(samples, key=lambda sample: sample.seconds) for job_name, samples in contestant.samples.items()
+    }
+
+
+def times_faster(ours: Figures, theirs: Figures) -> Figures:
+    """How many times faster we are, figure by figure."""
+    return {
+        figure: theirs[figure] / ours[figure] if figure in LOWER_IS_BETTER else ours[figure] / theirs[figure]
+        for figure in FIGURES
+    }
+
+
+def build_report(contestants: Sequence[Contestant], effort: Effort, machine: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object: what was measured, on what, and evenflow against each peer and against the best of them."""
+    measured = {contestant.name: contestant for contestant in contestants if contestant.problem is None}
+    figures = {name: figures_of(contestant, effort) for name, contestant in measured.items()}
+    reference = next(iter(measured.values()), None)
+    return {
+        "machine": machine,
+        "effort": asdict(effort),
+        "contestants": [
+            {
+                "name": contestant.name,
+                "engine": contestant.engine,
+                "weights": contestant.weights,
+                "version": contestant.version,
+                "problem": contestant.problem,
+                "figures": figures.get(contestant.name),
+                "samples": {
+                    job_name: [asdict(sample) for sample in samples] for job_name, samples in contestant.samples.items()
+                },
+                "others_share": max((sample.others_share for sample in _fastest(contestant).values()), default=None),
+                "num_same_tokens": _num_same_tokens(contestant, reference),
+            }
+            for contestant in contestants
+        ],
+        "times_faster": {
+            name: _against_peers(contestant, measured, figures)
+            for name, contestant in measured.items()
+            if contestant.engine == "evenflow"
+        },
+    }
+
+
+def _num_same_tokens(contestant: Contestant, reference: Contestant | None) -> int | None:
+    """Leading greedy tokens shared with the first contestant: a check that all run the same model."""
+    if reference is None or contestant.problem is not None:
+        return None
+    pairs = zip(contestant.token_ids, reference.token_ids, strict=True)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _against_peers(ours: Contestant, measured: dict[str, Contestant], figures: dict[str, Figures]) -> dict[str, Any]:
+    """Exact weights are compared with exact weights; 4-bit weights must beat whatever a peer does fastest."""
+    peers = {
+        name: figures[name]
+        for name, peer in measured.items()
+        if peer.engine != "evenflow" and (ours.weights != "float32" or peer.weights == "float32")
+    }
+    ratios = {name: times_faster(figures[ours.name], theirs) for name, theirs in peers.items()}
+    if ratios:
+        ratios["best peer"] = {figure: min(ratio[figure] for ratio in ratios.values()) for figure in FIGURES}
+    return ratios
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Figures, ratios, and what is known of each contestant that has no figures.
+
+    `disturbed` is the largest share of the machine that other programs had during a measurement that counts.
+    """
+    console.print(_figures_table(report))
+    for name, ratios in report["times_faster"].items():
+        console.print(_ratios_table(name, ratios))
+    for entry in report["contestants"]:
+        if entry["problem"] is not None:
+            console.print(f"{entry['name']}: {entry['problem']}", markup=False, highlight=False)
+
+
+def _figures_table(report: dict[str, Any]) -> Table:
+    effort, machine = report["effort"], report["machine"]
+    table = Table(
+        title=f"{machine['model']}: prefill of {effort['num_prefill_tokens']} tokens, "
+        f"{effort['num_decode_tokens']} tokens decoded, {machine['threads']} threads on {machine['cpu']}"
+    )
+    table.add_column("engine")
+    for title in (*FIGURES.values(), "same tokens", "disturbed"):
+        table.add_column(title, justify="right")
+    for entry in report["contestants"]:
+        if entry["figures"] is not None:
+            cells = [f"{entry['figures'][figure]:.1f}" for figure in FIGURES]
+            same_tokens = f"{entry['num_same_tokens']}/{effort['num_decode_tokens']}"
+            disturbed = f"{entry['others_share']:.0%}"
+            table.add_row(f"{entry['name']} ({entry['version']})", *cells, same_tokens, disturbed)
+    return table
+
+
+def _ratios_table(name: str, ratios: dict[str, Figures]) -> Table:
+    table = Table(title=f"{name}: times faster than")
+    table.add_column("peer")
+    for title in FIGURES.values():
+        table.add_column(title.rsplit(" ", 1)[0], justify="right")
+    for peer, ratio in ratios.items():
+        table.add_row(peer, *(f"{ratio[figure]:.2f}x" for figure in FIGURES))
+    return table
