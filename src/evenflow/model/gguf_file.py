@@ -74,6 +74,13 @@ class GgufFile:
             raise BrokenModel(f"{key} {problem}")
         return value
 
+    def get_list(self, key: str, kind: type[Value], default: list[Value] | None = None) -> list[Value]:
+        """A metadata list whose items are all of the type expected."""
+        values: list[Value] = self.get(key, list, default)
+        if any(type(value) is not kind for value in values):
+            raise BrokenModel(f"{key} is not a list of {kind.__name__}")
+        return values
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor as float32, in memory of its own."""
         tensor = self.tensors[name]

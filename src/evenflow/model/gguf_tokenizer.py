@@ -4,6 +4,7 @@ The file holds tokens and merges or scores, and only the name of how text is cut
 names is here. Knows nothing of weights.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import tokenizers
@@ -68,9 +69,10 @@ _SPLITTERS = {
 
 def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer of a GGUF file, built from its metadata."""
-    tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
     if len(set(tokens)) != len(tokens):
-        raise BrokenModel("its vocabulary holds a token twice")
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise BrokenModel(f"the vocabulary holds the token {twice!r} more than once")
     kind = file.get("tokenizer.ggml.model", str)
     if kind == "gpt2":
         splitter = _splitter(file)
@@ -102,7 +104,8 @@ def _splitter(file: GgufFile) -> _Splitter:
 
 def _byte_level_backend(file: GgufFile, tokens: list[str], splitter: _Splitter) -> tokenizers.Tokenizer:
     ids = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
+    pairs = (merge.partition(" ") for merge in file.get_list("tokenizer.ggml.merges", str))
+    merges = [(left, right) for left, _, right in pairs]
     try:
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=splitter.prefers_whole_words)
     except Exception as error:  # the library raises its errors as plain exceptions
@@ -118,7 +121,7 @@ def _byte_level_backend(file: GgufFile, tokens: list[str], splitter: _Splitter) 
 
 
 def _sentencepiece_backend(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    scores: list[float] = file.get("tokenizer.ggml.scores", list)
+    scores = file.get_list("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise BrokenModel(f"{len(scores)} scores for {len(tokens)} tokens")
     types = _token_types(file, tokens)
@@ -153,7 +156,7 @@ def _merges_by_score(score_of: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _token_types(file: GgufFile, tokens: list[str]) -> list[int]:
-    types: list[int] = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
+    types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")
     return types

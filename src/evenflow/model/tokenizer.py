@@ -135,13 +135,17 @@ def add_special_tokens_around(
     backend: tokenizers.Tokenizer, first_token_id: int | None, last_token_id: int | None
 ) -> None:
     """Make `backend` put these tokens around every text it encodes with special tokens."""
-    around = [
-        None if token_id is None else (backend.id_to_token(token_id), token_id)
-        for token_id in (first_token_id, last_token_id)
+    # Named by their place: the text of a token may hold marks of the template's own notation.
+    named = {"first": first_token_id, "last": last_token_id}
+    special_tokens = [
+        {"id": name, "ids": [token_id], "tokens": [backend.id_to_token(token_id)]}
+        for name, token_id in named.items()
+        if token_id is not None
     ]
-    first, last = ([] if token is None else [f"{token[0]}:0"] for token in around)
+    first = [] if first_token_id is None else ["first:0"]
+    last = [] if last_token_id is None else ["last:0"]
     backend.post_processor = processors.TemplateProcessing(
-        single=[*first, "$A:0", *last], special_tokens=[token for token in around if token is not None]
+        single=[*first, "$A:0", *last], special_tokens=special_tokens
     )
 
 
