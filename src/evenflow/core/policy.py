@@ -6,9 +6,10 @@ one notation for them that the command line, the API and results share. Must not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from evenflow.core.chunk_rules import AdaptiveChunker, chunk_size_for_prompt, select_optimal_chunk_size
 from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
@@ -56,18 +57,19 @@ class Quotas(NamedTuple):
     chunks: tuple[Quota, ...]
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Decides on one step at a time. It may keep state, but only what `plan` and `observe` were given."""
 
-    @property
-    def max_step_tokens(self) -> int:
-        """The most tokens of a step, but for decodes that alone exceed it and the floor of prefill."""
-        ...
+    def __init__(self, max_step_tokens: int) -> None:
+        # The most tokens of a step, but for decodes that alone exceed it and the floor of prefill.
+        self.max_step_tokens = max_step_tokens
 
+    @abstractmethod
     def plan(self, view: StepView) -> Quotas: ...
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
+        """A step of this shape took so long. Most policies have nothing to learn from it."""
+        return
 
 
 def share_out(
@@ -99,11 +101,8 @@ def _align(tokens: int, reason: ChunkReason, alignment: int) -> tuple[int, Chunk
     return aligned, ChunkReason.ALIGNMENT
 
 
-class Unchunked:
+class Unchunked(Policy):
     """A prompt is prefilled in one step: whole prompts, as many as the budget holds, and always one."""
-
-    def __init__(self, max_step_tokens: int) -> None:
-        self.max_step_tokens = max_step_tokens
 
     def plan(self, view: StepView) -> Quotas:
         quotas: list[Quota] = []
@@ -115,15 +114,12 @@ class Unchunked:
             budget -= candidate.length
         return Quotas(True, tuple(quotas))
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Nothing to learn."""
 
-
-class Alternate:
+class Alternate(Policy):
     """One chunk, then one decode step, in turn."""
 
     def __init__(self, chunk_size: int) -> None:
-        self.max_step_tokens = chunk_size
+        super().__init__(chunk_size)
         self._chunk_ran_last = False
 
     def plan(self, view: StepView) -> Quotas:
@@ -134,9 +130,6 @@ class Alternate:
         chunk = share_out(view, self.max_step_tokens, max_chunks=1)
         return Quotas(False, tuple(_because_of_chunk_size(chunk)))
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Nothing to learn."""
-
 
 def _because_of_chunk_size(quotas: Iterable[Quota]) -> Iterable[Quota]:
     """Where the budget of a step is the policy's chunk size, say so."""
@@ -144,11 +137,11 @@ def _because_of_chunk_size(quotas: Iterable[Quota]) -> Iterable[Quota]:
         yield quota._replace(reason=ChunkReason.CHUNK_SIZE) if quota.reason is ChunkReason.BUDGET else quota
 
 
-class Budgeted:
+class Budgeted(Policy):
     """Decodes first, the rest of the step's budget to chunks; what a chunk may hold is the subclass's rule."""
 
     def __init__(self, max_step_tokens: int) -> None:
-        self.max_step_tokens = max_step_tokens
+        super().__init__(max_step_tokens)
         self._steps_without_prefill = 0
 
     def plan(self, view: StepView) -> Quotas:
@@ -164,9 +157,6 @@ class Budgeted:
 
     def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
         return share_out(view, budget)
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Nothing to learn."""
 
 
 class ByLoad(Budgeted):
