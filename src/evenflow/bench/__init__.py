@@ -1,0 +1,1 @@
+"""Loads and the figures taken from them. Nothing here prints."""

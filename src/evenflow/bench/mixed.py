@@ -1,0 +1,159 @@
+"""The mixed benchmark: three long prompts among ten short ones, five at a time, under several policies.
+
+Tests an expectation: smaller chunks, lower decode latency, slightly longer total. Must not know: how figures are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from evenflow.bench.figures import Spread
+from evenflow.core.request import SamplingParams
+from evenflow.engine.llm import LLM
+from evenflow.engine.outputs import Delta
+from evenflow.errors import EngineFailed
+
+LONG_PROMPT = "Write a detailed essay about " + "artificial intelligence " * 100
+SHORT_PROMPT = "Hello"
+BATCH_SIZE = 5
+POLICIES = ("alternate:32", "alternate:128", "alternate:512", "unchunked")  # from the smallest chunks to the largest
+EXPECTATION = "smaller chunks: lower decode latency, slightly longer total"
+
+_SLIGHTLY = 0.25  # of the total
+
+# The short ones come first and end one after the other, so that each long prompt starts beside streams that decode:
+# prompts that start together are prefilled before anyone decodes, and nobody would feel a thing.
+_ORDER = "SSSSS" + "L" + "SS" + "L" + "SS" + "L" + "S"
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRequest:
+    prompt: str
+    max_tokens: int
+
+
+def mixed_load() -> list[MixedRequest]:
+    return [
+        MixedRequest(LONG_PROMPT if kind == "L" else SHORT_PROMPT, max_tokens=12 + 6 * (number % BATCH_SIZE))
+        for number, kind in enumerate(_ORDER)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRun:
+    """One run of the load. Gaps are between tokens of one stream, in seconds."""
+
+    total_s: float
+    prefill_tokens: int
+    output_tokens: int
+    gaps_with_prefill: tuple[float, ...]  # somebody else's prefill ran between the two tokens
+    gaps_without: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFigures:
+    """All runs under one policy."""
+
+    policy: str
+    total_s: float  # the median run's
+    gap_with_prefill_s: Spread
+    gap_without_s: Spread
+    output_tokens_per_s: float
+    runs_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, policy: str, runs: Sequence[MixedRun]) -> PolicyFigures:
+        total_s = median(run.total_s for run in runs)
+        return cls(
+            policy=policy,
+            total_s=total_s,
+            gap_with_prefill_s=Spread.of([gap for run in runs for gap in run.gaps_with_prefill]),
+            gap_without_s=Spread.of([gap for run in runs for gap in run.gaps_without]),
+            output_tokens_per_s=runs[0].output_tokens / total_s,
+            runs_s=tuple(run.total_s for run in runs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The smallest chunks against the largest."""
+
+    smallest: PolicyFigures
+    largest: PolicyFigures
+
+    @property
+    def is_latency_lower(self) -> bool:
+        return self.smallest.gap_with_prefill_s.p99 < self.largest.gap_with_prefill_s.p99
+
+    @property
+    def is_total_slightly_longer(self) -> bool:
+        return 0 < self.extra_total <= _SLIGHTLY
+
+    @property
+    def extra_total(self) -> float:
+        return self.smallest.total_s / self.largest.total_s - 1
+
+    @property
+    def held(self) -> bool:
+        return self.is_latency_lower and self.is_total_slightly_longer
+
+    def line(self) -> str:
+        small, large = self.smallest, self.largest
+        return (
+            f"The expectation ({EXPECTATION}) {'held' if self.held else 'did not hold'}: {small.policy} against "
+            f"{large.policy}, p99 gap beside a prefill {1000 * small.gap_with_prefill_s.p99:.0f} ms against "
+            f"{1000 * large.gap_with_prefill_s.p99:.0f} ms, total {small.total_s:.2f} s against {large.total_s:.2f} s "
+            f"({self.extra_total:+.0%}; up to {_SLIGHTLY:+.0%} is slightly longer)."
+        )
+
+
+def compare_policies(
+    llm: LLM, policies: Sequence[str], repeat: int, on_run: Callable[[str], None] = lambda policy: None
+) -> list[PolicyFigures]:
+    """Run the load `repeat` times under each policy, in turn, on one engine. `on_run` is told what runs next.
+
+    The engine has BATCH_SIZE slots and no prefix cache: the prompts are equal.
+    """
+    on_run("a run to warm up")
+    run_load(llm)
+    runs: dict[str, list[MixedRun]] = {policy: [] for policy in policies}
+    for number in range(repeat):
+        for policy in policies:
+            on_run(f"{policy}, run {number + 1} of {repeat}")
+            llm.set_policy(policy)
+            runs[policy].append(run_load(llm))
+    return [PolicyFigures.of(policy, runs[policy]) for policy in policies]
+
+
+def run_load(llm: LLM) -> MixedRun:
+    """The whole load, submitted at once."""
+    load, totals = mixed_load(), llm.engine.stats.totals
+    prefilled_before = totals.prefill_tokens
+    prefilled_at: dict[str, list[int]] = {}  # tokens prefilled for anyone, up to each token of a stream
+
+    def note(delta: Delta) -> None:
+        prefilled_at.setdefault(delta.request_id, []).extend([totals.prefill_tokens] * len(delta.token_ids))
+
+    outputs = llm.generate(
+        [request.prompt for request in load],
+        [SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True) for request in load],
+        on_delta=note,
+    )
+    with_prefill: list[float] = []
+    without: list[float] = []
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise EngineFailed(f"{output.request_id}: {output.error}")
+        times, prefilled = output.token_times_s, prefilled_at[output.request_id]
+        for token in range(1, len(times)):
+            gaps = with_prefill if prefilled[token] > prefilled[token - 1] else without
+            gaps.append(times[token] - times[token - 1])
+    return MixedRun(
+        total_s=max(output.token_times_s[-1] for output in outputs),
+        prefill_tokens=totals.prefill_tokens - prefilled_before,
+        output_tokens=sum(len(output.token_ids) for output in outputs),
+        gaps_with_prefill=tuple(with_prefill),
+        gaps_without=tuple(without),
+    )

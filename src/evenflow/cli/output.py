@@ -1,0 +1,67 @@
+"""What a command writes where: answers and tables, one JSON object, progress, warnings.
+
+With `--json -` standard output belongs to the JSON object alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+
+def text_stream(json_target: str | None) -> TextIO:
+    """Where a command's text goes."""
+    return sys.stderr if json_target == "-" else sys.stdout
+
+
+def table_console(json_target: str | None) -> Console:
+    """For tables, in the place of a command's text; a file is given room for long lines."""
+    stream = text_stream(json_target)
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+
+
+def write_json(json_target: str | None, figures: Mapping[str, Any]) -> None:
+    """Write the object where it was asked for, if it was."""
+    if json_target is None:
+        return
+    text = json.dumps(figures, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    if json_target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(json_target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """A moving line on standard error while something takes long, where that is a terminal; call it to change it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield lambda text: status.update(text)
+
+
+def show_warnings_only() -> None:
+    """A command says itself what it does; of the engine's log only warnings are worth a line beside that.
+
+    $EVENFLOW_LOG_LEVEL asks for more of it.
+    """
+    logger = logging.getLogger("evenflow")
+    if "EVENFLOW_LOG_LEVEL" in os.environ or logger.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("evenflow: %(message)s"))
+    # A failed step ends the command with the same error in one line; the traceback is for the log.
+    handler.addFilter(lambda record: record.exc_info is None)
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
