@@ -115,12 +115,11 @@ def _model_for(engine_name: str, weights: str, model: Path, cache: Path) -> Path
 
 def _machine(model: Path, threads: int) -> dict[str, Any]:
     cpu_info = Path("/proc/cpuinfo")
-    names = [
-        line.split(":", 1)[1].strip() for line in cpu_info.read_text().splitlines() if line.startswith("model name")
-    ]
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    cpu_name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return {
         "model": model.stem,
-        "cpu": f"{names[0] if names else 'CPU'} ({platform.machine()})",
+        "cpu": f"{cpu_name} ({platform.machine()})",
         "threads": threads,
         "load_average_before": os.getloadavg()[0],
     }

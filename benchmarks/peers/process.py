@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from peers.protocol import Answer, Job, Setup
 
 BENCHMARKS_FOLDER = Path(__file__).resolve().parent.parent
 NUM_LOG_LINES_IN_ERRORS = 5
+SECONDS_TO_END = 10
 
 
 class AdapterFailedError(Exception):
@@ -59,12 +61,17 @@ class AdapterProcess:
         return Answer(**json.loads(line))
 
     def close(self) -> None:
-        """End the engine and all that it spawned."""
+        """End the engine and all that it spawned, leaving it time to give back its shared memory."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_END)
         self._signal(signal.SIGKILL)
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self._process.stdout.close()
 
     def _send(self, message: dict[str, object]) -> None:
         assert self._process.stdin is not None
@@ -75,11 +82,9 @@ class AdapterProcess:
             raise AdapterFailedError(self._last_words()) from error
 
     def _signal(self, number: signal.Signals) -> None:
-        # The group outlives its leader only where the engine left children behind; it may be gone already.
-        try:
+        # The group is the engine and its children: it may be gone, or live on without the engine.
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
 
     def _last_words(self) -> str:
         lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
