@@ -11,8 +11,9 @@ import torch
 
 from evenflow.core.plan import Admission, BlockTableChange, Chunk, ChunkReason, Decodes, StepPlan, StepResult
 from evenflow.core.request import SamplingParams
-from evenflow.errors import OutOfMemory
+from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.executors.torch_executor import TorchExecutor
+from evenflow.model.int4 import dequantise, quantise
 from tests.model.tiny import random_tensors, tiny_config
 
 CONFIG = tiny_config()
@@ -230,6 +231,31 @@ def test_resuming_after_a_preemption_gives_the_same_tokens(make_executor: MakeEx
     whole = generate(executor, admit(0, prompt(20), sampling), (), 12)
     resumed = admit(1, prompt(20) + tuple(whole[:5]), sampling, num_prompt_tokens=20, epoch=1)
     assert generate(executor, resumed, (13,), 7) == whole[5:]
+
+
+def test_int4_of_weights_that_fit_four_bits_follows_float32_closely() -> None:
+    config = tiny_config(hidden_size=96)
+    tensors = {
+        name: dequantise(*quantise(tensor)) if "_proj" in name else tensor
+        for name, tensor in random_tensors(config).items()
+    }
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    found = {}
+    for weights in ("float32", "int4"):
+        executor = TorchExecutor(
+            config, tensors, num_blocks=1, block_size=4, enable_prefix_caching=False, weights=weights
+        )
+        rows = chunk(0, 0, 60, samples=True, prompt_logprobs=True)
+        result = run(executor, plan(admissions=(admit(0, prompt(60), sampling),), chunks=(rows,)))
+        found[weights] = torch.tensor([row.chosen.logprob for row in result.prompt_logprobs[0]])
+        executor.close()
+    difference = (found["int4"] - found["float32"]).abs().mean()
+    assert 0 < difference < 0.1 * found["float32"].std()
+
+
+def test_an_unknown_weight_format_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="'int3'"):
+        TorchExecutor(CONFIG, random_tensors(CONFIG), num_blocks=1, block_size=4, weights="int3")
 
 
 def test_nothing_to_run_is_an_empty_result(make_executor: MakeExecutor) -> None:

@@ -8,24 +8,33 @@ Each sample is written behind its slot's tokens, so that the next step may be su
 
 from __future__ import annotations
 
+import functools
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import OutOfMemory
+from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.model.attention.cpu import Span
 from evenflow.model.config import ModelConfig
-from evenflow.model.decoder import Decoder
+from evenflow.model.decoder import Decoder, MakeLinear
+from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
-from evenflow.model.linear import FloatLinear
+from evenflow.model.linear import FloatLinear, can_pack
 from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+from evenflow.model.weights import needed_shapes
 
+WeightFormat = Literal["float32", "int4"]
+
+_MOST_MEMORY_FOR_WEIGHTS = 0.25  # of the machine's; a second, packed copy of the weights is made only within it
 _LOGPROB_ROWS = 64  # rows whose whole vocabulary is in memory at once for prompt logprobs
 
 
@@ -73,12 +82,13 @@ class TorchExecutor:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
+        weights: WeightFormat = "float32",
         threads: int | None = None,
         max_steps_in_flight: int = 1,
     ) -> None:
         self._config = config
         self._caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
-        self._decoder = Decoder(config, tensors, FloatLinear)
+        self._decoder = Decoder(config, tensors, *_linear_forms(config, weights))
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -202,6 +212,19 @@ class TorchExecutor:
                 for row, token in zip(logprobs, targets, strict=True)
             ]
         return tuple(found)
+
+
+def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
+    """How to make the linears of the layers, and that of the output head."""
+    if weights == "int4":
+        return int4_linear, int4_head
+    if weights != "float32":
+        raise InvalidConfig(f"Got weights={weights!r} but expected 'float32' or 'int4'.")
+    num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    affords_two_copies = 2 * num_weights * torch.float32.itemsize < memory * _MOST_MEMORY_FOR_WEIGHTS
+    make_linear = functools.partial(FloatLinear, packs=affords_two_copies and can_pack())
+    return make_linear, make_linear
 
 
 def _out_of_memory_advice(plan: StepPlan) -> str:

@@ -23,13 +23,20 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 class Decoder:
     """A model's weights, laid out to be run."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], make_linear: MakeLinear) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        make_linear: MakeLinear,
+        make_head: MakeLinear | None = None,
+    ) -> None:
         self.config = config
         self._rotation = Rotation(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
         self._norm = _RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
-        self._head = make_linear(self._embedding if config.tie_embeddings else tensors["lm_head.weight"], None)
+        head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
+        self._head = (make_head or make_linear)(head_weight, None)
 
     def hidden(self, token_ids: Sequence[int], spans: Sequence[Span], wanted: Sequence[int] | None = None) -> Tensor:
         """What the last layer leaves of the rows numbered in `wanted` (None: of all).

@@ -1,0 +1,77 @@
+"""What 4-bit weights cost in quality: perplexity of English prose under each form, beside float32.
+
+The text is the language reference that ships with every Python (pydoc_data), so that anyone can repeat the figures:
+    python benchmarks/int4_perplexity.py --tokens 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pydoc_data.topics
+import time
+
+import torch
+
+from evenflow.model.attention.cpu import Span
+from evenflow.model.decoder import Decoder, MakeLinear
+from evenflow.model.int4 import DynamicInt4Linear, WeightOnlyInt4Linear, int4_head, int4_linear
+from evenflow.model.kv_cache import new_sequence_kv
+from evenflow.model.linear import FloatLinear
+from evenflow.model.loader import LoadedModel, load_model
+
+_TOPICS = ("objects", "naming", "class", "import", "exceptions", "with", "function", "attribute-access")
+_CHUNK = 512
+
+
+# name: the layers, the output head
+FORMS: dict[str, tuple[MakeLinear, MakeLinear]] = {
+    "float32": (FloatLinear, FloatLinear),
+    "int4 as chosen on this machine": (int4_linear, int4_head),
+    "x86 int4, float32 head": (WeightOnlyInt4Linear, FloatLinear),
+    "x86 int4, 4-bit head": (WeightOnlyInt4Linear, WeightOnlyInt4Linear),
+    "ARM int4, float32 head": (DynamicInt4Linear, FloatLinear),
+}
+
+
+def _tokens(model: LoadedModel, count: int) -> list[int]:
+    text = "\n\n".join(pydoc_data.topics.topics[name] for name in _TOPICS)
+    return list(model.tokenizer.encode(text))[:count]
+
+
+def _perplexity(model: LoadedModel, form: tuple[MakeLinear, MakeLinear], token_ids: list[int], chunk: int) -> float:
+    decoder = Decoder(model.config, model.weights, *form)
+    kv = new_sequence_kv(model.config, len(token_ids))
+    loss = 0.0
+    for start in range(0, len(token_ids) - 1, chunk):
+        fed = token_ids[start : min(start + chunk, len(token_ids) - 1)]
+        logits = decoder.logits(decoder.hidden(fed, [Span(kv, start, len(fed))]))
+        targets = torch.tensor(token_ids[start + 1 : start + 1 + len(fed)])
+        loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    return math.exp(loss / (len(token_ids) - 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=_CHUNK, help="rows a step: 1 to 4 use the kernels of a decode")
+    parser.add_argument("--forms", nargs="*", help="which forms, by the start of their names (default: all)")
+    arguments = parser.parse_args()
+    model = load_model(arguments.model)
+    token_ids = _tokens(model, arguments.tokens)
+    print(f"{len(token_ids)} tokens of the Python language reference, {arguments.chunk} a step")
+    reference = None
+    for name, form in FORMS.items():
+        if arguments.forms and not name.startswith(tuple(arguments.forms)):
+            continue
+        began = time.perf_counter()
+        with torch.inference_mode():
+            perplexity = _perplexity(model, form, token_ids, arguments.chunk)
+        reference = reference or perplexity
+        seconds = time.perf_counter() - began
+        print(f"{name:40} {perplexity:8.3f}  {perplexity / reference - 1:+.1%}  ({seconds:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
