@@ -152,12 +152,14 @@ async def run_at_once(
     llm: AsyncLLM, prompts: Sequence[DemoPrompt], on_answer: Callable[[str], None] = lambda name: None
 ) -> DemoRun:
     """Submit all prompts in their order without waiting between them. `on_answer` is told of each that is finished."""
+    finished: list[str] = []
 
     async def answer(prompt: DemoPrompt, request: Request) -> RequestOutput:
         async for delta in llm.run(request):
             output = delta.output
         if output.finish_reason == "error":
             raise EngineFailed(f"{prompt.name}: {output.error}")
+        finished.append(prompt.name)
         on_answer(prompt.name)
         return output
 
@@ -165,7 +167,6 @@ async def run_at_once(
     requests = [_prepare(llm, prompt, tenant=llm.policy) for prompt in prompts]
     outputs = await asyncio.gather(*map(answer, prompts, requests))
     ends = [request.arrival_time + _latency(output) for request, output in zip(requests, outputs, strict=True)]
-    places = {end: place for place, end in enumerate(sorted(ends), start=1)}
     count_tokens = _token_counter(llm)
     answers = tuple(
         DemoAnswer(
@@ -176,10 +177,10 @@ async def run_at_once(
             num_chunks=len(output.chunks),
             ttft_s=output.token_times_s[0],
             latency_s=_latency(output),
-            finish_place=places[end],
+            finish_place=finished.index(prompt.name) + 1,
             text=output.text.strip(),
         )
-        for prompt, output, end in zip(prompts, outputs, ends, strict=True)
+        for prompt, output in zip(prompts, outputs, strict=True)
     )
     return DemoRun(llm.policy, answers, max(ends) - requests[0].arrival_time)
 

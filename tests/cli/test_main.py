@@ -1,0 +1,108 @@
+"""The command as a whole: help without torch, one line for every mistake, exit codes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from evenflow import __version__
+from tests.cli.running import command_line, long_context_llama, run_cli, run_process
+from tests.models import tiny_llama
+
+COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"])
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    probe = (
+        "import atexit\n"
+        "heavy = ('torch', 'transformers', 'tokenizers', 'gguf')\n"
+        "atexit.register(lambda: print([name for name in heavy if name in sys.modules], file=sys.stderr))\n"
+    )
+    finished = run_process(*command, "--help", before=probe)
+    assert finished.code == 0
+    assert finished.out.startswith("Usage: evenflow")
+    assert finished.err == "[]\n"
+
+
+def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys)
+    assert finished.code == 0
+    assert all(command[0] in finished.out for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(capsys, "--version") == (0, f"evenflow {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'."),
+        (["bench"], "Missing command."),
+        (["generate", "Hi", "--nonsense"], "No such option: --nonsense"),
+        (["generate", "Hi", "there"], "unexpected extra argument"),
+        (["generate", "Hi", "--max-tokens"], "--max-tokens"),
+        (["generate", "Hi", "--max-tokens", "many"], "--max-tokens"),
+        (["demo", "nonsense"], "'nonsense'"),
+        (["bench", "mixed", "--repeat", "0"], "--repeat"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = run_cli(capsys, *arguments)
+    assert (finished.code, finished.out) == (2, "")
+    assert finished.err.startswith("evenflow: ")
+    assert message in finished.err
+    assert finished.err.count("\n") == 1
+
+
+def test_a_failing_step_is_one_line_and_code_1() -> None:
+    break_steps = (
+        "from evenflow.executors.torch_executor import TorchExecutor\n"
+        "def fail(self, plan, began): raise MemoryError\n"
+        "TorchExecutor._step = fail\n"
+    )
+    finished = run_process("generate", "Hi", "--model", tiny_llama(), before=break_steps)
+    assert (finished.code, finished.out) == (1, "")
+    assert finished.err.startswith("evenflow: Memory ran out")
+    assert "gpu_memory_utilization" in finished.err
+    assert finished.err.count("\n") == 1
+
+
+def test_a_missing_engine_is_one_line_and_code_1() -> None:
+    finished = run_process("generate", "Hi", "--model", tiny_llama(), before="sys.modules['torch'] = None")
+    assert (finished.code, finished.out) == (1, "")
+    assert "pip install 'evenflow[engine]'" in finished.err
+    assert finished.err.count("\n") == 1
+
+
+def endless(*more: object) -> list[str]:
+    arguments = ["generate", "Hi", "--model", long_context_llama(), "--max-tokens", 4000, "--ignore-eos", *more]
+    return command_line(arguments)
+
+
+def test_an_interrupt_ends_it_without_a_traceback() -> None:
+    with subprocess.Popen(endless(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)  # it streams
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read()
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_a_reader_that_leaves_ends_it_without_a_traceback() -> None:
+    with subprocess.Popen(endless(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert b"Traceback" not in errors
