@@ -55,6 +55,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         num_blocks=num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        weights=config.weights,
         threads=config.threads,
         max_steps_in_flight=config.max_steps_in_flight,
     )
