@@ -34,7 +34,7 @@ class Decoder:
         self._rotation = Rotation(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
-        self._norm = _RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
+        self._norm = RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
         head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
         self._head = (make_head or make_linear)(head_weight, None)
 
@@ -58,7 +58,7 @@ class Decoder:
         return self._head(self._norm(hidden))
 
 
-class _RmsNorm:
+class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight
         self._eps = torch.full((1, 1), eps)
@@ -72,8 +72,8 @@ class _RmsNorm:
 
 class _Layer:
     def __init__(self, config: ModelConfig, index: int, tensors: Mapping[str, Tensor], make_linear: MakeLinear) -> None:
-        def norm(name: str) -> _RmsNorm:
-            return _RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
 
         self._index = index
         self._uses_rope = config.layer_uses_rope[index]

@@ -1,0 +1,177 @@
+"""The small measurements behind the choices in evenflow.model: each way of doing one thing, as a ratio to the plainest.
+
+    python benchmarks/cpu_ops.py                 # all, on one thread, by CPU time: steady on a busy machine too
+    python benchmarks/cpu_ops.py --threads 2 linears attention
+
+The ways of one row are run in turn, round after round, and the median round counts. Shapes are SmolLM2-135M's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.config import ModelConfig, RopeConfig
+from evenflow.model.decoder import RmsNorm
+from evenflow.model.int4 import DynamicInt8Linear, WeightOnlyInt4Linear, int4_linear
+from evenflow.model.kv_cache import new_sequence_kv
+from evenflow.model.linear import can_pack, pack, packed_linear
+
+Ways = dict[str, Callable[[], object]]
+
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 576, 1536, 9, 3, 64
+_LAYER_SHAPES = ((960, _HIDDEN), (_HIDDEN, _HIDDEN), (2 * _INNER, _HIDDEN), (_HIDDEN, _INNER))
+_COPIES = 8  # of a layer's weights, so that none is read from a small cache
+
+
+def _config(num_layers: int = 1) -> ModelConfig:
+    return ModelConfig(
+        architecture="bench",
+        vocab_size=128,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INNER,
+        num_layers=num_layers,
+        num_heads=_HEADS,
+        num_kv_heads=_KV_HEADS,
+        head_dim=_HEAD_DIM,
+        max_position=8192,
+        rms_norm_eps=1e-5,
+        attention_scale=_HEAD_DIM**-0.5,
+        rope=RopeConfig(theta=100000.0, rotary_dim=_HEAD_DIM, scaling=None),
+        layer_windows=(None,) * num_layers,
+        layer_uses_rope=(True,) * num_layers,
+        tie_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+def _compare(label: str, ways: Ways, rounds: int) -> None:
+    """Print the plainest way's time, and how many times as fast each other one is."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(rounds + 1):
+        for name, way in ways.items():
+            began = clock()
+            way()
+            if round_number:
+                seconds[name].append(clock() - began)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    first = next(iter(medians))
+    ratios = "  ".join(f"{name} {medians[first] / median:.2f}x" for name, median in medians.items() if name != first)
+    print(f"{label:28} {first} {medians[first] * 1e3:.3f} ms  {ratios}", flush=True)
+
+
+def _linears() -> None:
+    weights = [torch.randn(shape) * 0.02 for _ in range(_COPIES) for shape in _LAYER_SHAPES]
+    forms: dict[str, list[Callable[[Tensor], Tensor]]] = {
+        "F.linear": [partial(F.linear, weight=weight) for weight in weights],
+        "input-major": [partial(F.linear, weight=weight.t().contiguous().t()) for weight in weights],
+    }
+    if can_pack():
+        forms["packed"] = [partial(packed_linear, packed=pack(weight)) for weight in weights]
+    if can_pack(torch.bfloat16):
+        forms["packed bf16"] = [partial(_bfloat16_linear, packed=pack(weight.bfloat16())) for weight in weights]
+    forms["int4"] = [int4_linear(weight, None) for weight in weights]
+    for count in (1, 2, 4, 6, 8, 16, 32, 64, 256, 512):
+        rows = [torch.randn(count, weight.shape[1]) for weight in weights]
+        ways: Ways = {name: partial(_run_all, linears, rows) for name, linears in forms.items()}
+        _compare(f"linears, {count} rows", ways, rounds=9 if count < 64 else 3)
+
+
+def _bfloat16_linear(rows: Tensor, packed: Tensor) -> Tensor:
+    return packed_linear(rows.bfloat16(), packed)
+
+
+def _run_all(functions: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
+    for function, rows in zip(functions, inputs, strict=True):
+        function(rows)
+
+
+def _head() -> None:
+    weight = torch.randn(49152, _HIDDEN)
+    input_major = weight.t().contiguous().t()
+    int4, int8 = WeightOnlyInt4Linear(weight, None), DynamicInt8Linear(weight, None)
+    for count in (1, 6, 16):
+        rows = torch.randn(count, _HIDDEN)
+        ways: Ways = {
+            "F.linear": partial(F.linear, rows, weight),
+            "input-major": partial(F.linear, rows, input_major),
+            "int4": partial(int4, rows),
+            "int8": partial(int8, rows),
+        }
+        _compare(f"output head, {count} rows", ways, rounds=9)
+
+
+def _attention() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    kv = torch.randn(1, 2, _KV_HEADS, 4096, _HEAD_DIM)
+    for start, count in ((100, 1), (1000, 1), (3000, 1), (3000, 16), (0, 512), (1000, 64), (2500, 512), (0, 2048)):
+        end = start + count
+        packed = torch.randn(count, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM)
+        query = packed[:, : _HEADS * _HEAD_DIM].view(1, count, _HEADS, _HEAD_DIM).transpose(1, 2)
+        keys, values = kv[:, 0, :, :end], kv[:, 1, :, :end]
+        mask = torch.ones(count, end, dtype=torch.bool).tril(start)
+        folded = query.reshape(1, _KV_HEADS, -1, _HEAD_DIM)
+        folded_mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(_HEADS // _KV_HEADS, 1)
+        masked = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+        ways: Ways = {
+            "masked SDPA": partial(masked, query, keys, values),
+            "folded, masked": partial(flash, folded, keys, values, attn_mask=folded_mask),
+            "as chosen (and KV written)": partial(StepAttention(_config(), [Span(kv, start, count)]), 0, packed),
+        }
+        _compare(f"attention, {count} rows at {start}", ways, rounds=30 if count == 1 else 5)
+
+
+def _norms() -> None:
+    weight = torch.randn(_HIDDEN)
+    for count in (1, 6, 512):
+        rows = [torch.randn(count, _HIDDEN)] * 100
+        plain = partial(F.rms_norm, normalized_shape=(_HIDDEN,), weight=weight, eps=1e-5)
+        ways: Ways = {
+            "100 x F.rms_norm": partial(_run_all, [plain] * 100, rows),
+            "as chosen": partial(_run_all, [RmsNorm(weight, 1e-5)] * 100, rows),
+        }
+        _compare(f"RMSNorm, {count} rows", ways, rounds=9)
+
+
+def _kv_memory() -> None:
+    """A sequence's memory: new for each, or kept and written again."""
+    config, count = _config(num_layers=30), 512
+    kept = new_sequence_kv(config, 4096)
+
+    def write(kv: Tensor) -> None:
+        kv[:, :, :, :count].fill_(1.0)
+
+    ways: Ways = {"new memory": lambda: write(new_sequence_kv(config, 4096)), "kept memory": lambda: write(kept)}
+    _compare(f"writing the KV of {count} tokens", ways, rounds=9)
+
+
+_BENCHMARKS = {"linears": _linears, "head": _head, "attention": _attention, "norms": _norms, "kv": _kv_memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(_BENCHMARKS)} (default: all)")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with torch.inference_mode():
+        for name in arguments.names or _BENCHMARKS:
+            _BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main()
