@@ -43,5 +43,5 @@ def figures(policy: str, p99: float, total_s: float) -> PolicyFigures:
 def test_the_verdict_follows_the_figures(p99: float, total_s: float, held: bool) -> None:
     verdict = Verdict(figures("alternate:32", p99, total_s), figures("unchunked", 0.5, 10.0))
     assert verdict.held is held
-    assert f"{'held' if held else 'did not hold'}: alternate:32 against unchunked" in verdict.line()
+    assert f") {'held' if held else 'did not hold'}. alternate:32 against unchunked" in verdict.line()
     assert f"{1000 * p99:.0f} ms against 500 ms" in verdict.line()

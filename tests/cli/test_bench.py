@@ -37,4 +37,4 @@ def test_other_policies(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "bench", "mixed", *arguments)
     assert (finished.code, finished.err) == (0, "")
     last_line = finished.out.rpartition("The expectation")[2]
-    assert "fixed:16 against load" in " ".join(last_line.split())
+    assert "fixed:16 against load:" in " ".join(last_line.split())

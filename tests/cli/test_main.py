@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 
 from evenflow import __version__
 from tests.cli.running import command_line, long_context_llama, run_cli, run_process
 from tests.models import tiny_llama
 
-COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"])
+COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["doctor"])
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
@@ -35,6 +38,18 @@ def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(capsys, "--version") == (0, f"evenflow {__version__}\n", "")
+
+
+def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
+    finished = run_process("doctor", "--json", "-")
+    found = json.loads(finished.out)
+    assert finished.code == 0
+    assert found["evenflow"] == __version__
+    assert found["torch"] == torch.__version__
+    assert found["cores"] >= 1
+    assert found["default_model"].startswith("not fetched")
+    assert found["torch"] in finished.err
 
 
 @pytest.mark.parametrize(

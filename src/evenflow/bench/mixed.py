@@ -102,11 +102,16 @@ class Verdict:
     def line(self) -> str:
         small, large = self.smallest, self.largest
         return (
-            f"The expectation ({EXPECTATION}) {'held' if self.held else 'did not hold'}: {small.policy} against "
-            f"{large.policy}, p99 gap beside a prefill {1000 * small.gap_with_prefill_s.p99:.0f} ms against "
-            f"{1000 * large.gap_with_prefill_s.p99:.0f} ms, total {small.total_s:.2f} s against {large.total_s:.2f} s "
-            f"({self.extra_total:+.0%}; up to {_SLIGHTLY:+.0%} is slightly longer)."
+            f"The expectation ({EXPECTATION}) {_held(self.held)}. {small.policy} against {large.policy}: "
+            f"lower decode latency {_held(self.is_latency_lower)}, the p99 gap beside a prefill is "
+            f"{1000 * small.gap_with_prefill_s.p99:.0f} ms against {1000 * large.gap_with_prefill_s.p99:.0f} ms; "
+            f"slightly longer total {_held(self.is_total_slightly_longer)}, {small.total_s:.2f} s against "
+            f"{large.total_s:.2f} s ({self.extra_total:+.0%}, expected up to {_SLIGHTLY:+.0%})."
         )
+
+
+def _held(held: bool) -> str:
+    return "held" if held else "did not hold"
 
 
 def compare_policies(

@@ -11,7 +11,7 @@ from typer import Option
 
 from evenflow.bench.mixed import BATCH_SIZE, EXPECTATION, POLICIES, PolicyFigures, Verdict, compare_policies
 from evenflow.cli.options import ModelOptions, ReportOptions, knobs, takes_options
-from evenflow.cli.output import progress, table_console, write_json
+from evenflow.cli.output import loading, table_console, write_json
 from evenflow.config import EngineConfig
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
@@ -38,7 +38,7 @@ def mixed(
     """Three long prompts among ten short ones, five at a time: total time, and what decoding requests felt."""
     names = _read_policies(policies)
     settings = knobs(model) | {"policy": names[0], "max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
-    with progress(f"Loading {model.model}") as say, LLM(record=report.record, **settings) as llm:
+    with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
         figures = compare_policies(llm, names, repeat, on_run=say)
     verdict = Verdict(figures[0], figures[-1])
     console = table_console(report.json)

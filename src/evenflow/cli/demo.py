@@ -21,7 +21,7 @@ from evenflow.bench.demo import (
     with_demo_defaults,
 )
 from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, knobs, takes_options
-from evenflow.cli.output import progress, table_console, write_json
+from evenflow.cli.output import loading, table_console, write_json
 from evenflow.engine.async_llm import AsyncLLM
 
 
@@ -52,7 +52,7 @@ def demo(
 
 
 async def _run(which: Which, settings: dict[str, Any], report: ReportOptions, console: Console) -> dict[str, Any]:
-    with progress(f"Loading {settings['model']}") as say:
+    with loading(settings["model"]) as say:
         async with AsyncLLM(record=report.record, **settings) as llm:
             figures: dict[str, Any] = {"model": llm.config.model, "weights": llm.config.weights, "policy": llm.policy}
             if which is not Which.ASYNC:

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, knobs, takes_options
-from evenflow.cli.output import progress, text_stream, write_json
+from evenflow.cli.output import loading, text_stream, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.engine.llm import LLM, Prompt
 from evenflow.engine.outputs import RequestOutput
@@ -51,8 +51,9 @@ def generate(
         stop=tuple(stop),
         ignore_eos=ignore_eos,
     )
-    with progress(f"Loading {model.model}"):
-        llm = LLM(record=report.record, **knobs(model, scheduling))
+    settings = knobs(model, scheduling)
+    with loading(model.model):
+        llm = LLM(record=report.record, **settings)
     with llm:
         output = _stream(llm, llm.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling, report)
     print(_summary(output, llm.policy), file=sys.stderr)

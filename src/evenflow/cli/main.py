@@ -17,6 +17,7 @@ import typer
 from evenflow import __version__
 from evenflow.cli.bench import bench
 from evenflow.cli.demo import demo
+from evenflow.cli.doctor import doctor
 from evenflow.cli.generate import generate
 from evenflow.cli.output import show_warnings_only
 from evenflow.errors import EvenflowError, InvalidInput
@@ -25,6 +26,7 @@ app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enabl
 app.command()(generate)
 app.command()(demo)
 app.add_typer(bench)
+app.command()(doctor)
 
 # The base of typer's complaints about a command line. It has a different home in each version, and no public name.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)

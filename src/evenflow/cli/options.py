@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer import Option
 
+from evenflow.config import EngineConfig
 from evenflow.core.policy import POLICY_FORMS
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -94,27 +95,34 @@ class SchedulingOptions:
     ] = None
 
 
+JsonTarget = Annotated[
+    str | None,
+    Option(
+        parser=_parse_json_target,
+        metavar="PATH|-",
+        help="Write one JSON object there; with -, to standard output, and all else to standard error.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
     """Where figures and steps are written."""
 
-    json: Annotated[
-        str | None,
-        Option(
-            parser=_parse_json_target,
-            metavar="PATH|-",
-            help="Write one JSON object there; with -, to standard output, and all else to standard error.",
-        ),
-    ] = None
+    json: JsonTarget = None
     record: Annotated[
         Path | None, Option(metavar="PATH", help="Write every step's plan and seconds there, as JSON lines.")
     ] = None
 
 
 def knobs(*groups: ModelOptions | SchedulingOptions) -> dict[str, Any]:
-    """The engine's settings that were given."""
+    """The engine's settings that were given; those that cannot be are refused here, before anything is loaded."""
     given = {name: value for group in groups for name, value in dataclasses.asdict(group).items() if value is not None}
-    return {name: value is Switch.TRUE if isinstance(value, Switch) else value for name, value in given.items()}
+    settings: dict[str, Any] = {
+        name: value is Switch.TRUE if isinstance(value, Switch) else value for name, value in given.items()
+    }
+    EngineConfig(**settings)
+    return settings
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:

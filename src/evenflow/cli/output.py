@@ -10,11 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+
+from evenflow.model.default_model import default_model_path
 
 
 def text_stream(json_target: str | None) -> TextIO:
@@ -49,6 +51,13 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(text) as status:
         yield lambda text: status.update(text)
+
+
+def loading(model: str) -> AbstractContextManager[Callable[[str], None]]:
+    """Progress that begins with the loading of a model. Where it must be fetched first, that shows a bar of its own."""
+    if model == "default":
+        default_model_path()
+    return progress(f"Loading {model}")
 
 
 def show_warnings_only() -> None:

@@ -1,0 +1,50 @@
+"""`evenflow doctor`: what is here to run on. Loads no model and uses no network."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.table import Table
+
+from evenflow import __version__
+from evenflow.cli.options import JsonTarget
+from evenflow.cli.output import table_console, write_json
+from evenflow.config import GIB
+from evenflow.model.default_model import SMOLLM2_135M, cache_folder
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "typer", "rich")
+
+
+def doctor(*, json: JsonTarget = None) -> None:
+    """Say which versions, how many cores, how much memory and which model are here."""
+    found = _findings()
+    table = Table("what", "found", show_header=False)
+    for name, value in found.items():
+        table.add_row(name.replace("_", " "), "not installed" if value is None else str(value))
+    table_console(json).print(table)
+    write_json(json, found)
+
+
+def _findings() -> dict[str, Any]:
+    pages = {name: os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")}
+    model = cache_folder() / SMOLLM2_135M.file_name
+    return {
+        "evenflow": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(pages["SC_PHYS_PAGES"] / GIB, 1),
+        "free_memory_gib": round(pages["SC_AVPHYS_PAGES"] / GIB, 1),
+        "default_model": str(model) if model.is_file() else "not fetched yet: the first use of it does that",
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
