@@ -45,8 +45,8 @@ def assert_close(linear: Linear, weight: Tensor, bias: Tensor | None, relative: 
     "packs", [False, pytest.param(True, marks=pytest.mark.skipif(not can_pack(), reason="no oneDNN"))]
 )
 def test_float32_is_the_product_for_any_number_of_rows(packs: bool, has_bias: bool) -> None:
-    weight, bias = matrices(has_bias=has_bias)
-    assert_close(FloatLinear(weight, bias, packs=packs), weight, bias, 1e-5)
+    weight, bias = matrices(1024, 512, has_bias=has_bias)
+    assert_close(FloatLinear(weight, bias, packs=packs), weight, bias, 1e-4)
 
 
 def test_quantised_numbers_stand_for_the_weight_within_half_a_step() -> None:
@@ -98,14 +98,15 @@ def test_int8_is_close_and_each_row_is_its_own(has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(96, 48), (40, 64)])
-def test_a_layer_that_fits_no_kernel_runs_in_float32_and_says_so(
+def test_a_layer_that_fits_no_kernel_runs_in_float32_and_says_so_once(
     shape: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, bias = matrices(*shape)
     with caplog.at_level(logging.WARNING):
         linear = int4.int4_linear(weight, bias)
+        int4.int4_linear(weight, bias)
     assert_close(linear, weight, bias, 1e-5)
-    assert f"{shape[0]} x {shape[1]}" in caplog.text
+    assert caplog.text.count(f"{shape[0]} x {shape[1]}") == 1
 
 
 def test_what_is_chosen_here_is_close_to_the_weight() -> None:

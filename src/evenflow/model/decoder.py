@@ -62,11 +62,12 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight
         self._eps = torch.full((1, 1), eps)
+        self._inverse_size = 1 / len(weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
         # Four small operations: a third less than F.rms_norm, which runs as nine.
         norm = torch.linalg.vector_norm(rows, 2, -1, True)
-        scale = torch.addcmul(self._eps, norm, norm, value=1 / len(self._weight)).rsqrt_()
+        scale = torch.addcmul(self._eps, norm, norm, value=self._inverse_size).rsqrt_()
         return torch.mul(rows, scale).mul_(self._weight)
 
 
@@ -116,7 +117,7 @@ class _QueryKeyNorm:
         self._weight = torch.cat(weights)
 
     def apply_(self, packed: Tensor) -> None:
-        heads = packed.view(len(packed), -1, self._head_dim)[:, : self._num_heads]
+        heads = packed.view(packed.shape[0], -1, self._head_dim)[:, : self._num_heads]
         heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self._weight))
 
 

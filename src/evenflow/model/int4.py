@@ -35,8 +35,14 @@ def int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
             return DynamicInt4Linear(weight, bias)
         if _has_x86_kernels():
             return WeightOnlyInt4Linear(weight, bias)
-    _log.warning("weights=int4: no fast 4-bit kernel here for a layer of %d x %d; it runs in float32", outputs, inputs)
+    _say_float32(outputs, inputs)
     return FloatLinear(weight, bias)
+
+
+@functools.cache
+def _say_float32(outputs: int, inputs: int) -> None:
+    """Once a shape, not once a layer."""
+    _log.warning("weights=int4: no fast 4-bit kernel here for a layer of %d x %d; it runs in float32.", outputs, inputs)
 
 
 def int4_head(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -118,7 +124,7 @@ class DynamicInt4Linear:
         product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit.default(
             rows, self._packed, GROUP, self._inputs, self._outputs
         )
-        return product.addmm_(rows.view(len(rows), -1, GROUP).sum(-1), self._zeros)
+        return product.addmm_(rows.view(rows.shape[0], -1, GROUP).sum(-1), self._zeros)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         return residual.add_(self(rows))
@@ -143,7 +149,7 @@ class WeightOnlyInt4Linear:
         return residual.add_(self._product(rows))
 
     def _product(self, rows: Tensor) -> Tensor:
-        if len(rows) > _INT4_ROWS:
+        if rows.shape[0] > _INT4_ROWS:
             if self._many is not None:
                 return self._many(rows)
             assert self._wide is not None
