@@ -6,7 +6,7 @@ It must not know how the seconds were measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
@@ -23,7 +23,7 @@ FIGURES = {
     "start_up_s": "start-up s",
 }
 LOWER_IS_BETTER = {"start_up_s"}
-Figures = dict[str, float]
+Figures = dict[str, float | None]  # None: the measurements were too disturbed to say
 
 
 def figures_of(contestant: Contestant, effort: Effort) -> Figures:
@@ -32,10 +32,15 @@ def figures_of(contestant: Contestant, effort: Effort) -> Figures:
     num_timed_tokens = effort.num_decode_tokens - 1
     return {
         "prefill_tokens_per_s": effort.num_prefill_tokens / fastest["prefill"],
-        "one_stream_tokens_per_s": num_timed_tokens / (fastest["one_all"] - fastest["one_first"]),
-        "six_streams_tokens_per_s": NUM_STREAMS * num_timed_tokens / (fastest["six_all"] - fastest["six_first"]),
+        "one_stream_tokens_per_s": _rate(num_timed_tokens, fastest["one_all"] - fastest["one_first"]),
+        "six_streams_tokens_per_s": _rate(NUM_STREAMS * num_timed_tokens, fastest["six_all"] - fastest["six_first"]),
         "start_up_s": fastest["start_up"],
     }
+
+
+def _rate(num_tokens: int, seconds: float) -> float | None:
+    """Tokens a second; None where 64 tokens came sooner than the first of them did alone, as noise can have it."""
+    return num_tokens / seconds if seconds > 0 else None
 
 
 def _fastest(contestant: Contestant) -> dict[str, Sample]:
@@ -46,10 +51,14 @@ def _fastest(contestant: Contestant) -> dict[str, Sample]:
 
 def times_faster(ours: Figures, theirs: Figures) -> Figures:
     """How many times faster we are, figure by figure."""
-    return {
-        figure: theirs[figure] / ours[figure] if figure in LOWER_IS_BETTER else ours[figure] / theirs[figure]
-        for figure in FIGURES
-    }
+    ratios: Figures = {}
+    for figure in FIGURES:
+        our_value, their_value = ours[figure], theirs[figure]
+        if our_value is None or their_value is None:
+            ratios[figure] = None
+        else:
+            ratios[figure] = their_value / our_value if figure in LOWER_IS_BETTER else our_value / their_value
+    return ratios
 
 
 def build_report(contestants: Sequence[Contestant], effort: Effort, machine: dict[str, Any]) -> dict[str, Any]:
@@ -101,8 +110,14 @@ def _against_peers(ours: Contestant, measured: dict[str, Contestant], figures: d
     }
     ratios = {name: times_faster(figures[ours.name], theirs) for name, theirs in peers.items()}
     if ratios:
-        ratios["best peer"] = {figure: min(ratio[figure] for ratio in ratios.values()) for figure in FIGURES}
+        ratios["best peer"] = {figure: _lowest(ratio[figure] for ratio in ratios.values()) for figure in FIGURES}
     return ratios
+
+
+def _lowest(ratios: Iterable[float | None]) -> float | None:
+    """The best peer is known only where every peer is."""
+    known = list(ratios)
+    return None if None in known else min(ratio for ratio in known if ratio is not None)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -115,24 +130,27 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(_ratios_table(name, ratios))
     for entry in report["contestants"]:
         if entry["problem"] is not None:
-            console.print(f"{entry['name']}: {entry['problem']}", markup=False, highlight=False)
+            console.print(f"{entry['name']}: {entry['problem']}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _figures_table(report: dict[str, Any]) -> Table:
     effort, machine = report["effort"], report["machine"]
     table = Table(
         title=f"{machine['model']}: prefill of {effort['num_prefill_tokens']} tokens, "
-        f"{effort['num_decode_tokens']} tokens decoded, {machine['threads']} threads on {machine['cpu']}"
+        f"{effort['num_decode_tokens']} tokens decoded, {machine['threads']} threads on {machine['cpu']}",
+        caption=", ".join(
+            sorted({f"{entry['engine']} {entry['version']}" for entry in report["contestants"] if entry["version"]})
+        ),
     )
-    table.add_column("engine")
+    table.add_column("engine", no_wrap=True)
     for title in (*FIGURES.values(), "same tokens", "disturbed"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", min_width=len(title.split()[-1]))
     for entry in report["contestants"]:
         if entry["figures"] is not None:
-            cells = [f"{entry['figures'][figure]:.1f}" for figure in FIGURES]
+            cells = [_cell(entry["figures"][figure], "{:.1f}") for figure in FIGURES]
             same_tokens = f"{entry['num_same_tokens']}/{effort['num_decode_tokens']}"
             disturbed = f"{entry['others_share']:.0%}"
-            table.add_row(f"{entry['name']} ({entry['version']})", *cells, same_tokens, disturbed)
+            table.add_row(entry["name"], *cells, same_tokens, disturbed)
     return table
 
 
@@ -142,5 +160,9 @@ def _ratios_table(name: str, ratios: dict[str, Figures]) -> Table:
     for title in FIGURES.values():
         table.add_column(title.rsplit(" ", 1)[0], justify="right")
     for peer, ratio in ratios.items():
-        table.add_row(peer, *(f"{ratio[figure]:.2f}x" for figure in FIGURES))
+        table.add_row(peer, *(_cell(ratio[figure], "{:.2f}x") for figure in FIGURES))
     return table
+
+
+def _cell(value: float | None, style: str) -> str:
+    return "noise" if value is None else style.format(value)
