@@ -43,8 +43,8 @@ class Decoder:
 
         The new keys and values of all rows are written into the spans' memory.
         """
-        positions = torch.cat([torch.arange(s.start, s.start + s.length, dtype=torch.float32) for s in spans])
-        factors = self._rotation.factors(positions)
+        positions = [position for span in spans for position in range(span.start, span.end)]
+        factors = self._rotation.factors(torch.tensor(positions, dtype=torch.float32))
         attention = StepAttention(self.config, spans)
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
         for layer in self._layers[:-1]:
