@@ -72,7 +72,7 @@ class _Part:
 
 
 class TorchExecutor:
-    """Implements `Executor`. A failed step leaves the slots as they were before its rows ran."""
+    """Implements `Executor`. Of a failed step, releases and admissions may have been applied, and no sample is seen."""
 
     def __init__(
         self,

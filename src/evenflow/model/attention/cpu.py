@@ -93,12 +93,17 @@ class _Chunk:
     def __init__(self, config: ModelConfig, span: Span) -> None:
         self._span = span
         self._scale = config.attention_scale
+        self._group = config.num_heads // config.num_kv_heads
+        self._grouped = (span.length, config.num_kv_heads, self._group, config.head_dim)
         self._windows = [None if window is None or window >= span.end else window for window in config.layer_windows]
-        seen = span.kv[:, :, None, :, : span.end]
+        seen = span.kv[:, :, :, None, : span.end]
         self._keys, self._values = _by_layer(seen[:, 0]), _by_layer(seen[:, 1])
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         """query, output: [rows, heads, head_dim]."""
+        # From here on [KV heads, query heads of one, rows, head_dim]; keys and values have 1 for the second.
+        query = query.view(self._grouped).permute(1, 2, 0, 3)
+        output = output.view(self._grouped).permute(1, 2, 0, 3)
         keys, values, window = self._keys[layer], self._values[layer], self._windows[layer]
         if window is not None:
             self._windowed(window, query, keys, values, output)
@@ -106,15 +111,16 @@ class _Chunk:
             self._causal(query, keys, values, output)
 
     def _causal(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-        start, by_head = self._span.start, query.transpose(0, 1).unsqueeze(0)
-        own, own_weight = _flash(by_head, keys[:, :, start:], values[:, :, start:], is_causal=True, scale=self._scale)
+        start = self._span.start
+        own_keys, own_values = self._shared(keys[:, :, start:]), self._shared(values[:, :, start:])
+        own, own_weight = _flash(query, own_keys, own_values, is_causal=True, scale=self._scale)
         if start == 0:
-            output.copy_(own[0].transpose(0, 1))
+            output.copy_(own)
             return
-        folded = query.transpose(0, 1).reshape(1, keys.shape[1], -1, query.shape[2])
+        folded = query.reshape(keys.shape[0], 1, -1, keys.shape[3])
         past, past_weight = _flash(folded, keys[:, :, :start], values[:, :, :start], scale=self._scale)
         share = torch.sigmoid(past_weight.reshape(own_weight.shape) - own_weight)
-        torch.lerp(own, past.reshape(own.shape), share.unsqueeze(-1), out=output.transpose(0, 1).unsqueeze(0))
+        torch.lerp(own, past.reshape(own.shape), share.unsqueeze(-1), out=output)
 
     def _windowed(self, window: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
         """Blocks of queries, so that keys before every row's window are not read."""
@@ -123,10 +129,14 @@ class _Chunk:
             last = min(first + _WINDOW_BLOCK, length)
             first_key, last_key = max(0, start + first + 1 - window), start + last
             mask = _window_mask(start + first, last - first, first_key, last_key, window)
-            by_head = query[first:last].transpose(0, 1).unsqueeze(0)
-            block_keys, block_values = keys[:, :, first_key:last_key], values[:, :, first_key:last_key]
-            attended, _ = _flash(by_head, block_keys, block_values, attn_mask=mask, scale=self._scale)
-            output[first:last].copy_(attended[0].transpose(0, 1))
+            block_keys = self._shared(keys[:, :, first_key:last_key])
+            block_values = self._shared(values[:, :, first_key:last_key])
+            attended, _ = _flash(query[:, :, first:last], block_keys, block_values, attn_mask=mask, scale=self._scale)
+            output[:, :, first:last].copy_(attended)
+
+    def _shared(self, keys_or_values: Tensor) -> Tensor:
+        """The same memory for each query head of a KV head: not every torch takes fewer KV heads than query heads."""
+        return keys_or_values.expand(-1, self._group, -1, -1)
 
 
 def _window_mask(first_row: int, rows: int, first_key: int, last_key: int, window: int) -> Tensor:
