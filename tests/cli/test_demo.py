@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from evenflow.bench.demo import DEMO_POLICY
 from tests.cli.running import long_context_llama, run_cli
 
 NAMES = ["large_1", "small_1", "small_2", "small_3", "large_2"]
@@ -35,7 +36,7 @@ def first_token_step_of_each(recording: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("policy", [None, "fixed:64"])
+@pytest.mark.parametrize("policy", [None, "fixed:128"])
 def test_small_requests_end_before_the_large_one_ahead_of_them_only_with_chunking(
     policy: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,7 +47,7 @@ def test_small_requests_end_before_the_large_one_ahead_of_them_only_with_chunkin
     )
     assert finished.code == 0, finished.err
     figures = json.loads(finished.out)["async"]
-    assert figures["chunked"]["policy"] == (policy or "fixed:128")
+    assert figures["chunked"]["policy"] == (policy or DEMO_POLICY)
     assert figures["unchunked"]["policy"] == "unchunked"
     assert figures["same_text"] is True
     assert figures["verdict"] in " ".join(finished.err.split())
@@ -97,3 +98,7 @@ def test_the_simple_demo_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(sizes) == 4
     assert max(sizes) > 5 * min(sizes)
     assert all(request["output_tokens"] >= 1 for request in figures["simple"]["requests"])
+
+
+def test_the_help_names_the_policy_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"({DEMO_POLICY} unless" in " ".join(run_cli(capsys, "demo", "--help").out.split())

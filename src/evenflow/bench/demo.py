@@ -20,7 +20,7 @@ from evenflow.errors import EngineFailed, InvalidConfig
 
 Size = Literal["small", "large"]
 
-DEMO_POLICY = "fixed:128"
+DEMO_POLICY = "fixed:96"  # the smaller, the sooner small requests are through, and the longer all of them take
 _MOST_OF_ONE_PROMPT = 64  # tokens in a step
 
 

@@ -44,7 +44,7 @@ def demo(
     """Show what chunking does.
 
     simple: four prompts of mixed length. async: three small requests submitted behind a large one and before another,
-    under a policy (fixed:128 unless another is given) and then unchunked.
+    under a policy (fixed:96 unless another is given) and then unchunked.
     """
     console = table_console(report.json)
     settings = with_demo_defaults(knobs(model, scheduling))
