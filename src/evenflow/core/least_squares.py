@@ -1,0 +1,81 @@
+"""Least squares whose coefficients are never negative, for about ten columns of some hundred rows, in plain Python.
+
+The base package has no numpy, and at this size a fit takes about a millisecond without it.
+Must not know: what is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+
+Vector = Sequence[float]
+Matrix = list[list[float]]
+
+
+def fit_nonnegative(columns: Sequence[Vector], targets: Vector, ridge: float) -> tuple[list[float], Matrix]:
+    """The coefficients x >= 0 for which columns.x is nearest to the targets, and their covariance for errors of 1.
+
+    The covariance is that of the fit without the constraint. `ridge` pulls towards zero like so many rows would, each
+    column being measured by the root mean square of its values; it must be positive, for columns may be alike.
+    """
+    sizes = [math.sqrt(_dot(column, column) / len(column)) or 1.0 for column in columns]
+    gram = [[0.0] * len(columns) for _ in columns]
+    for i, column in enumerate(columns):
+        for j in range(i + 1):
+            gram[i][j] = gram[j][i] = _dot(column, columns[j]) / (sizes[i] * sizes[j])
+        gram[i][i] += ridge
+    right = [_dot(column, targets) / size for column, size in zip(columns, sizes, strict=True)]
+    x = _minimise(gram, right)
+    identity = [[float(i == j) for j in range(len(columns))] for i in range(len(columns))]
+    covariance = [
+        [value / (size * other) for value, other in zip(line, sizes, strict=True)]
+        for line, size in zip(_solve(gram, identity), sizes, strict=True)
+    ]
+    return [value / size for value, size in zip(x, sizes, strict=True)], covariance
+
+
+def _minimise(gram: Matrix, right: Vector) -> list[float]:
+    """The x >= 0 with the least x.gram.x / 2 - right.x: Lawson and Hanson's active sets, with all free at first."""
+    x = [0.0] * len(right)
+    free = list(range(len(right)))
+    for _ in range(10 * len(right)):  # it ends long before, unless rounding leads it in circles
+        solved = _solve([[gram[i][j] for j in free] for i in free], [[right[i]] for i in free])
+        solution = {i: value for i, (value,) in zip(free, solved, strict=True)}
+        negative = [i for i in free if solution[i] <= 0]
+        if negative:
+            reach = {i: x[i] / (x[i] - solution[i]) if x[i] else 0.0 for i in negative}
+            first = min(negative, key=reach.__getitem__)
+            for i in free:
+                x[i] += reach[first] * (solution[i] - x[i])
+            x[first] = 0.0
+            free = [i for i in free if solution[i] > 0 or x[i] > 0]
+            continue
+        for i in free:
+            x[i] = solution[i]
+        pull = {i: right[i] - _dot(gram[i], x) for i in range(len(x)) if i not in solution}
+        strongest = max(pull, key=pull.__getitem__, default=None)
+        if strongest is None or pull[strongest] <= 1e-9 * abs(right[strongest]):
+            break
+        free.append(strongest)
+    return x
+
+
+def _solve(matrix: Matrix, right: Matrix) -> Matrix:
+    """Gauss and Jordan's elimination, dropping each column once it is eliminated, until only the solution is left.
+
+    Needs no pivoting, since the matrix is positive definite.
+    """
+    rows = [[*line, *values] for line, values in zip(matrix, right, strict=True)]
+    for i in range(len(rows)):
+        first, *rest = rows[i]
+        pivot = [value / first for value in rest]
+        rows = [[value - row[0] * above for value, above in zip(row[1:], pivot, strict=True)] for row in rows]
+        rows[i] = pivot
+    return rows
+
+
+def _dot(left: Vector, right: Vector) -> float:
+    total: float = sum(map(mul, left, right))
+    return total

@@ -1,0 +1,156 @@
+"""What each figure of a step costs: a step takes the larger of two sums of costs, none of them negative.
+
+A machine is bound by memory for few rows and by compute for many, hence two sums, called bounds; which is which comes
+out of the fit. Must not know: how samples were chosen, speeds that change, clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import compress
+from operator import ge, not_
+from statistics import median
+from typing import NamedTuple
+
+from evenflow.core.least_squares import Matrix, Vector, fit_nonnegative
+from evenflow.core.plan import StepShape
+
+Features = tuple[int, ...]
+
+_NUM_FEATURES = 8
+_ROWS = 1  # the place of padded rows among the features
+_KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
+_FEW_SAMPLES = 32  # so few that all knees can be tried at once
+_MIN_SAMPLES_PER_BOUND = 4
+# A cost that no sample tells from the others is small for all we know: a doubt worth this many samples. It follows from
+# noise of 5% and costs of up to 30% of a step, (0.05 / 0.3) ** 2, and gives the spread of steps that depend on it.
+_RIDGE = 0.03
+
+ATTEMPTS = len(_KNEES)  # so many fits try everything
+
+
+def features_of(shape: StepShape) -> Features:
+    """The figures that have a cost each. Rows are computed padded, so that their plain number has none."""
+    return (
+        1,
+        shape.padded_rows,
+        shape.prefill_rows,
+        shape.prefill_attention,
+        shape.decode_sequences,
+        shape.decode_context,
+        shape.attention_calls,
+        shape.logit_rows,
+    )
+
+
+def _sum(costs: Vector, figures: Vector) -> float:
+    """Their dot product, written out because planning a step asks for dozens."""
+    a, b, c, d, e, f, g, h = costs
+    s, t, u, v, w, x, y, z = figures
+    return a * s + b * t + c * u + d * v + e * w + f * x + g * y + h * z
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    costs: Vector = (0.0,) * _NUM_FEATURES
+    covariance: Matrix | None = None  # of the costs, where errors are 1
+
+    def spread(self, features: Features) -> float:
+        seconds = _sum(self.costs, features)
+        if not seconds or self.covariance is None:
+            return math.inf
+        row = [figure / seconds for figure in features]
+        return math.sqrt(1 + _sum(row, [_sum(line, row) for line in self.covariance]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    first: _Bound = _Bound()
+    second: _Bound = _Bound()
+
+    def seconds(self, features: Features) -> float:
+        """Never negative, and never less for more of anything."""
+        return max(_sum(self.first.costs, features), _sum(self.second.costs, features))
+
+    def spread(self, features: Features) -> float:
+        """How much wider errors are here than where samples abound (1), by the uncertainty of the costs involved."""
+        first_counts = _sum(self.first.costs, features) >= _sum(self.second.costs, features)
+        return (self.first if first_counts else self.second).spread(features)
+
+
+def fit_costs(features: list[Features], seconds: list[float], previous: StepCosts, attempt: int) -> StepCosts:
+    """Fit on relative error, each sample to the bound that is the larger for it.
+
+    Which one that is depends on the fit. So the split that the previous costs give competes with splits by rows: with
+    all of them while samples are few, later with another one at each attempt, so that no poor split lasts.
+    """
+    rows = [[figure / s for figure in figures] for figures, s in zip(features, seconds, strict=True)]
+    firsts = [_sum(previous.first.costs, row) for row in rows]
+    seconds_by_second = [_sum(previous.second.costs, row) for row in rows]
+    misfits = [abs(max(pair) - 1) for pair in zip(firsts, seconds_by_second, strict=True)]
+    tolerance = 3 * max(0.01, median(misfits))
+    # Errors beyond the tolerance count by their size, not their square: an outlier has little pull.
+    weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
+    weighted = [[figure * weight for figure in row] for row, weight in zip(rows, weights, strict=True)]
+    knees = _KNEES if len(rows) < _FEW_SAMPLES else (_KNEES[attempt % len(_KNEES)],)
+    last_split = list(map(ge, firsts, seconds_by_second))
+    by_rows = ([figures[_ROWS] < knee for figures in features] for knee in knees)
+    splits = [split for split in (last_split, *by_rows) if _is_worthwhile(split)]
+    fits = [_fit_together(weighted, weights), *(_fit_sharing(weighted, weights, split) for split in splits)]
+    if splits and splits[0] is last_split:
+        fits.append(_fit_apart(weighted, weights, last_split))
+    return min(fits, key=lambda fit: _expected_loss(fit, rows, tolerance)).costs
+
+
+class _Fit(NamedTuple):
+    costs: StepCosts
+    num_costs: int
+
+
+def _is_worthwhile(split: list[bool]) -> bool:
+    return min(sum(split), len(split) - sum(split)) >= _MIN_SAMPLES_PER_BOUND
+
+
+def _fit_together(rows: Matrix, targets: Vector) -> _Fit:
+    """One bound for all samples."""
+    return _Fit(StepCosts(_Bound(*fit_nonnegative(_columns(rows), targets, _RIDGE))), _NUM_FEATURES)
+
+
+def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
+    """Two bounds that differ only in what a step and a row cost. That fits most machines, and takes few samples."""
+    own = [(*row[:2], 0.0, 0.0) if first else (0.0, 0.0, *row[:2]) for row, first in zip(rows, split, strict=True)]
+    columns = [*_columns(own), *_columns(row[2:] for row in rows)]
+    costs, covariance = fit_nonnegative(columns, targets, _RIDGE)
+    shared = range(4, len(columns))
+    bounds = (
+        _Bound([costs[i] for i in chosen], [[covariance[i][j] for j in chosen] for i in chosen])
+        for chosen in ((0, 1, *shared), (2, 3, *shared))
+    )
+    return _Fit(StepCosts(*bounds), len(columns))
+
+
+def _fit_apart(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
+    """Two bounds that have nothing in common, as where one roofline holds for the whole step."""
+    bounds = (
+        _Bound(*fit_nonnegative(_columns(compress(rows, half)), list(compress(targets, half)), _RIDGE))
+        for half in (split, list(map(not_, split)))
+    )
+    return _Fit(StepCosts(*bounds), 2 * _NUM_FEATURES)
+
+
+def _columns(rows: Iterable[Vector]) -> list[Vector]:
+    return list(zip(*rows, strict=True))
+
+
+def _expected_loss(fit: _Fit, rows: Matrix, tolerance: float) -> float:
+    """The loss to expect on other samples, by Akaike's measure: with more costs a fit is closer, but predicts worse."""
+    if len(rows) <= fit.num_costs:
+        return math.inf
+    first, second = fit.costs.first.costs, fit.costs.second.costs
+    loss = 0.0
+    for row in rows:
+        misfit = abs(max(_sum(first, row), _sum(second, row)) - 1)
+        loss += misfit * misfit if misfit < tolerance else tolerance * (2 * misfit - tolerance)
+    return loss * (len(rows) + fit.num_costs) / (len(rows) - fit.num_costs)
