@@ -29,9 +29,7 @@ def decoding_scheduler(num_requests: int) -> Scheduler:
         prompt = [index, *range(2, 32)]
         sampling = SamplingParams(max_tokens=900, ignore_eos=True)
         hashes = hash_blocks(prompt, scheduler.block_size)
-        scheduler.add(
-            Request(str(index), prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
-        )
+        scheduler.add(Request(str(index), prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes))
     while len(scheduler.waiting) or scheduler.num_running < num_requests:
         step(scheduler)
     return scheduler

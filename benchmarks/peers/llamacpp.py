@@ -9,7 +9,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-import llama_cpp  # type: ignore[import-not-found, unused-ignore]
+import llama_cpp
 import numpy as np
 
 from peers.protocol import Generate, Job, Setup, serve

@@ -14,7 +14,7 @@ def load(setup: Setup) -> Generate:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(setup.model, dtype="float32", enable_prefix_caching=False, skip_tokenizer_init=True, max_model_len=8192)
 
