@@ -13,6 +13,7 @@ from evenflow import __version__
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import table_console, write_json
 from evenflow.config import GIB
+from evenflow.host import available_memory, total_memory
 from evenflow.model.default_model import SMOLLM2_135M, cache_folder
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "typer", "rich")
@@ -29,7 +30,6 @@ def doctor(*, json: JsonTarget = None) -> None:
 
 
 def _findings() -> dict[str, Any]:
-    pages = {name: os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")}
     model = cache_folder() / SMOLLM2_135M.file_name
     return {
         "evenflow": __version__,
@@ -37,8 +37,8 @@ def _findings() -> dict[str, Any]:
         **{name: _version(name) for name in _PACKAGES},
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(pages["SC_PHYS_PAGES"] / GIB, 1),
-        "free_memory_gib": round(pages["SC_AVPHYS_PAGES"] / GIB, 1),
+        "memory_gib": round(total_memory() / GIB, 1),
+        "available_memory_gib": round(available_memory() / GIB, 1),
         "default_model": str(model) if model.is_file() else "not fetched yet: the first use of it does that",
     }
 

@@ -16,6 +16,7 @@ from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine, Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
+from evenflow.host import available_memory
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
@@ -84,8 +85,7 @@ def _num_blocks(config: EngineConfig, token_bytes: int) -> int:
     """Blocks that the KV memory holds. A cached prefix is kept apart from the running copy, so caching halves it."""
     memory = config.kv_cache_memory
     if memory is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory = min(int(free * config.gpu_memory_utilization), _MOST_DEFAULT_KV_BYTES)
+        memory = min(int(available_memory() * config.gpu_memory_utilization), _MOST_DEFAULT_KV_BYTES)
     copies = 2 if config.enable_prefix_caching else 1
     num_blocks = memory // (copies * token_bytes * config.block_size)
     if num_blocks < 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.errors import InvalidConfig, OutOfMemory
+from evenflow.host import total_memory
 from evenflow.model.attention.cpu import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder, MakeLinear
@@ -221,8 +221,7 @@ def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinea
     if weights != "float32":
         raise InvalidConfig(f"Got weights={weights!r} but expected 'float32' or 'int4'.")
     num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    affords_two_copies = 2 * num_weights * torch.float32.itemsize < memory * _MOST_MEMORY_FOR_WEIGHTS
+    affords_two_copies = 2 * num_weights * torch.float32.itemsize < total_memory() * _MOST_MEMORY_FOR_WEIGHTS
     make_linear = functools.partial(FloatLinear, packs=affords_two_copies and can_pack())
     return make_linear, make_linear
 

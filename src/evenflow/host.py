@@ -1,0 +1,26 @@
+"""The machine this process runs on: how much memory it has, and how much of it can be had."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def total_memory() -> int:
+    """Bytes of memory, whether in use or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping: what the system would give up from its file cache counts as free.
+
+    Where the system does not say (it is not Linux), half of all memory.
+    """
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return int(match[1]) * 1024 if match else total_memory() // 2
