@@ -29,7 +29,7 @@ class Effort:
     num_starts: int
 
 
-FULL = Effort(num_prefill_tokens=3000, num_prompt_tokens=30, num_decode_tokens=64, num_rounds=5, num_starts=2)
+FULL = Effort(num_prefill_tokens=3000, num_prompt_tokens=30, num_decode_tokens=64, num_rounds=3, num_starts=1)
 QUICK = Effort(num_prefill_tokens=512, num_prompt_tokens=30, num_decode_tokens=16, num_rounds=1, num_starts=1)
 
 
