@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policy import make_policy
+from evenflow.core.policies import make_policy
 from evenflow.errors import InvalidConfig
 
 DEFAULT_BUDGET = 2048
@@ -20,7 +20,7 @@ class EngineConfig:
     """What an engine runs, and within which bounds."""
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
-    policy: str | None = None  # see `evenflow.core.policy`; None: fixed:max_num_batched_tokens
+    policy: str | None = None  # see `evenflow.core.policies`; None: fixed:max_num_batched_tokens
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
     max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
     max_num_seqs: int = 256

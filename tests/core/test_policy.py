@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from evenflow.core.plan import ExecutorCaps, StepShape
-from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, StepView, make_policy
+from evenflow.core.policies import make_policy
+from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, StepView
+from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidConfig
 from tests.core.driving import Driver, layout
 
@@ -13,7 +15,13 @@ from tests.core.driving import Driver, layout
 def view(num_decodes: int, *lengths: int, max_num_seqs: int = 5, threshold: int = 0, free: int = 10_000) -> StepView:
     return StepView(
         now=0.0,
+        num_in_flight=0,
         num_decodes=num_decodes,
+        decode_context=100 * num_decodes,
+        earliest_deadline=None,
+        tightest_target=None,
+        overhead=0.0,
+        step_time=StepTimeModel(),
         max_num_seqs=max_num_seqs,
         candidates=[Candidate(f"c{index}", 0, length, length) for index, length in enumerate(lengths)],
         free_tokens=free,

@@ -22,7 +22,9 @@ class ChunkReason(StrEnum):
     CHUNK_SIZE = "chunk_size"  # the policy's rule for the size of one chunk
     LONG_PREFILL = "long_prefill"  # long_prefill_token_threshold
     ALIGNMENT = "alignment"  # rounded down to what the executor runs well
-    FLOOR = "floor"  # decodes filled the budget; the least that keeps prefill moving
+    FLOOR = "floor"  # nothing was left for prefill; the least that keeps it moving
+    LATENCY = "latency"  # more would have made a stream's next token late
+    WARM_UP = "warm_up"  # twice the largest step seen so far: beyond that, step times are guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,12 @@ class StepShape:
     decode_context: int  # sum over decodes of the positions each one sees
     attention_calls: int
     logit_rows: int
+
+
+def prefill_shape(start: int, length: int) -> StepShape:
+    """A step of one chunk alone."""
+    attention = length * start + length * (length + 1) // 2
+    return StepShape(length, length, length, attention, 0, 0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)

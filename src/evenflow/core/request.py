@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+from evenflow.core.pacing import NO_DEADLINE
 from evenflow.errors import InvalidRequest
 
 
@@ -32,6 +33,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # so many alternatives for each output token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
+    ttft_target: float | None = None  # seconds to the first token that are hoped for: moves the request up in line
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -52,6 +55,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _require_int(name, count, 0, 100)
+        for name in ("tbt_target", "ttft_target"):
+            if getattr(self, name) is not None:
+                _require_float(name, getattr(self, name), 0.0, None, low_open=True)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidRequest(
                 f"Got stop={list(self.stop)!r} but every stop string must hold at least one character."
@@ -107,10 +113,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrival",
         "arrival_time",
         "block_hashes",
         "block_ids",
+        "deadline",
         "epoch",
         "error",
         "finish_reason",
@@ -121,6 +127,7 @@ class Request:
         "num_pending",
         "num_prompt_tokens",
         "num_scheduled",
+        "rank",
         "salt",
         "sampling",
         "seed",
@@ -154,7 +161,8 @@ class Request:
         self.max_known_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
         self.salt = salt
         self.arrival_time = arrival_time
-        self.arrival = -1  # rank among all requests, given by the scheduler; lower is older
+        self.rank = (0.0, 0)  # place in line, given by the scheduler; lower goes first, and yields last
+        self.deadline = NO_DEADLINE  # when its next token is due
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None

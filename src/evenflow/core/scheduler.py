@@ -7,13 +7,15 @@ Must not know: text, tensors, which executor runs the plans.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
 from evenflow.core.blocks import BlockPool
+from evenflow.core.pacing import NO_DEADLINE, Pacing
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -22,11 +24,15 @@ from evenflow.core.plan import (
     ExecutorCaps,
     StepPlan,
     StepResult,
+    StepShape,
+    prefill_shape,
 )
-from evenflow.core.policy import Candidate, Policy, Quota, StepView, make_policy
+from evenflow.core.policies import make_policy
+from evenflow.core.policy import Candidate, Policy, Quota, StepView
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.queue import FirstComeQueue
+from evenflow.core.queue import RankedQueue, rank
 from evenflow.core.request import FinishReason, Request, Status
+from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidRequest
 
 
@@ -59,6 +65,9 @@ class Committed:
     result: StepResult
     emissions: list[Emission]
     finished: list[Request]
+    shape: StepShape
+    predicted_seconds: float
+    late: list[tuple[Request, float]] = field(default_factory=list)  # tokens after their deadline, by how much
 
 
 _Sequence = tuple[Request, int, int, tuple[int, ...]]  # request, epoch, length, new tokens
@@ -67,6 +76,9 @@ _Sequence = tuple[Request, int, int, tuple[int, ...]]  # request, epoch, length,
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     plan: StepPlan
+    shape: StepShape
+    predicted_seconds: float
+    planned_at: float
     sequences: list[Request]  # decodes, then chunks, as in the plan
 
 
@@ -80,12 +92,14 @@ class Scheduler:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
-        self.waiting = FirstComeQueue()
+        self.waiting = RankedQueue()
         self.requests: dict[str, Request] = {}  # all that are not finished
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, exactly one token to feed
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []  # to tell the executor with the next plan
+        self.step_time = StepTimeModel()  # learns from every step, whatever the policy
+        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, besides running
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
@@ -101,10 +115,18 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
-        request.arrival = self._num_arrivals
+        request.rank = (request.arrival_time + self._patience(request), self._num_arrivals)
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.waiting.push(request)
+
+    def _patience(self, request: Request) -> float:
+        """How long others may pass a newcomer: in proportion to its own prefill, and within its own hopes."""
+        if not self.policy.patience:
+            return 0.0
+        num_cached = len(self.prefix_cache.find(request)) * self.block_size
+        own_seconds = self.step_time.predict(prefill_shape(num_cached, request.num_known - num_cached))
+        return min(self.policy.patience * own_seconds, request.sampling.ttft_target or math.inf)
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment. False if it is not here (any more)."""
@@ -150,9 +172,16 @@ class Scheduler:
         changes: list[BlockTableChange] = []
         decodes = self._secure_decodes(changes)
         candidates = self._candidates()
+        deadlines, targets = self._deadlines_and_targets(decodes)
         view = StepView(
             now=now,
+            num_in_flight=len(self._in_flight),
             num_decodes=len(decodes),
+            decode_context=sum([request.num_scheduled for request in decodes]) + len(decodes),
+            earliest_deadline=min(deadlines, default=None),
+            tightest_target=min(targets, default=None),
+            overhead=max(self._overheads, default=0.0),
+            step_time=self.step_time,
             max_num_seqs=self.config.max_num_seqs,
             candidates=[candidate for candidate, _ in candidates],
             free_tokens=self.pool.num_free * self.block_size,
@@ -182,15 +211,24 @@ class Scheduler:
             chunks=tuple(chunk for chunk, _ in chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
         )
-        self._in_flight.append(_InFlight(plan, decodes + [request for _, request in chunks]))
+        shape = plan.shape()
+        predicted = self.step_time.predict(shape)
+        self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + [request for _, request in chunks]))
         return plan
+
+    def _deadlines_and_targets(self, decodes: Sequence[Request]) -> tuple[list[float], list[float]]:
+        """When the streams' next tokens are due, and the targets they brought along."""
+        if self.policy.pacing is None:
+            return [], []
+        deadlines = [r.deadline for r in decodes if r.deadline > NO_DEADLINE]
+        return deadlines, [r.sampling.tbt_target for r in decodes if r.sampling.tbt_target is not None]
 
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts where none is left."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
-        for request in sorted(full, key=_arrival):  # so that whoever is preempted here has not had its turn yet
+        for request in sorted(full, key=rank):  # so that whoever is preempted here has not had its turn yet
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
             if self._make_room(request):
@@ -211,23 +249,18 @@ class Scheduler:
         while self.pool.num_free == 0:
             if self.pool.num_settling:
                 return False  # blocks come free when a step in flight is committed
-            youngest = max(chain(self._prefilling.values(), self._decoding.values()), key=_arrival)
+            youngest = max(chain(self._prefilling.values(), self._decoding.values()), key=rank)
             self._preempt(youngest)
             if youngest is request:
                 return False
         return True
 
     def _candidates(self) -> list[tuple[Candidate, Request]]:
-        """Prompts to continue, then prompts that could start: as many as one step can take."""
+        """Prompts to continue and prompts that could start, by rank: as many as one step can take."""
         room = self.caps.max_prefill_sequences
-        found: list[tuple[Candidate, Request]] = []
-        for request in self._prefilling.values():
-            if len(found) == room:
-                return found
-            found.append((_candidate(request, request.num_scheduled), request))
-        for request, num_cached in self._admissible(room - len(found)):
-            found.append((_candidate(request, num_cached), request))
-        return found
+        found = [(_candidate(request, request.num_scheduled), request) for request in self._prefilling.values()]
+        found += [(_candidate(request, num_cached), request) for request, num_cached in self._admissible(room)]
+        return sorted(found, key=lambda pair: pair[1].rank)[:room]
 
     def _admissible(self, limit: int) -> Iterator[tuple[Request, int]]:
         """Waiting requests for which a slot and blocks for all their known tokens are free, with their cached tokens.
@@ -337,7 +370,7 @@ class Scheduler:
         plan = flight.plan
         if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
             raise RuntimeError(f"step {plan.step_id} is the oldest in flight, but the result is of {result.step_id}")
-        outcome = Committed(plan, result, [], [])
+        outcome = Committed(plan, result, [], [], flight.shape, flight.predicted_seconds)
         num_decodes = len(plan.decodes)
         lengths = chain((1,) * num_decodes, (chunk.length for chunk in plan.chunks))
         epochs = chain(plan.decodes.epochs, (chunk.epoch for chunk in plan.chunks))
@@ -346,8 +379,21 @@ class Scheduler:
             sequences = self._end_failed(sequences, outcome)
         self._advance(sequences, outcome)
         self.pool.settle(plan.step_id)
-        self.policy.observe(plan.shape(), result.seconds)
+        if self.policy.pacing is not None:
+            self._set_deadlines(self.policy.pacing, outcome, now)
+        if not result.errors:
+            self.step_time.observe(flight.shape, result.seconds)
+            self.policy.observe(flight.shape, result.seconds)
+        if not self._in_flight:
+            self._overheads.append(max(0.0, now - flight.planned_at - result.seconds))
         return outcome
+
+    def _set_deadlines(self, pacing: Pacing, outcome: Committed, now: float) -> None:
+        for request, _, tokens in outcome.emissions:
+            if tokens:
+                if NO_DEADLINE < request.deadline < now:
+                    outcome.late.append((request, now - request.deadline))
+                request.deadline = pacing.next_deadline(request.deadline, now, request.sampling.tbt_target)
 
     def _advance(self, sequences: Iterable[_Sequence], outcome: Committed) -> None:
         """Every token passes this loop; it is kept flat, because at 1,000 streams each call in it is felt."""
@@ -417,10 +463,6 @@ class Scheduler:
         request.slot = -1
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
 
 
 def _candidate(request: Request, start: int) -> Candidate:

@@ -1,0 +1,42 @@
+"""The one notation for policies, shared by the command line, the API and results."""
+
+from __future__ import annotations
+
+from evenflow.core.pacing import Pacing
+from evenflow.core.policy import Policy
+from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
+from evenflow.core.target_policy import Target
+from evenflow.errors import InvalidConfig
+
+POLICY_FORMS = ("unchunked", "alternate:N", "fixed:N", "load", "adaptive[:MS]", "prompt-length", "target:MS[,paced]")
+
+
+def make_policy(text: str, max_num_batched_tokens: int) -> Policy:
+    """Build the policy that `text` names; `max_num_batched_tokens` bounds those whose own text gives no bound."""
+    name, _, argument = text.partition(":")
+    if name == "unchunked" and not argument:
+        return Unchunked(max_num_batched_tokens)
+    if name == "alternate":
+        return Alternate(_positive_int(text, argument))
+    if name == "fixed":
+        return Budgeted(_positive_int(text, argument))
+    if name == "load" and not argument:
+        return ByLoad(max_num_batched_tokens)
+    if name == "adaptive":
+        return Adaptive(max_num_batched_tokens, _seconds(text, argument) if argument else 0.05)
+    if name == "prompt-length" and not argument:
+        return ByPromptLength(max_num_batched_tokens)
+    target, comma, mode = argument.partition(",")
+    if name == "target" and (mode == "paced" or not comma):
+        return Target(max_num_batched_tokens, Pacing(_seconds(text, target), is_paced=mode == "paced"))
+    raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+
+
+def _seconds(policy: str, milliseconds: str) -> float:
+    return _positive_int(policy, milliseconds.removesuffix("ms")) / 1000
+
+
+def _positive_int(policy: str, argument: str) -> int:
+    if not argument.isdecimal() or int(argument) == 0:
+        raise InvalidConfig(f"Got policy={policy!r} but expected a whole number >= 1 after the colon.")
+    return int(argument)

@@ -1,0 +1,109 @@
+"""Policies that go by a rule: a fixed budget, turns, load, recent times, prompt length.
+
+None of them knows what a step costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from evenflow.core.chunk_rules import AdaptiveChunker, chunk_size_for_prompt, select_optimal_chunk_size
+from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Policy, Quota, Quotas, StepView, share_out
+
+_ADAPTIVE_BASE_CHUNK = 128
+
+
+class Unchunked(Policy):
+    """A prompt is prefilled in one step: whole prompts, as many as the budget holds, and always one."""
+
+    def plan(self, view: StepView) -> Quotas:
+        quotas: list[Quota] = []
+        budget = self.max_step_tokens - view.num_decodes
+        for index, candidate in enumerate(view.candidates[: view.caps.max_prefill_sequences]):
+            if quotas and candidate.length > budget:
+                break
+            quotas.append(Quota(index, candidate.length, ChunkReason.END_OF_PROMPT))
+            budget -= candidate.length
+        return Quotas(True, tuple(quotas))
+
+
+class Alternate(Policy):
+    """One chunk, then one decode step, in turn."""
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__(chunk_size)
+        self._chunk_ran_last = False
+
+    def plan(self, view: StepView) -> Quotas:
+        prefills = bool(view.candidates) and not (self._chunk_ran_last and view.num_decodes)
+        self._chunk_ran_last = prefills
+        if not prefills:
+            return Quotas(True, ())
+        chunk = share_out(view, self.max_step_tokens, max_chunks=1)
+        return Quotas(False, tuple(_because_of_chunk_size(chunk)))
+
+
+def _because_of_chunk_size(quotas: Iterable[Quota]) -> Iterable[Quota]:
+    """Where the budget of a step is the policy's chunk size, say so."""
+    for quota in quotas:
+        yield quota._replace(reason=ChunkReason.CHUNK_SIZE) if quota.reason is ChunkReason.BUDGET else quota
+
+
+class Budgeted(Policy):
+    """Decodes first, the rest of the step's budget to chunks; what a chunk may hold is the subclass's rule."""
+
+    def __init__(self, max_step_tokens: int) -> None:
+        super().__init__(max_step_tokens)
+        self._steps_without_prefill = 0
+
+    def plan(self, view: StepView) -> Quotas:
+        left = self.max_step_tokens - view.num_decodes
+        quotas: Sequence[Quota] = ()
+        if view.candidates and left > 0:
+            quotas = self.chunks(view, left)
+        elif view.candidates and self._steps_without_prefill + 1 >= FLOOR_STEPS:
+            floor = share_out(view, min(FLOOR_TOKENS, self.max_step_tokens), max_chunks=1)
+            quotas = [quota._replace(reason=ChunkReason.FLOOR) for quota in floor]
+        self._steps_without_prefill = 0 if quotas or not view.candidates else self._steps_without_prefill + 1
+        return Quotas(True, tuple(quotas))
+
+    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+        return share_out(view, budget)
+
+
+class ByLoad(Budgeted):
+    """One chunk size a step, smaller when most slots decode, larger for long prompts."""
+
+    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+        first = view.candidates[0]
+        size = select_optimal_chunk_size(
+            sequence_length=first.num_prompt_tokens,
+            available_memory=max(view.free_tokens, first.length),  # a prompt that is running has its blocks already
+            active_decode_requests=view.num_decodes,
+            batch_size=view.max_num_seqs,
+        )
+        return list(_because_of_chunk_size(share_out(view, min(size, budget))))
+
+
+class Adaptive(Budgeted):
+    """One chunk size a step: halved under decode pressure, doubled while recent steps are faster than the target."""
+
+    def __init__(self, max_step_tokens: int, latency_target: float) -> None:
+        super().__init__(max_step_tokens)
+        self._chunker = AdaptiveChunker(decode_latency_target=latency_target)
+
+    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+        size = self._chunker.select_chunk_size(_ADAPTIVE_BASE_CHUNK, view.num_decodes / view.max_num_seqs)
+        return list(_because_of_chunk_size(share_out(view, min(size, budget))))
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        if shape.prefill_rows:
+            self._chunker.recent_chunk_times.append(seconds)
+
+
+class ByPromptLength(Budgeted):
+    """Chunks of 512, 1,024 or 2,048 tokens, by the length of their prompt."""
+
+    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+        return share_out(view, budget, limit_of=lambda candidate: chunk_size_for_prompt(candidate.num_prompt_tokens))

@@ -1,0 +1,101 @@
+"""The policy that evenflow is for: each step is filled with as much prefill as keeps every stream's next token in time.
+
+It asks the StepTimeModel how long a step would take and seeks the largest one that meets the earliest deadline. Nothing
+is tuned: the model learns the machine while it runs. Must not know: requests, blocks, executors.
+"""
+
+from __future__ import annotations
+
+from evenflow.core.pacing import NO_DEADLINE, Pacing
+from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.policy import FLOOR_TOKENS, Policy, Quota, Quotas, StepView, share_out
+
+# A step that nobody waits for may be longer, since that is efficient; but whoever arrives meanwhile waits it out.
+IDLE_STRETCH = 2.0
+# Beyond the largest step seen the model guesses: a step holds at most so many times what is proven.
+SLOW_START = 2
+# How long a prompt may be passed by shorter ones, in units of the time its own prefill takes.
+PATIENCE = 4.0
+
+
+class Target(Policy):
+    """The largest chunks whose predicted time, with its margin, meets the earliest deadline; never under a floor."""
+
+    def __init__(self, max_step_tokens: int, pacing: Pacing) -> None:
+        super().__init__(max_step_tokens)
+        self.pacing: Pacing = pacing
+        self.patience = PATIENCE
+        self.feasible_target: float | None = None  # the least target that could be kept, where this one cannot
+        self._target = pacing.target
+        self._busy_until = 0.0  # when the last planned step is predicted to end
+
+    def plan(self, view: StepView) -> Quotas:
+        start = max(view.now, self._busy_until) if view.num_in_flight else view.now
+        quotas: list[Quota] = []
+        if view.candidates:
+            tokens, reason = self._largest_prefill(view, self._seconds_left(view, start))
+            quotas = [_because_of(reason, quota) for quota in share_out(view, tokens)]
+        self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
+        return Quotas(True, tuple(quotas))
+
+    def _seconds_left(self, view: StepView, start: float) -> float:
+        if not view.num_decodes:
+            return IDLE_STRETCH * self._target
+        deadline = view.earliest_deadline
+        if view.num_in_flight or deadline is None:
+            # The tokens due at that deadline come from the step in flight, at its end; this step gives those after.
+            deadline = self.pacing.next_deadline(deadline or NO_DEADLINE, start, view.tightest_target)
+        return deadline - start - view.overhead
+
+    def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
+        """Tokens of prefill for this step, and what kept them from being more."""
+        wanted = sum(candidate.length for candidate in view.candidates)
+        floor = min(FLOOR_TOKENS, wanted)
+        proven = max(SLOW_START * view.step_time.largest_rows_seen - view.num_decodes, floor)
+        budget = max(self.max_step_tokens - view.num_decodes, floor)
+        most, reason = min((proven, ChunkReason.WARM_UP), (budget, ChunkReason.BUDGET), key=lambda limit: limit[0])
+        most = min(most, wanted)
+        upper = view.step_time.upper
+        if upper(_shape(view, most)) <= seconds:
+            return most, reason
+        least = upper(_shape(view, floor))
+        self.feasible_target = least + view.overhead if least + view.overhead > self._target else None
+        if least > seconds:
+            return floor, ChunkReason.FLOOR
+        fits, too_long = floor, most
+        while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
+            middle = (fits + too_long) // 2
+            if upper(_shape(view, middle)) <= seconds:
+                fits = middle
+            else:
+                too_long = middle
+        return fits, ChunkReason.LATENCY
+
+
+def _because_of(reason: ChunkReason, quota: Quota) -> Quota:
+    """`share_out` knows only of a budget; say what set it."""
+    return quota._replace(reason=reason) if quota.reason is ChunkReason.BUDGET else quota
+
+
+def _shape(view: StepView, num_tokens: int) -> StepShape:
+    """The step that results if the candidates, in order, get so many tokens."""
+    left, attention, num_chunks, num_ended = num_tokens, 0, 0, 0
+    for candidate in view.candidates:
+        if not left:
+            break
+        length = min(candidate.length, left)
+        attention += length * candidate.start + length * (length + 1) // 2
+        num_chunks += 1
+        num_ended += length == candidate.length
+        left -= length
+    rows = view.num_decodes + num_tokens
+    return StepShape(
+        total_rows=rows,
+        padded_rows=view.caps.padded_rows(rows),
+        prefill_rows=num_tokens,
+        prefill_attention=attention,
+        decode_sequences=view.num_decodes,
+        decode_context=view.decode_context,
+        attention_calls=num_chunks + (1 if view.num_decodes else 0),
+        logit_rows=view.num_decodes + num_ended,
+    )

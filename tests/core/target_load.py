@@ -1,0 +1,79 @@
+"""A load in virtual time: chats that decode without end, long prompts that keep coming, and what the chats felt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from evenflow.core.plan import ExecutorCaps, StepShape
+from tests.core.driving import Driver
+
+Cost = Callable[[StepShape], float]
+
+
+def max_type(shape: StepShape) -> float:
+    """A machine bound by memory at few rows and by compute at many: seconds of a step, without noise."""
+    memory = 0.008 + 1.2e-7 * shape.decode_context
+    compute = 6e-5 * shape.padded_rows + 1.5e-9 * shape.prefill_attention + 2e-5 * shape.logit_rows
+    return 0.002 + max(memory, compute) + 3e-5 * shape.attention_calls
+
+
+def noisy(cost: Cost, share: float = 0.05, seed: int = 1) -> Cost:
+    generator = random.Random(seed)
+    return lambda shape: cost(shape) * (1 + generator.gauss(0, share))
+
+
+@dataclass
+class Felt:
+    """Gaps between a stream's tokens while a prefill was pending, and how fast prefill went."""
+
+    gaps: list[float] = field(default_factory=list)
+    chunk_sizes: list[int] = field(default_factory=list)
+    prefill_tokens: int = 0
+    seconds: float = 0.0
+
+    def percentile(self, share: float) -> float:
+        return sorted(self.gaps)[min(len(self.gaps) - 1, int(share * len(self.gaps)))]
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.prefill_tokens / self.seconds
+
+
+def run_load(
+    driver: Driver, *, num_chats: int = 16, prompt: int = 8000, steps: int = 600, skip: int = 60
+) -> Felt:
+    """Keep one long prompt pending and the chats decoding for so many steps; the first `skip` do not count."""
+    felt = Felt()
+    clock = driver.executor.clock
+    for _ in range(num_chats):
+        driver.add(64, max_tokens=100_000)
+    while driver.scheduler._prefilling or len(driver.scheduler.waiting):
+        driver.step()
+    last = clock.now
+    for number in range(steps):
+        if not driver.scheduler._prefilling and not len(driver.scheduler.waiting):
+            driver.add(prompt, max_tokens=1)
+        before = clock.now
+        driver.step()
+        plan = driver.outcomes[-1].plan
+        if number >= skip:
+            felt.gaps += [clock.now - last] * len(plan.decodes)
+            felt.prefill_tokens += sum(chunk.length for chunk in plan.chunks)
+            felt.chunk_sizes += [chunk.length for chunk in plan.chunks]
+            felt.seconds += clock.now - before
+        last = clock.now
+    return felt
+
+
+def target_driver(milliseconds: int, cost: Cost, *, depth: int = 1, mode: str = "", **settings: object) -> Driver:
+    return Driver(
+        f"target:{milliseconds}{mode}",
+        num_blocks=20_000,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        caps=ExecutorCaps(max_steps_in_flight=depth),
+        cost=cost,
+        **settings,  # type: ignore[arg-type]
+    )
