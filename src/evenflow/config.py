@@ -5,6 +5,7 @@ Must not know: torch, models; what depends on the model at hand is resolved with
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from evenflow.core.policies import make_policy
 from evenflow.errors import InvalidConfig
 
 DEFAULT_BUDGET = 2048
+DEFAULT_TARGET_BUDGET = 8192  # under a target the budget only bounds memory
 GIB = 1 << 30
 
 
@@ -21,6 +23,7 @@ class EngineConfig:
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
     policy: str | None = None  # see `evenflow.core.policies`; None: fixed:max_num_batched_tokens
+    tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
     max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
     max_num_seqs: int = 256
@@ -48,6 +51,8 @@ class EngineConfig:
             )
         if self.weights not in ("float32", "int4"):
             raise InvalidConfig(f"Got weights={self.weights!r} but expected 'float32' or 'int4'.")
+        if self.tbt_target is not None:
+            self._adopt_target(self.tbt_target)
         if self.policy is not None:
             make_policy(self.policy, DEFAULT_BUDGET)
         self._check_chunking()
@@ -56,6 +61,16 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}.")
+
+    def _adopt_target(self, seconds: float) -> None:
+        """Two ways to say one thing: from here on only the policy counts."""
+        if not 0.001 <= seconds < math.inf:
+            raise InvalidConfig(f"Got tbt_target={seconds!r} but expected seconds, at least 0.001.")
+        policy = f"target:{round(seconds * 1000)}ms"
+        stated = None if self.policy is None else self.policy.removesuffix(",paced").removesuffix("ms") + "ms"
+        if stated not in (None, policy):
+            raise InvalidConfig(f"Got tbt_target={seconds} and policy={self.policy!r}: two policies; give one of them.")
+        object.__setattr__(self, "policy", self.policy or policy)
 
     def _check_chunking(self) -> None:
         unchunked = self.policy == "unchunked"
@@ -86,6 +101,7 @@ class EngineConfig:
         return replace(
             self,
             policy=policy,
+            tbt_target=None,
             enable_chunked_prefill=None,
             max_num_batched_tokens=None,
             long_prefill_token_threshold=0 if policy == "unchunked" else self.long_prefill_token_threshold,
@@ -101,5 +117,6 @@ class EngineConfig:
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
             return "unchunked", budget
-        budget = self.max_num_batched_tokens or self._budget_of_policy or DEFAULT_BUDGET
+        default = DEFAULT_TARGET_BUDGET if (self.policy or "").startswith("target:") else DEFAULT_BUDGET
+        budget = self.max_num_batched_tokens or self._budget_of_policy or default
         return self.policy or f"fixed:{budget}", budget

@@ -41,9 +41,7 @@ class Felt:
         return self.prefill_tokens / self.seconds
 
 
-def run_load(
-    driver: Driver, *, num_chats: int = 16, prompt: int = 8000, steps: int = 600, skip: int = 60
-) -> Felt:
+def run_load(driver: Driver, *, num_chats: int = 16, prompt: int = 8000, steps: int = 600, skip: int = 60) -> Felt:
     """Keep one long prompt pending and the chats decoding for so many steps; the first `skip` do not count."""
     felt = Felt()
     clock = driver.executor.clock

@@ -46,11 +46,12 @@ def fake_engine(
 ) -> Engine:
     config = SchedulerConfig(num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
     executor = FakeExecutor(vocab_size=VOCAB, caps=ExecutorCaps(max_steps_in_flight=depth), cost=cost, disturb=disturb)
+    scheduler = Scheduler(config, executor.caps)
     return Engine(
-        Scheduler(config, executor.caps),
+        scheduler,
         executor,
         Limits(max_model_len, VOCAB),
         codec=NumberCodec() if with_text else None,
-        recorder=Recorder(record, config, executor.caps) if record else None,
+        recorder=Recorder(record, scheduler) if record else None,
         clock=executor.clock,
     )

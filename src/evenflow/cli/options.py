@@ -20,7 +20,7 @@ import typer
 from typer import Option
 
 from evenflow.config import EngineConfig
-from evenflow.core.policy import POLICY_FORMS
+from evenflow.core.policies import POLICY_FORMS
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
     prefix + unit: base**power

@@ -12,22 +12,30 @@ from typing import Any
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.request import Request, SamplingParams
-from evenflow.core.scheduler import SchedulerConfig
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidInput
 
 VERSION = 1
 Record = dict[str, Any]
 
 
-def header_record(config: SchedulerConfig, caps: ExecutorCaps) -> Record:
-    return {"version": VERSION, "scheduler": asdict(config), "caps": asdict(caps)}
+def header_record(scheduler: Scheduler) -> Record:
+    """The scheduler as it starts: its settings, and what it knows of step times."""
+    return {
+        "version": VERSION,
+        "scheduler": asdict(scheduler.config),
+        "caps": asdict(scheduler.caps),
+        "step_time": scheduler.step_time.to_record(),
+    }
 
 
-def read_header(record: Record) -> tuple[SchedulerConfig, ExecutorCaps]:
+def read_header(record: Record) -> Scheduler:
     if record.get("version") != VERSION:
         raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
     caps = record["caps"] | {"row_buckets": tuple(record["caps"]["row_buckets"])}
-    return SchedulerConfig(**record["scheduler"]), ExecutorCaps(**caps)
+    step_time = StepTimeModel.from_record(record["step_time"])
+    return Scheduler(SchedulerConfig(**record["scheduler"]), ExecutorCaps(**caps), step_time=step_time)
 
 
 def request_record(request: Request) -> Record:

@@ -28,7 +28,7 @@ from evenflow.core.plan import (
     prefill_shape,
 )
 from evenflow.core.policies import make_policy
-from evenflow.core.policy import Candidate, Policy, Quota, StepView
+from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.queue import RankedQueue, rank
 from evenflow.core.request import FinishReason, Request, Status
@@ -85,10 +85,12 @@ class _InFlight:
 class Scheduler:
     """Owns the requests, the blocks and the slots of one engine."""
 
-    def __init__(self, config: SchedulerConfig, caps: ExecutorCaps | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, caps: ExecutorCaps | None = None, *, step_time: StepTimeModel | None = None
+    ) -> None:
         self.config = config
         self.caps = caps or ExecutorCaps()
-        self.policy = policy or make_policy(config.policy, config.max_num_batched_tokens)
+        self.policy = make_policy(config.policy, config.max_num_batched_tokens)
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
@@ -98,7 +100,7 @@ class Scheduler:
         self._decoding: dict[str, Request] = {}  # running, exactly one token to feed
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []  # to tell the executor with the next plan
-        self.step_time = StepTimeModel()  # learns from every step, whatever the policy
+        self.step_time = step_time or StepTimeModel()  # learns from every step, whatever the policy
         self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, besides running
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0

@@ -5,17 +5,22 @@ The only place where settings, model, executor and scheduler meet. Imports torch
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.config import GIB, EngineConfig
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.step_time import StepTimeModel
+from evenflow.engine.calibration import calibrate, load_calibration, save_calibration
 from evenflow.engine.engine import Engine, Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
+from evenflow.executors.base import Executor
 from evenflow.host import available_memory
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenflow")
 
 _MOST_DEFAULT_KV_BYTES = 4 * GIB
+_CALIBRATION_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,16 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+    step_time = (
+        _known_step_times(config, model.config, executor, scheduler_config) if policy.startswith("target:") else None
+    )
+    scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     engine = Engine(
-        Scheduler(scheduler_config, executor.caps),
+        scheduler,
         executor,
         Limits(max_model_len, model.config.vocab_size),
         codec=model.tokenizer,
-        recorder=Recorder(record, scheduler_config, executor.caps) if record is not None else None,
+        recorder=Recorder(record, scheduler) if record is not None else None,
         seed=config.seed,
     )
     _log_policy(config, policy, budget)
@@ -110,9 +120,37 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return min(wanted, capacity)
 
 
+def _known_step_times(
+    config: EngineConfig, model: ModelConfig, executor: Executor, scheduler: SchedulerConfig
+) -> StepTimeModel:
+    """What a step costs here, from an earlier start or measured now."""
+    from evenflow.model.default_model import cache_folder
+
+    key = repr(
+        (model, config.weights, config.threads, config.max_steps_in_flight, platform.processor(), os.cpu_count())
+    )
+    path = cache_folder() / "step-times" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    known = load_calibration(path)
+    if known is None:
+        logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", _CALIBRATION_S)
+        known = calibrate(
+            executor,
+            num_blocks=scheduler.num_blocks,
+            block_size=scheduler.block_size,
+            vocab_size=model.vocab_size,
+            max_model_len=min(model.max_position, scheduler.num_blocks * scheduler.block_size),
+            seconds=_CALIBRATION_S,
+        )
+        save_calibration(known, path)
+    return known
+
+
 def _log_policy(config: EngineConfig, policy: str, budget: int) -> None:
     if policy == "unchunked":
         logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", budget)
+        return
+    if policy.startswith("target:"):
+        logger.info("Chunked prefill is enabled with tbt_target=%s.", policy.removeprefix("target:"))
         return
     logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", budget)
     if config.enable_chunked_prefill is None:

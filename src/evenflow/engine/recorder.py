@@ -14,22 +14,22 @@ import json
 from pathlib import Path
 from types import TracebackType
 
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.record import Record, header_record, plan_record, request_record, result_record
 from evenflow.core.request import FinishReason, Request
-from evenflow.core.scheduler import SchedulerConfig
+from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
 
 
 class Recorder:
     """An open recording. Lines are complete at any moment: a run that dies leaves a recording that can be read."""
 
-    def __init__(self, path: str | Path, config: SchedulerConfig, caps: ExecutorCaps) -> None:
+    def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
             self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
-        self._write(header_record(config, caps))
+        self._write(header_record(scheduler))
 
     def added(self, request: Request) -> None:
         self._write({"event": "add", "request": request_record(request)})

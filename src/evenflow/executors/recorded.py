@@ -13,7 +13,6 @@ from pathlib import Path
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.record import Record, plan_record, read_header, read_request, read_result
 from evenflow.core.request import FinishReason
-from evenflow.core.scheduler import Scheduler
 from evenflow.errors import EngineFailed, InvalidInput
 
 
@@ -45,9 +44,8 @@ class RecordedExecutor:
 def replay(path: str | Path) -> list[StepPlan]:
     """Plan a recorded run again; raises EngineFailed at the first plan that differs."""
     header, *events = _read_lines(path)
-    config, caps = read_header(header)
-    scheduler = Scheduler(config, caps)
-    executor = RecordedExecutor([event for event in events if event["event"] == "step"], caps)
+    scheduler = read_header(header)
+    executor = RecordedExecutor([event for event in events if event["event"] == "step"], scheduler.caps)
     plans: list[StepPlan] = []
     for event in events:
         match event["event"]:

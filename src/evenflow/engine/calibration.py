@@ -1,0 +1,93 @@
+"""A few measured steps at start, so that the first real ones are sized by knowledge, not by guess.
+
+Runs a small load of its own on the executor before anybody is served, and keeps what was learned per model and device.
+Must not know: what the executor is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from evenflow.core.request import Request, SamplingParams
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.step_time import StepTimeModel
+from evenflow.errors import InvalidInput
+from evenflow.executors.base import Executor
+
+logger = logging.getLogger("evenflow")
+
+_NUM_STREAMS = 4
+_STREAM_TOKENS = 24
+_CHUNKS = (16, 32, 64, 128, 256, 512)
+_DECODES_BETWEEN = 2
+
+
+def calibrate(
+    executor: Executor,
+    *,
+    num_blocks: int,
+    block_size: int,
+    vocab_size: int,
+    max_model_len: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepTimeModel:
+    """Run steps of many shapes for at most about so many seconds.
+
+    Chunks grow, and a chunk is skipped where the one before shows that it would not fit in what is left.
+    """
+    config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(config, executor.caps)
+    end = clock() + seconds
+    total = min(2 * sum(_CHUNKS), max_model_len - 2, (num_blocks // 2) * block_size)
+    prompts = [_NUM_STREAMS * [_STREAM_TOKENS], [total]]
+    num_added = 0
+    for lengths in prompts:
+        for length in lengths:
+            tokens = [(7919 * num_added + 31 * position) % vocab_size for position in range(length)]
+            sampling = SamplingParams(max_tokens=min(400, max_model_len - length), temperature=0.0, ignore_eos=True)
+            scheduler.add(Request(f"warm-up-{num_added}", tokens, sampling, seed=0, max_model_len=max_model_len))
+            num_added += 1
+        for chunk in _CHUNKS * 2:
+            last = _step(scheduler, executor, f"fixed:{chunk + _NUM_STREAMS}", clock)
+            for _ in range(_DECODES_BETWEEN):
+                _step(scheduler, executor, "fixed:1", clock)
+            if clock() + 2.5 * last > end or not any(r.num_output_tokens == 0 for r in scheduler.requests.values()):
+                break
+    # Through its record, so that a start from a kept calibration and this one go on from the very same state.
+    return StepTimeModel.from_record(scheduler.step_time.to_record())
+
+
+def _step(scheduler: Scheduler, executor: Executor, policy: str, clock: Callable[[], float]) -> float:
+    """Run one step; its seconds, 0 where nothing was left to run."""
+    scheduler.set_policy(policy, 1)
+    plan = scheduler.schedule(clock())
+    if plan is None:
+        return 0.0
+    executor.submit(plan)
+    result = executor.wait()
+    scheduler.commit(result, clock())
+    return result.seconds
+
+
+def load_calibration(path: Path) -> StepTimeModel | None:
+    """What an earlier start learned; None where there is nothing of use."""
+    try:
+        return StepTimeModel.from_record(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, InvalidInput):
+        return None
+
+
+def save_calibration(model: StepTimeModel, path: Path) -> None:
+    """Keep it for the next start. A cache that cannot be written costs that start some seconds, and no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(model.to_record()))
+        scratch.replace(path)
+    except OSError as error:
+        logger.warning("Step times were not kept for the next start: %s", error)
