@@ -5,11 +5,10 @@ Must not know: torch, models; what depends on the model at hand is resolved with
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import make_policy, retarget
 from evenflow.errors import InvalidConfig
 
 DEFAULT_BUDGET = 2048
@@ -64,9 +63,7 @@ class EngineConfig:
 
     def _adopt_target(self, seconds: float) -> None:
         """Two ways to say one thing: from here on only the policy counts."""
-        if not 0.001 <= seconds < math.inf:
-            raise InvalidConfig(f"Got tbt_target={seconds!r} but expected seconds, at least 0.001.")
-        policy = f"target:{round(seconds * 1000)}ms"
+        policy = retarget("", seconds)
         stated = None if self.policy is None else self.policy.removesuffix(",paced").removesuffix("ms") + "ms"
         if stated not in (None, policy):
             raise InvalidConfig(f"Got tbt_target={seconds} and policy={self.policy!r}: two policies; give one of them.")

@@ -97,14 +97,16 @@ def _change(with_chunking: float, without: float) -> str:
 def with_demo_defaults(knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which small prompts share their steps with large ones, where the user has not chosen others."""
     chosen = dict(knobs)
-    if not {"policy", "max_num_batched_tokens", "enable_chunked_prefill"} & set(chosen):
+    if not {"policy", "tbt_target", "max_num_batched_tokens", "enable_chunked_prefill"} & set(chosen):
         chosen["policy"] = DEMO_POLICY
     config = EngineConfig(**chosen)
     if config.policy == "unchunked" or config.enable_chunked_prefill is False:
         raise InvalidConfig(
             "Got no chunking for the demo, which compares it with a policy: give one that cuts prompts."
         )
-    _, budget = config.resolve_policy(max_model_len=1)
+    policy, budget = config.resolve_policy(max_model_len=1)
+    if policy.startswith("target:"):  # short prompts pass long ones by rank
+        return chosen
     chosen.setdefault("long_prefill_token_threshold", max(1, min(_MOST_OF_ONE_PROMPT, budget // 2)))
     return chosen
 

@@ -37,6 +37,14 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNIT_BYTES[match[2]])
 
 
+def parse_duration(text: str) -> float:
+    """Seconds, from text such as 50ms."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s)", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"Got {text!r} but expected a duration such as 50ms or 2s.")
+    return float(match[1]) / {"ms": 1000, "s": 1}[match[2]]
+
+
 class Switch(StrEnum):
     """Said in words, because not saying it leaves the choice to the engine."""
 
@@ -80,6 +88,14 @@ class SchedulingOptions:
     """How prompts are cut and what shares a step. None stands for EngineConfig's default."""
 
     policy: Annotated[str | None, Option(metavar="POLICY", help=f"One of: {', '.join(POLICY_FORMS)}.")] = None
+    tbt_target: Annotated[
+        float | None,
+        Option(
+            parser=parse_duration,
+            metavar="DURATION",
+            help="Time between a stream's tokens to keep, such as 50ms; alone it means the policy target.",
+        ),
+    ] = None
     max_num_batched_tokens: Annotated[
         int | None, Option(help="Most tokens of one step; alone it means the policy fixed:N.", show_default="2048")
     ] = None

@@ -25,8 +25,12 @@ class Pacing:
     target: float  # T, seconds
     is_paced: bool = False
 
+    def target_of(self, own_target: float | None) -> float:
+        """The target of a stream that brought this one, or none."""
+        return self.target if own_target is None else own_target
+
     def next_deadline(self, deadline: float, emitted: float, own_target: float | None) -> float:
         """When the token after the one emitted now is due, which was itself due at `deadline`."""
-        target = self.target if own_target is None else own_target
+        target = self.target_of(own_target)
         slack = PACED_SLACK * target if self.is_paced else 0.0
         return min(max(deadline + target, emitted + target), emitted + target + slack)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from evenflow.core.pacing import Pacing
 from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
 from evenflow.errors import InvalidConfig
 
+MIN_TARGET_S = 0.001
 POLICY_FORMS = ("unchunked", "alternate:N", "fixed:N", "load", "adaptive[:MS]", "prompt-length", "target:MS[,paced]")
 
 
@@ -30,6 +33,14 @@ def make_policy(text: str, max_num_batched_tokens: int) -> Policy:
     if name == "target" and (mode == "paced" or not comma):
         return Target(max_num_batched_tokens, Pacing(_seconds(text, target), is_paced=mode == "paced"))
     raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+
+
+def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
+    """The target policy of so many seconds: paced or strict as asked for, else as `policy` was."""
+    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds < math.inf:
+        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected seconds, at least {MIN_TARGET_S}.")
+    is_paced = policy.endswith(",paced") if paced is None else paced
+    return f"target:{round(seconds * 1000)}ms" + ",paced" * is_paced
 
 
 def _seconds(policy: str, milliseconds: str) -> float:

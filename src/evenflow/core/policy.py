@@ -38,7 +38,7 @@ class StepView:
     num_decodes: int
     decode_context: int  # positions that the decodes see, in sum
     earliest_deadline: float | None  # of the streams that decode in this step; None: nobody has one yet
-    tightest_target: float | None  # the smallest target that one of them brought; None: the policy's own
+    tightest_target: float | None  # the smallest target of these streams; None: nobody decodes, or nothing is due
     overhead: float  # seconds that a step takes besides running
     step_time: StepTimeModel
     max_num_seqs: int
@@ -69,6 +69,7 @@ class Policy(ABC):
         self.max_step_tokens = max_step_tokens
         self.pacing: Pacing | None = None  # None: no deadlines
         self.patience = 0.0  # by how many times its own prefill's time a request lets others pass
+        self.feasible_target: float | None = None  # the least target that could be kept, where the one given cannot
 
     @abstractmethod
     def plan(self, view: StepView) -> Quotas: ...

@@ -121,6 +121,7 @@ class Request:
         "error",
         "finish_reason",
         "id",
+        "last_token_time",
         "max_known_tokens",
         "num_cached_tokens",
         "num_committed",
@@ -163,6 +164,7 @@ class Request:
         self.arrival_time = arrival_time
         self.rank = (0.0, 0)  # place in line, given by the scheduler; lower goes first, and yields last
         self.deadline = NO_DEADLINE  # when its next token is due
+        self.last_token_time = NO_DEADLINE  # as of its deadline
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None

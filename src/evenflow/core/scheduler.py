@@ -57,6 +57,14 @@ class Emission(NamedTuple):
     tokens: tuple[int, ...]
 
 
+class Late(NamedTuple):
+    """A token that came after its deadline."""
+
+    request: Request
+    seconds: float  # by how much
+    gap: float  # since the token before it
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A step that is through: who got tokens, and who ended by it."""
@@ -67,7 +75,7 @@ class Committed:
     finished: list[Request]
     shape: StepShape
     predicted_seconds: float
-    late: list[tuple[Request, float]] = field(default_factory=list)  # tokens after their deadline, by how much
+    late: list[Late] = field(default_factory=list)
 
 
 _Sequence = tuple[Request, int, int, tuple[int, ...]]  # request, epoch, length, new tokens
@@ -147,7 +155,16 @@ class Scheduler:
     def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
         """Plan by another policy from the next step on; requests and steps in flight stay as they are."""
         self.policy = make_policy(policy, max_num_batched_tokens)
+        for request in self.requests.values():
+            if request.deadline > NO_DEADLINE:
+                request.deadline = self._new_deadline(request)
         self.config = replace(self.config, policy=policy, max_num_batched_tokens=max_num_batched_tokens)
+
+    def _new_deadline(self, request: Request) -> float:
+        """When a stream's next token is due by a policy that has just come: slack earned before is forgotten."""
+        if self.policy.pacing is None:
+            return NO_DEADLINE
+        return self.policy.pacing.next_deadline(NO_DEADLINE, request.last_token_time, request.sampling.tbt_target)
 
     @property
     def has_work(self) -> bool:
@@ -219,11 +236,12 @@ class Scheduler:
         return plan
 
     def _deadlines_and_targets(self, decodes: Sequence[Request]) -> tuple[list[float], list[float]]:
-        """When the streams' next tokens are due, and the targets they brought along."""
-        if self.policy.pacing is None:
+        """When the streams' next tokens are due, and the target of each stream: its own or the engine's."""
+        pacing = self.policy.pacing
+        if pacing is None:
             return [], []
         deadlines = [r.deadline for r in decodes if r.deadline > NO_DEADLINE]
-        return deadlines, [r.sampling.tbt_target for r in decodes if r.sampling.tbt_target is not None]
+        return deadlines, [pacing.target_of(r.sampling.tbt_target) for r in decodes]
 
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts where none is left."""
@@ -394,8 +412,9 @@ class Scheduler:
         for request, _, tokens in outcome.emissions:
             if tokens:
                 if NO_DEADLINE < request.deadline < now:
-                    outcome.late.append((request, now - request.deadline))
+                    outcome.late.append(Late(request, now - request.deadline, now - request.last_token_time))
                 request.deadline = pacing.next_deadline(request.deadline, now, request.sampling.tbt_target)
+                request.last_token_time = now
 
     def _advance(self, sequences: Iterable[_Sequence], outcome: Committed) -> None:
         """Every token passes this loop; it is kept flat, because at 1,000 streams each call in it is felt."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from evenflow.core.pacing import NO_DEADLINE, Pacing
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policy import FLOOR_TOKENS, Policy, Quota, Quotas, StepView, share_out
+from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
 
 # A step that nobody waits for may be longer, since that is efficient; but whoever arrives meanwhile waits it out.
 IDLE_STRETCH = 2.0
@@ -25,7 +25,6 @@ class Target(Policy):
         super().__init__(max_step_tokens)
         self.pacing: Pacing = pacing
         self.patience = PATIENCE
-        self.feasible_target: float | None = None  # the least target that could be kept, where this one cannot
         self._target = pacing.target
         self._busy_until = 0.0  # when the last planned step is predicted to end
 
@@ -49,19 +48,19 @@ class Target(Policy):
 
     def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
         """Tokens of prefill for this step, and what kept them from being more."""
-        wanted = sum(candidate.length for candidate in view.candidates)
+        wanted = sum(_most_of(view, candidate) for candidate in view.candidates)
         floor = min(FLOOR_TOKENS, wanted)
         proven = max(SLOW_START * view.step_time.largest_rows_seen - view.num_decodes, floor)
         budget = max(self.max_step_tokens - view.num_decodes, floor)
         most, reason = min((proven, ChunkReason.WARM_UP), (budget, ChunkReason.BUDGET), key=lambda limit: limit[0])
         most = min(most, wanted)
         upper = view.step_time.upper
-        if upper(_shape(view, most)) <= seconds:
-            return most, reason
         least = upper(_shape(view, floor))
-        self.feasible_target = least + view.overhead if least + view.overhead > self._target else None
+        self._judge_target(view, least)
         if least > seconds:
             return floor, ChunkReason.FLOOR
+        if upper(_shape(view, most)) <= seconds:
+            return most, reason
         fits, too_long = floor, most
         while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
             middle = (fits + too_long) // 2
@@ -71,10 +70,21 @@ class Target(Policy):
                 too_long = middle
         return fits, ChunkReason.LATENCY
 
+    def _judge_target(self, view: StepView, least: float) -> None:
+        """Can the tightest target be kept beside the least prefill, which takes so many seconds?"""
+        needed = least + view.overhead
+        is_kept = view.tightest_target is None or needed <= view.tightest_target
+        self.feasible_target = None if is_kept else needed
+
 
 def _because_of(reason: ChunkReason, quota: Quota) -> Quota:
     """`share_out` knows only of a budget; say what set it."""
     return quota._replace(reason=reason) if quota.reason is ChunkReason.BUDGET else quota
+
+
+def _most_of(view: StepView, candidate: Candidate) -> int:
+    """Tokens of a prompt that one step may hold, as `share_out` sees it."""
+    return min(candidate.length, view.long_prefill_token_threshold or candidate.length)
 
 
 def _shape(view: StepView, num_tokens: int) -> StepShape:
@@ -83,7 +93,7 @@ def _shape(view: StepView, num_tokens: int) -> StepShape:
     for candidate in view.candidates:
         if not left:
             break
-        length = min(candidate.length, left)
+        length = min(_most_of(view, candidate), left)
         attention += length * candidate.start + length * (length + 1) // 2
         num_chunks += 1
         num_ended += length == candidate.length

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from evenflow.core.policies import retarget
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
 from evenflow.engine.engine import Engine
@@ -39,6 +40,12 @@ class _Abort:
 class _SetPolicy:
     policy: str
     max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SetTarget:
+    seconds: float
+    paced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,13 @@ class AsyncLLM:
     def over(cls, engine: Engine) -> AsyncLLM:
         """Around an engine that exists already, such as one with a fake executor."""
         llm = cls.__new__(cls)
+        llm.policy = engine.scheduler.config.policy
         llm._start(engine)
         return llm
 
     def _start(self, engine: Engine) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[_Add | _Abort | _SetPolicy | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _SetPolicy | _SetTarget | _Stop] = queue.SimpleQueue()
         self._failure: EvenflowError | None = None
         self._thread = threading.Thread(target=self._serve, name="evenflow-engine", daemon=True)
         self._thread.start()
@@ -152,6 +160,11 @@ class AsyncLLM:
         self.policy, budget = self.config.with_policy(policy).resolve_policy(self._engine.limits.max_model_len)
         self._commands.put(_SetPolicy(self.policy, budget))
 
+    def set_target(self, seconds: float, paced: bool | None = None) -> None:
+        """Keep another target from the next step on; None: paced or strict as before. What was learned stays."""
+        self.policy = retarget(self.policy, seconds, paced)
+        self._commands.put(_SetTarget(seconds, self.policy.endswith(",paced")))
+
     async def close(self) -> None:
         """End every request and the engine's thread."""
         self._commands.put(_Stop())
@@ -205,6 +218,8 @@ class AsyncLLM:
                     streams.pop(request_id, None)
                 case _SetPolicy(policy, max_num_batched_tokens):
                     self._engine.set_policy(policy, max_num_batched_tokens)
+                case _SetTarget(seconds, paced):
+                    self._engine.set_target(seconds, paced)
                 case _Stop():
                     return False
 

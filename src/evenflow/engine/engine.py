@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from evenflow.config import DEFAULT_TARGET_BUDGET
 from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.policies import retarget
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler
+from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput, TextDecoder
 from evenflow.engine.recorder import Recorder
+from evenflow.engine.stalls import StallLog
 from evenflow.engine.stats import Stats
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
 
 logger = logging.getLogger("evenflow")
+
+_STEPS_TO_WARN = (
+    16  # a target that seems out of reach for fewer may be so by a hiccup, or while costs are being learned
+)
 
 
 class TextCodec(Protocol):
@@ -62,10 +71,15 @@ class Engine:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _seeds: random.Random = field(init=False)
     stats: Stats = field(init=False)
+    stalls: StallLog = field(init=False)
+    watch_step: Callable[[Committed, float], None] = lambda committed, now: None  # told of every step, for benchmarks
+    _has_warned_of_target: bool = False
+    _infeasible_steps: int = 0  # in a row
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
         self.stats = Stats(self.scheduler)
+        self.stalls = StallLog(self.scheduler.step_time, self.scheduler.caps, GcTimer(self.clock))
 
     # ---- requests ----
 
@@ -75,6 +89,7 @@ class Engine:
         """Check and tokenise a request, and hash its blocks: all that needs no scheduler, on the caller's thread."""
         token_ids = self._encode(prompt)
         self._check(token_ids, sampling)
+        self._check_targets(sampling)
         salt = tenant.encode()
         return Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
@@ -107,6 +122,16 @@ class Engine:
                 f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
             )
 
+    def _check_targets(self, sampling: SamplingParams) -> None:
+        if self.scheduler.policy.pacing is not None:
+            return
+        for name in ("tbt_target", "ttft_target"):
+            if (seconds := getattr(sampling, name)) is not None:
+                raise InvalidRequest(
+                    f"Got {name}={seconds} but the engine's policy is {self.scheduler.config.policy!r}: "
+                    "only the policy 'target' keeps targets."
+                )
+
     def add(self, request: Request) -> None:
         prompt = list(request.tokens)
         self.scheduler.add(request)
@@ -137,8 +162,16 @@ class Engine:
     def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
         """Plan by another policy from the next step on."""
         self.scheduler.set_policy(policy, max_num_batched_tokens)
+        self._has_warned_of_target, self._infeasible_steps = False, 0
         if self.recorder is not None:
             self.recorder.policy_set(policy, max_num_batched_tokens)
+
+    def set_target(self, seconds: float, paced: bool | None = None) -> None:
+        """Keep another target from the next step on; None: paced or strict as before. What was learned stays."""
+        old = self.scheduler.config
+        has_target = self.scheduler.policy.pacing is not None
+        budget = old.max_num_batched_tokens if has_target else DEFAULT_TARGET_BUDGET
+        self.set_policy(retarget(old.policy, seconds, paced), budget)
 
     # ---- the loop ----
 
@@ -160,7 +193,24 @@ class Engine:
         now = self.clock()
         if self.recorder is not None:
             self.recorder.asked_for_plan(now)
-        return self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(now)
+        self._warn_of_target()
+        return plan
+
+    def _warn_of_target(self) -> None:
+        """Say once that the target cannot be kept, and which could."""
+        feasible = self.scheduler.policy.feasible_target
+        self._infeasible_steps = 0 if feasible is None else self._infeasible_steps + 1
+        if feasible is None or self._infeasible_steps < _STEPS_TO_WARN or self._has_warned_of_target:
+            return
+        self._has_warned_of_target = True
+        logger.warning(
+            "Policy %s cannot be kept: with the streams that decode now, a step takes %.0f ms even with the least "
+            "prefill. A target of %.0f ms could be. Prefill goes on at its least.",
+            self.scheduler.config.policy,
+            1000 * feasible,
+            math.ceil(1000 * feasible),
+        )
 
     def _wait(self) -> StepResult:
         plan = self._plans.pop(next(iter(self._plans)))
@@ -178,6 +228,8 @@ class Engine:
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
         self.stats.observe(committed, now)
+        self.stalls.observe(committed, now)
+        self.watch_step(committed, now)
         return self._deltas(committed, now)
 
     def _deltas(self, committed: Committed, now: float) -> list[Delta]:

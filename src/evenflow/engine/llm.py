@@ -43,6 +43,11 @@ class LLM:
         self.policy, budget = self.config.with_policy(policy).resolve_policy(self.engine.limits.max_model_len)
         self.engine.set_policy(self.policy, budget)
 
+    def set_target(self, seconds: float, paced: bool | None = None) -> None:
+        """Keep another target from the next step on; None: paced or strict as before. What was learned stays."""
+        self.engine.set_target(seconds, paced)
+        self.policy = self.engine.scheduler.config.policy
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -1,0 +1,130 @@
+"""Another target while the engine runs, and requests that bring their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from evenflow.core.plan import StepShape
+from evenflow.core.request import SamplingParams
+from evenflow.engine.async_llm import AsyncLLM
+from evenflow.engine.engine import Engine
+from evenflow.engine.llm import LLM
+from evenflow.errors import InvalidConfig, InvalidRequest
+from evenflow.executors.recorded import replay
+from tests.engine.fakes import fake_engine
+from tests.models import tiny_llama
+
+
+def cost(shape: StepShape) -> float:
+    return 0.010 + 0.001 * shape.prefill_rows
+
+
+def busy_engine(policy: str, **settings: object) -> Engine:
+    """Two streams and a prompt too long to end here; the step-time model knows the cost."""
+    engine = fake_engine(policy, cost=cost, num_blocks=2000, max_model_len=20_000, **settings)  # type: ignore[arg-type]
+    for number in range(2):
+        engine.add(engine.prepare([number] * 10, SamplingParams(max_tokens=5000)))
+    engine.step()
+    engine.add(engine.prepare([5] * 19_000, SamplingParams(max_tokens=1), request_id="long"))
+    for _ in range(40):
+        engine.step()
+    return engine
+
+
+def next_gap(engine: Engine) -> float:
+    before = engine.clock()
+    engine.step()
+    return engine.clock() - before
+
+
+def test_the_very_next_step_keeps_the_new_target_and_what_was_learned_stays() -> None:
+    engine = busy_engine("target:100")
+    learned = engine.scheduler.step_time
+    for milliseconds in (50, 200, 30, 100):
+        engine.set_target(milliseconds / 1000)
+        gap = next_gap(engine)
+        assert 0.5 * milliseconds / 1000 < gap <= milliseconds / 1000
+    assert engine.scheduler.step_time is learned
+    assert engine.stalls.num_late_tokens == 0
+
+
+def test_a_target_after_a_policy_without_one_starts_with_a_clean_slate() -> None:
+    engine = busy_engine("target:100")
+    engine.set_policy("fixed:500", 500)
+    for _ in range(3):
+        engine.step()
+    engine.set_target(0.050)
+    assert engine.scheduler.config.max_num_batched_tokens == 8192
+    for _ in range(5):
+        engine.step()
+    assert engine.stalls.num_late_tokens == 0
+
+
+def test_the_budget_and_the_mode_stay_unless_they_are_changed() -> None:
+    engine = fake_engine("fixed:64")
+    engine.set_policy("target:80,paced", 4096)
+    engine.set_target(0.060)
+    assert (engine.scheduler.config.policy, engine.scheduler.config.max_num_batched_tokens) == (
+        "target:60ms,paced",
+        4096,
+    )
+    engine.set_target(0.060, paced=False)
+    assert engine.scheduler.config.policy == "target:60ms"
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, 0.0001, float("nan"), float("inf"), "50ms"])
+def test_no_target_but_a_positive_one(seconds: float) -> None:
+    engine = fake_engine("target:80")
+    with pytest.raises(InvalidConfig, match="tbt_target="):
+        engine.set_target(seconds)
+    assert engine.scheduler.config.policy == "target:80"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_recording_with_changes_of_target_can_be_planned_again(depth: int, tmp_path: Path) -> None:
+    engine = busy_engine("target:100", depth=depth, record=tmp_path / "steps.jsonl")
+    for seconds in (0.05, 0.2):
+        engine.set_target(seconds)
+        for _ in range(5):
+            engine.step()
+    for request_id in list(engine.scheduler.requests):
+        engine.abort(request_id)
+    engine.step()
+    engine.close()
+    assert len(replay(tmp_path / "steps.jsonl")) >= 50
+
+
+def test_a_request_with_a_target_needs_the_policy_that_keeps_it() -> None:
+    engine = fake_engine("fixed:64")
+    for name in ("tbt_target", "ttft_target"):
+        sampling = SamplingParams(**{name: 0.25})  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=rf"{name}=0.25 .*'fixed:64'"):
+            engine.prepare([1, 2, 3], sampling)
+    engine.set_target(0.1)
+    engine.prepare([1, 2, 3], SamplingParams(tbt_target=0.25, ttft_target=1.0))
+
+
+def test_llm_and_async_llm_say_which_policy_holds() -> None:
+    with LLM(tiny_llama(), policy="fixed:64", enable_prefix_caching=False) as llm:
+        llm.set_target(0.5)
+        assert llm.policy == "target:500ms"
+        [output] = llm.generate([list(range(3, 90))], SamplingParams(temperature=0.0, max_tokens=2))
+        assert len(output.token_ids) == 2
+
+    async def main() -> list[str]:
+        engine = fake_engine("target:100,paced")
+        async with AsyncLLM.over(engine) as llm:
+            policies = [llm.policy]
+            for paced in (None, False):
+                llm.set_target(0.04, paced)
+                await llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
+                policies.append(engine.scheduler.config.policy)
+                assert llm.policy == policies[-1]
+            with pytest.raises(InvalidConfig):
+                llm.set_target(0.0)
+        return policies
+
+    assert asyncio.run(main()) == ["target:100,paced", "target:40ms,paced", "target:40ms"]
