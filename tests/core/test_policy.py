@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenflow.core.plan import ExecutorCaps, StepShape
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import make_policy, split_policies
 from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, StepView
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidConfig
@@ -167,3 +167,16 @@ def test_a_bad_policy_is_named(text: str) -> None:
 @pytest.mark.parametrize("text", ["adaptive:80", "adaptive:80ms"])
 def test_milliseconds_may_be_written_out(text: str) -> None:
     make_policy(text, 2048)
+
+
+def test_a_list_of_policies_may_hold_paced_targets() -> None:
+    text = "unchunked,target:200ms,paced,adaptive,target:50,fixed:8,prompt-length,target:9,paced"
+    assert split_policies(text) == [
+        "unchunked",
+        "target:200ms,paced",
+        "adaptive",
+        "target:50",
+        "fixed:8",
+        "prompt-length",
+        "target:9,paced",
+    ]

@@ -41,10 +41,16 @@ def fake_engine(
     max_model_len: int = 400,
     cost: Callable[[StepShape], float] = lambda shape: 0.001 * shape.total_rows,
     disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+    enable_prefix_caching: bool = True,
     record: Any = None,
     with_text: bool = True,
 ) -> Engine:
-    config = SchedulerConfig(num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        policy=policy,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=enable_prefix_caching,
+    )
     executor = FakeExecutor(vocab_size=VOCAB, caps=ExecutorCaps(max_steps_in_flight=depth), cost=cost, disturb=disturb)
     scheduler = Scheduler(config, executor.caps)
     return Engine(

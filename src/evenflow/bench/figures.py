@@ -21,9 +21,9 @@ class Spread:
         if not samples:
             return cls(0, 0.0, 0.0, 0.0)
         ordered = sorted(samples)
-        return cls(len(ordered), _percentile(ordered, 50), _percentile(ordered, 99), ordered[-1])
+        return cls(len(ordered), percentile(ordered, 50), percentile(ordered, 99), ordered[-1])
 
 
-def _percentile(ordered: Sequence[float], percent: float) -> float:
+def percentile(ordered: Sequence[float], percent: float) -> float:
     """The smallest sample that so many percent of them do not exceed: always one that was seen."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

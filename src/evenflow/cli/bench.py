@@ -10,18 +10,14 @@ from rich.table import Table
 from typer import Option
 
 from evenflow.bench.mixed import BATCH_SIZE, EXPECTATION, POLICIES, PolicyFigures, Verdict, compare_policies
-from evenflow.cli.options import ModelOptions, ReportOptions, knobs, takes_options
+from evenflow.cli.bench_stall import stall
+from evenflow.cli.options import ModelOptions, ReportOptions, knobs, read_policies, takes_options
 from evenflow.cli.output import loading, table_console, write_json
 from evenflow.config import EngineConfig
 from evenflow.engine.llm import LLM
-from evenflow.errors import InvalidConfig
 
 bench = typer.Typer(name="bench", help="Compare policies under a load, on one loaded model.", rich_markup_mode=None)
-
-
-@bench.callback()
-def _group() -> None:
-    """Keeps `mixed` a command of its own while it is the only one."""
+bench.command()(stall)
 
 
 @bench.command()
@@ -36,7 +32,7 @@ def mixed(
     report: ReportOptions,
 ) -> None:
     """Three long prompts among ten short ones, five at a time: total time, and what decoding requests felt."""
-    names = _read_policies(policies)
+    names = read_policies(policies, at_least=2)
     settings = knobs(model) | {"policy": names[0], "max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
     with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
         figures = compare_policies(llm, names, repeat, on_run=say)
@@ -45,15 +41,6 @@ def mixed(
     console.print(_table(figures))
     console.print(verdict.line())
     write_json(report.json, _report(llm.config, repeat, figures, verdict))
-
-
-def _read_policies(text: str) -> list[str]:
-    names = text.split(",")
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise InvalidConfig(f"Got --policies {text!r} but expected two different ones at least.")
-    for name in names:
-        EngineConfig(policy=name)
-    return names
 
 
 def _table(figures: list[PolicyFigures]) -> Table:

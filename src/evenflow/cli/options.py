@@ -20,7 +20,8 @@ import typer
 from typer import Option
 
 from evenflow.config import EngineConfig
-from evenflow.core.policies import POLICY_FORMS
+from evenflow.core.policies import POLICY_FORMS, make_policy, split_policies
+from evenflow.errors import InvalidConfig
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
     prefix + unit: base**power
@@ -45,6 +46,16 @@ def parse_duration(text: str) -> float:
     return float(match[1]) / {"ms": 1000, "s": 1}[match[2]]
 
 
+def read_policies(text: str, at_least: int) -> list[str]:
+    """Policies to compare, each one checked."""
+    names = split_policies(text)
+    if len(names) < at_least or len(set(names)) < len(names):
+        raise InvalidConfig(f"Got --policies {text!r} but expected {at_least} or more, each once.")
+    for name in names:
+        make_policy(name, 1)
+    return names
+
+
 class Switch(StrEnum):
     """Said in words, because not saying it leaves the choice to the engine."""
 
@@ -52,12 +63,16 @@ class Switch(StrEnum):
     FALSE = "false"
 
 
-def _parse_json_target(text: str) -> str:
-    """A path that can be written, or `-`: an answer must not be computed first and lost then."""
-    folder = Path(text).absolute().parent
-    if text != "-" and (Path(text).is_dir() or not os.access(folder, os.W_OK)):
+def parse_new_file(text: str) -> Path:
+    """A path that can be written: an answer must not be computed first and lost then."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise typer.BadParameter(f"Got {text!r} but no file can be written there.")
-    return text
+    return path
+
+
+def _parse_json_target(text: str) -> str:
+    return text if text == "-" else str(parse_new_file(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

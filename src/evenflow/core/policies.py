@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from evenflow.core.pacing import Pacing
 from evenflow.core.policy import Policy
@@ -33,6 +34,12 @@ def make_policy(text: str, max_num_batched_tokens: int) -> Policy:
     if name == "target" and (mode == "paced" or not comma):
         return Target(max_num_batched_tokens, Pacing(_seconds(text, target), is_paced=mode == "paced"))
     raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+
+
+def split_policies(text: str) -> list[str]:
+    """The policies of a list with commas between them; `target:50,paced` has one inside."""
+    names = "|".join(re.split(r"[:\[]", form)[0] for form in POLICY_FORMS)
+    return re.split(rf",(?=(?:{names})(?:[:,]|$))", text)
 
 
 def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:

@@ -182,6 +182,11 @@ class Scheduler:
     def can_schedule(self) -> bool:
         return len(self._in_flight) < self.caps.max_steps_in_flight
 
+    @property
+    def overhead(self) -> float:
+        """Seconds that a step takes besides running, at most and of late."""
+        return max(self._overheads, default=0.0)
+
     # ---- planning a step ----
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -199,7 +204,7 @@ class Scheduler:
             decode_context=sum([request.num_scheduled for request in decodes]) + len(decodes),
             earliest_deadline=min(deadlines, default=None),
             tightest_target=min(targets, default=None),
-            overhead=max(self._overheads, default=0.0),
+            overhead=self.overhead,
             step_time=self.step_time,
             max_num_seqs=self.config.max_num_seqs,
             candidates=[candidate for candidate, _ in candidates],

@@ -31,9 +31,7 @@ from evenflow.executors.base import Executor
 
 logger = logging.getLogger("evenflow")
 
-_STEPS_TO_WARN = (
-    16  # a target that seems out of reach for fewer may be so by a hiccup, or while costs are being learned
-)
+_STEPS_TO_WARN = 16  # for fewer a target may seem out of reach by a hiccup, or while costs are being learned
 
 
 class TextCodec(Protocol):
@@ -73,8 +71,8 @@ class Engine:
     stats: Stats = field(init=False)
     stalls: StallLog = field(init=False)
     watch_step: Callable[[Committed, float], None] = lambda committed, now: None  # told of every step, for benchmarks
-    _has_warned_of_target: bool = False
-    _infeasible_steps: int = 0  # in a row
+    _hopeless_policies: set[str] = field(default_factory=set)  # that the log was told of
+    _infeasible_steps: int = 0  # with prefill, in a row
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
@@ -162,7 +160,7 @@ class Engine:
     def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
         """Plan by another policy from the next step on."""
         self.scheduler.set_policy(policy, max_num_batched_tokens)
-        self._has_warned_of_target, self._infeasible_steps = False, 0
+        self._infeasible_steps = 0
         if self.recorder is not None:
             self.recorder.policy_set(policy, max_num_batched_tokens)
 
@@ -194,20 +192,21 @@ class Engine:
         if self.recorder is not None:
             self.recorder.asked_for_plan(now)
         plan = self.scheduler.schedule(now)
-        self._warn_of_target()
+        if plan is not None and plan.chunks:
+            self._warn_of_target()
         return plan
 
     def _warn_of_target(self) -> None:
         """Say once that the target cannot be kept, and which could."""
-        feasible = self.scheduler.policy.feasible_target
+        feasible, policy = self.scheduler.policy.feasible_target, self.scheduler.config.policy
         self._infeasible_steps = 0 if feasible is None else self._infeasible_steps + 1
-        if feasible is None or self._infeasible_steps < _STEPS_TO_WARN or self._has_warned_of_target:
+        if feasible is None or self._infeasible_steps < _STEPS_TO_WARN or policy in self._hopeless_policies:
             return
-        self._has_warned_of_target = True
+        self._hopeless_policies.add(policy)
         logger.warning(
             "Policy %s cannot be kept: with the streams that decode now, a step takes %.0f ms even with the least "
             "prefill. A target of %.0f ms could be. Prefill goes on at its least.",
-            self.scheduler.config.policy,
+            policy,
             1000 * feasible,
             math.ceil(1000 * feasible),
         )
@@ -228,8 +227,8 @@ class Engine:
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
         self.stats.observe(committed, now)
-        self.stalls.observe(committed, now)
         self.watch_step(committed, now)
+        self.stalls.observe(committed, now)
         return self._deltas(committed, now)
 
     def _deltas(self, committed: Committed, now: float) -> list[Delta]:

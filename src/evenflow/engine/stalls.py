@@ -70,10 +70,9 @@ class StallLog:
 
     def observe(self, committed: Committed, now: float) -> None:
         """Take in a step at the moment of its commit."""
-        gc_seconds = self.gc_timer.seconds
         if committed.late:
-            self._add(self._explain(committed, now, gc_seconds - self._last_gc_seconds))
-        self._last_commit, self._last_gc_seconds = now, gc_seconds
+            self._add(self.explain(committed, max(committed.late, key=lambda late: late.gap), now))
+        self._last_commit, self._last_gc_seconds = now, self.gc_timer.seconds
 
     def worst(self) -> list[Stall]:
         """The longest gaps, longest first, one a step."""
@@ -94,8 +93,9 @@ class StallLog:
         if len(self._worst) > NUM_WORST:
             heapq.heappop(self._worst)
 
-    def _explain(self, committed: Committed, now: float, gc_seconds: float) -> Stall:
-        late: Late = max(committed.late, key=lambda late: late.gap)
+    def explain(self, committed: Committed, late: Late, now: float) -> Stall:
+        """What made the gap before a token of this step, which has not been observed yet."""
+        gc_seconds = self.gc_timer.seconds - self._last_gc_seconds
         since_last_step = min(late.gap, now - self._last_commit)
         in_step = min(committed.result.seconds, since_last_step)
         explained = list(self._predicted_causes(committed, in_step))

@@ -1,0 +1,80 @@
+"""Pictures of the stall benchmark, drawn with matplotlib, which is imported when the first one is wanted.
+
+Must not know: how figures are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evenflow.bench.stall import StallFigures
+from evenflow.bench.stall_load import StallRun
+from evenflow.errors import MissingDependency
+
+
+def pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependency("plots need matplotlib, which is not installed: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def draw_tokens(path: Path, runs: Mapping[str, StallRun], figures: Sequence[StallFigures]) -> None:
+    """One row a policy: each token a dot, by when it came and how long after the one before; prefill is shaded."""
+    plt = pyplot()
+    figure, rows = plt.subplots(
+        len(figures), 1, figsize=(10, 0.6 + 1.7 * len(figures)), sharex=True, sharey=True, squeeze=False
+    )
+    for axis, policy in zip(rows[:, 0], figures, strict=True):
+        run = runs[policy.policy]
+        for chunk in run.chunks:
+            axis.axvspan(chunk.start, chunk.end, color="tab:orange", alpha=0.2, linewidth=0)
+        axis.plot([token.at for token in run.tokens], [1000 * token.gap for token in run.tokens], ".", markersize=2)
+        if policy.target_s is not None:
+            axis.axhline(1000 * policy.target_s, color="tab:red", linewidth=0.8)
+        axis.set_yscale("log")
+        axis.set_ylabel("gap, ms")
+        title = f"{policy.policy}: 99 of 100 gaps beside a prefill are within {1000 * policy.tbt_p99_s:.0f} ms"
+        axis.set_title(title, loc="left", fontsize=9)
+    rows[-1, 0].set_xlabel("seconds (each dot a token, prefill of long prompts shaded, targets in red)")
+    _save(plt, figure, path)
+
+
+def draw_curves(path: Path, figures: Sequence[StallFigures]) -> None:
+    """What a lower p99 costs: the long prompts' time to first token, and the rate of prefill."""
+    plt = pyplot()
+    figure, (ttft, rate) = plt.subplots(1, 2, figsize=(11, 4.5))
+    for family, style in (("fixed", "o-"), ("target", "s-"), ("other", "x")):
+        members = [policy for policy in figures if _family(policy.policy) == family]
+        members.sort(key=lambda policy: policy.tbt_p99_s)
+        p99_ms = [1000 * policy.tbt_p99_s for policy in members]
+        for axis, values in (
+            (ttft, [policy.long_ttft_p50_s for policy in members]),
+            (rate, [policy.prefill_tokens_per_s for policy in members]),
+        ):
+            axis.plot(p99_ms, values, style, markersize=4, label=family)
+            for policy, x, y in zip(members, p99_ms, values, strict=True):
+                axis.annotate(policy.policy, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    for axis, label in ((ttft, "time to a long prompt's first token, median, s"), (rate, "prefill, tokens/s")):
+        axis.set_xscale("log")
+        axis.set_xlabel("p99 gap between tokens beside a prefill, ms")
+        axis.set_ylabel(label)
+    ttft.legend()
+    _save(plt, figure, path)
+
+
+def _family(policy: str) -> str:
+    name = policy.partition(":")[0]
+    return name if name in ("fixed", "target") else "other"
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

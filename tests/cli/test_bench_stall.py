@@ -1,0 +1,102 @@
+"""`evenflow bench stall` on a tiny model, and the options it brought."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenflow.cli.main import main
+from tests.models import tiny_llama
+
+SMALL = ["--chats", "2", "--chat-tokens", "10", "--long-prompts", "4", "--long-tokens", "60", "--threads", "1"]
+FIGURES = {
+    "policy",
+    "feasible",
+    "steps",
+    "tbt_p50_s",
+    "tbt_p90_s",
+    "tbt_p99_s",
+    "tbt_max_s",
+    "late_share",
+    "long_ttft_p50_s",
+    "prefill_tokens_per_s",
+    "total_s",
+    "output_tokens_per_s",
+    "step_time_mape",
+    "identical_outputs",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times of a tiny model in a busy test run are no use to anybody."""
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
+
+
+def stall(*arguments: str) -> int:
+    return main(["bench", "stall", "--model", str(tiny_llama()), *SMALL, *arguments])
+
+
+def test_policies_are_compared_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["unchunked", "fixed:16", "target:200ms,paced", "target:1000"]
+    code = stall(
+        *("--policies", ",".join(names), "--repeat", "2", "--quick", "--explain", "--json", "-"),
+        *("--interval", "50ms", "--plot", str(tmp_path / "stall.png"), "--curve", str(tmp_path / "curve.png")),
+    )
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    report = json.loads(out)
+    assert [run["policy"] for run in report["runs"]] == names
+    assert all(run.keys() >= FIGURES for run in report["runs"])
+    assert all(run["identical_outputs"] for run in report["runs"])
+    assert (report["long_prompts"], report["long_tokens"], report["interval_s"]) == (2, 60, 0.05)
+    assert report["feasible_target_s"] > 0
+    assert err.index("Least target that can be kept") < err.index("unchunked")
+    for name in names:
+        assert f"The longest gaps under {name}:" in err
+    for name in ("stall.png", "curve.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_an_interval_one_is_chosen_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stall("--policies", "fixed:16", "--repeat", "1", "--long-prompts", "1") == 0
+    assert "A long prompt every 0.5 s: the slowest policy keeps up with that." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "fixed:16,sometimes"], "policy='fixed:16,sometimes'"),
+        (["--policies", "fixed:16,fixed:16"], "each once"),
+        (["--interval", "soon"], "50ms or 2s"),
+        (["--long-tokens", "100000"], "100016 tokens"),
+        (["--plot", "/no/such/folder/stall.png"], "no file can be written"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stall(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_missing_matplotlib_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert stall("--plot", str(tmp_path / "stall.png")) == 1
+    assert "plots need matplotlib" in capsys.readouterr().err
+
+
+def test_tbt_target_is_a_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    generate = ["generate", "one two three", "--model", str(tiny_llama()), "--max-tokens", "2", "--json", "-"]
+    assert main([*generate, "--tbt-target", "0.5s"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "target:500ms"
+    assert main([*generate, "--tbt-target", "50"]) == 2
+    assert "50ms or 2s" in capsys.readouterr().err
+    assert main([*generate, "--tbt-target", "50ms", "--policy", "fixed:64"]) == 2
+    assert "two policies" in capsys.readouterr().err
