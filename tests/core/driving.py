@@ -61,6 +61,7 @@ class Driver:
             seed=0,
             max_model_len=1 << 20,
             block_hashes=hash_blocks(prompt, self.scheduler.block_size),
+            arrival_time=self.executor.clock.now,
         )
         self.scheduler.add(request)
         self.requests[name] = request

@@ -6,6 +6,8 @@ is tuned: the model learns the machine while it runs. Must not know: requests, b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from evenflow.core.pacing import NO_DEADLINE, Pacing
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
@@ -14,6 +16,10 @@ from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas,
 IDLE_STRETCH = 2.0
 # Beyond the largest step seen the model guesses: a step holds at most so many times what is proven.
 SLOW_START = 2
+# A margin for ignorance would keep the sizes it fears from ever being tried. So one cut step in so many is sized by the
+# best guess instead, and so are some of the first.
+TRIAL_STEPS = 128
+FIRST_TRIALS = (8, 16, 32, 64)
 # How long a prompt may be passed by shorter ones, in units of the time its own prefill takes.
 PATIENCE = 4.0
 
@@ -27,6 +33,7 @@ class Target(Policy):
         self.patience = PATIENCE
         self._target = pacing.target
         self._busy_until = 0.0  # when the last planned step is predicted to end
+        self._num_cut_steps = 0  # steps that latency kept from holding more
 
     def plan(self, view: StepView) -> Quotas:
         start = max(view.now, self._busy_until) if view.num_in_flight else view.now
@@ -61,20 +68,29 @@ class Target(Policy):
             return floor, ChunkReason.FLOOR
         if upper(_shape(view, most)) <= seconds:
             return most, reason
-        fits, too_long = floor, most
-        while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
-            middle = (fits + too_long) // 2
-            if upper(_shape(view, middle)) <= seconds:
-                fits = middle
-            else:
-                too_long = middle
-        return fits, ChunkReason.LATENCY
+        self._num_cut_steps += 1
+        is_trial = self._num_cut_steps % TRIAL_STEPS == 0 or self._num_cut_steps in FIRST_TRIALS
+        seconds_of = view.step_time.predict if is_trial else upper
+        return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
     def _judge_target(self, view: StepView, least: float) -> None:
         """Can the tightest target be kept beside the least prefill, which takes so many seconds?"""
         needed = least + view.overhead
         is_kept = view.tightest_target is None or needed <= view.tightest_target
         self.feasible_target = None if is_kept else needed
+
+
+def _most_in_time(
+    view: StepView, seconds_of: Callable[[StepShape], float], seconds: float, fits: int, too_long: int
+) -> int:
+    """Tokens of prefill whose step takes so many seconds."""
+    while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
+        middle = (fits + too_long) // 2
+        if seconds_of(_shape(view, middle)) <= seconds:
+            fits = middle
+        else:
+            too_long = middle
+    return fits
 
 
 def _because_of(reason: ChunkReason, quota: Quota) -> Quota:
