@@ -69,7 +69,7 @@ def test_without_an_interval_one_is_chosen_and_said(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policies", "fixed:16,sometimes"], "policy='fixed:16,sometimes'"),
+        (["--policies", "fixed:16,sometimes"], "policy='sometimes'"),
         (["--policies", "fixed:16,fixed:16"], "each once"),
         (["--interval", "soon"], "50ms or 2s"),
         (["--long-tokens", "100000"], "100016 tokens"),

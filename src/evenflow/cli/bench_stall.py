@@ -24,7 +24,7 @@ from evenflow.cli.options import (
     read_policies,
     takes_options,
 )
-from evenflow.cli.output import progress, table_console, write_json
+from evenflow.cli.output import loading, table_console, write_json
 from evenflow.config import EngineConfig
 from evenflow.engine.llm import LLM
 from evenflow.engine.stalls import Cause, CauseKind, Stall
@@ -87,7 +87,7 @@ def stall(
     console = table_console(report.json)
     # A target, so that step times are known from the start, or measured.
     settings = knobs(model) | {"policy": "target:1000ms", "enable_prefix_caching": False}
-    with progress(f"Loading {model.model}") as say, LLM(record=report.record, **settings) as llm:
+    with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
         load = _load(llm, options)
         say("Measuring step times beside the chats")
         feasible_target_s = measure(llm.engine, load)

@@ -38,8 +38,7 @@ def make_policy(text: str, max_num_batched_tokens: int) -> Policy:
 
 def split_policies(text: str) -> list[str]:
     """The policies of a list with commas between them; `target:50,paced` has one inside."""
-    names = "|".join(re.split(r"[:\[]", form)[0] for form in POLICY_FORMS)
-    return re.split(rf",(?=(?:{names})(?:[:,]|$))", text)
+    return re.split(r",(?!paced(?:,|$))", text)
 
 
 def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
