@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 
 CHATS = ["Tell me a story.", "How does rain form?", "Write a poem about the sea.", "What is a computer?"]
 LONG_PROMPT_TOKENS = 2000
-POLICIES = {"unchunked": "in one piece", "fixed:64": "in chunks (fixed:64)"}
+POLICIES = {"unchunked": "in one piece", "target:400ms": "in chunks for a target of 400 ms"}
 TOKENS_BEFORE, TOKENS_AFTER = 8, 8
 
 

@@ -5,6 +5,7 @@ The only place where settings, model, executor and scheduler meet. Imports torch
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -88,6 +89,9 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         seed=config.seed,
     )
     _log_policy(config, policy, budget)
+    # What is loaded now stays: without it a full collection takes a tenth of a second out of some stream's gap.
+    gc.collect()
+    gc.freeze()
     return BuiltEngine(engine, model.tokenizer, policy)
 
 
