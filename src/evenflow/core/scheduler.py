@@ -430,14 +430,15 @@ class Scheduler:
                 continue
             before = request.num_committed
             request.num_committed = after = before + length
-            if tokens:
-                request.num_pending -= 1
-                request.tokens += tokens
-            if after // block_size != before // block_size:
+            if after % block_size < length:  # the last token of a block was among these
                 self.prefix_cache.publish(request, before)
             emissions.append(Emission(request, index, tokens))
-            if tokens and (len(request.tokens) >= request.max_known_tokens or tokens[-1] in request.stop_token_ids):
-                self._end_if_due(request, outcome)
+            if tokens:
+                request.num_pending -= 1
+                known = request.tokens
+                known += tokens
+                if len(known) >= request.max_known_tokens or tokens[-1] in request.stop_token_ids:
+                    self._end_if_due(request, outcome)
 
     def _end_if_due(self, request: Request, outcome: Committed) -> None:
         stops = request.tokens[-1] in request.stop_token_ids
