@@ -27,7 +27,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
     max_num_seqs: int = 256
     max_model_len: int | None = None  # None: the model's context
-    gpu_memory_utilization: float = 0.9  # of the device's free memory; on a CPU see `kv_cache_memory`
+    gpu_memory_utilization: float = 0.9  # of the memory that can be had; on a CPU see `kv_cache_memory`
     kv_cache_memory: int | None = None  # bytes; None on a CPU: what utilization leaves, at most 4 GiB
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no such limit

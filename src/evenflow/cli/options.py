@@ -90,7 +90,7 @@ class ModelOptions:
         int | None, Option(help="Most tokens of a prompt and its answer.", show_default="the model's context")
     ] = None
     gpu_memory_utilization: Annotated[
-        float | None, Option(help="Share of the free memory for the KV cache.", show_default="0.9")
+        float | None, Option(help="Share of the available memory for the KV cache.", show_default="0.9")
     ] = None
     kv_cache_memory: Annotated[
         int | None,

@@ -127,7 +127,9 @@ class OutputBuilder:
         self.output.token_ids += tokens
         self.output.token_times_s += [now - self._arrival] * len(tokens)
         if logprobs is not None:
-            self.output.logprobs = (self.output.logprobs or []) + list(logprobs)
+            if self.output.logprobs is None:
+                self.output.logprobs = []
+            self.output.logprobs += logprobs
         if self._decoder is None:
             return "", False
         # A token that ends the request is no part of its text.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 
 from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.record import Record, header_record, plan_record, request_record, result_record
@@ -56,14 +55,6 @@ class Recorder:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, record: Record) -> None:
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")

@@ -24,7 +24,6 @@ class Totals:
     output_tokens: int = 0
     looked_up_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0
-    busy_seconds: float = 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -48,7 +47,6 @@ class Stats:
         totals.output_tokens += sum(len(emission.tokens) for emission in committed.emissions)
         totals.looked_up_tokens += sum(len(admission.token_ids) for admission in plan.admissions)
         totals.cached_tokens += sum(admission.num_cached_tokens for admission in plan.admissions)
-        totals.busy_seconds += committed.result.seconds
         if self._logged_at is None:
             self._logged_at = now - committed.result.seconds
         if now - self._logged_at >= LOG_INTERVAL_S:
