@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
@@ -62,6 +62,7 @@ class StallLog:
     gc_timer: GcTimer
     num_late_tokens: int = 0
     num_stalls: int = 0  # steps with late tokens
+    latest: Stall | None = None  # of the step observed last, where it made tokens late
     seconds_by_cause: defaultdict[CauseKind, float] = field(default_factory=lambda: defaultdict(float))
     _worst: list[tuple[float, int, Stall]] = field(default_factory=list)  # a heap, the least of them first
     _numbers: Iterator[int] = field(default_factory=count)
@@ -70,8 +71,10 @@ class StallLog:
 
     def observe(self, committed: Committed, now: float) -> None:
         """Take in a step at the moment of its commit."""
+        self.latest = None
         if committed.late:
-            self._add(self.explain(committed, max(committed.late, key=lambda late: late.gap), now))
+            self.latest = self.explain(committed, max(committed.late, key=lambda late: late.gap), now)
+            self._add(self.latest)
         self._last_commit, self._last_gc_seconds = now, self.gc_timer.seconds
 
     def worst(self) -> list[Stall]:
@@ -123,19 +126,41 @@ class StallLog:
 
     def _predicted_causes(self, committed: Committed, seconds: float) -> Iterator[Cause]:
         """The decodes, and each chunk by what it adds to the step before it: as predicted, but no more than it took."""
-        plan = committed.plan
-        predictions = [self.step_time.predict(shape) for shape in _growing_shapes(plan, self.caps)]
-        if not predictions[-1]:
+        decodes, *chunks = self.predicted_parts(committed.plan)
+        if not (predicted := decodes + sum(chunks)):
             return
         # The model has learned since the step was planned; what it says now only shares out what it said then.
-        scale = min(committed.predicted_seconds, seconds) / predictions[-1]
-        yield Cause(CauseKind.DECODES, scale * predictions[0])
-        for chunk, before, after in zip(plan.chunks, predictions, predictions[1:], strict=False):
-            yield Cause(CauseKind.PREFILL, scale * (after - before), chunk.request_id, chunk.length)
+        scale = min(committed.predicted_seconds, seconds) / predicted
+        yield Cause(CauseKind.DECODES, scale * decodes)
+        for chunk, added in zip(committed.plan.chunks, chunks, strict=True):
+            yield Cause(CauseKind.PREFILL, scale * added, chunk.request_id, chunk.length)
+
+    def predicted_parts(self, plan: StepPlan) -> list[float]:
+        """Predicted seconds of the step had it only decoded, then what each of its chunks adds to those before it."""
+        seconds = [self.step_time.predict(shape) for shape in _growing_shapes(plan, self.caps)]
+        return [seconds[0], *(after - before for before, after in pairwise(seconds))]
 
 
 def _growing_shapes(plan: StepPlan, caps: ExecutorCaps) -> Iterator[StepShape]:
     """The step with its decodes alone, then with one chunk more each time."""
-    for num_chunks in range(len(plan.chunks) + 1):
-        smaller = replace(plan, chunks=plan.chunks[:num_chunks])
-        yield replace(smaller, padded_rows=caps.padded_rows(smaller.num_rows)).shape()
+    num_decodes = len(plan.decodes)
+    decode_context = sum(plan.decodes.positions) + num_decodes
+    prefill_rows = prefill_attention = 0
+    calls, logit_rows = int(num_decodes > 0), num_decodes
+    for chunk in (None, *plan.chunks):
+        if chunk is not None:
+            prefill_rows += chunk.length
+            prefill_attention += chunk.length * chunk.start + chunk.length * (chunk.length + 1) // 2
+            calls += 1
+            logit_rows += chunk.num_logit_rows
+        rows = num_decodes + prefill_rows
+        yield StepShape(
+            total_rows=rows,
+            padded_rows=caps.padded_rows(rows),
+            prefill_rows=prefill_rows,
+            prefill_attention=prefill_attention,
+            decode_sequences=num_decodes,
+            decode_context=decode_context,
+            attention_calls=calls,
+            logit_rows=logit_rows,
+        )
