@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP in front of an engine process, with metrics and a live page."""
