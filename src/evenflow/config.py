@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policies import make_policy, retarget
+from evenflow.core.policies import has_target, make_policy, retarget
 from evenflow.errors import InvalidConfig
 
 DEFAULT_BUDGET = 2048
@@ -114,6 +114,6 @@ class EngineConfig:
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
             return "unchunked", budget
-        default = DEFAULT_TARGET_BUDGET if (self.policy or "").startswith("target:") else DEFAULT_BUDGET
+        default = DEFAULT_TARGET_BUDGET if has_target(self.policy or "") else DEFAULT_BUDGET
         budget = self.max_num_batched_tokens or self._budget_of_policy or default
         return self.policy or f"fixed:{budget}", budget

@@ -7,7 +7,8 @@ from typing import Any
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
-from evenflow.engine.engine import Engine, Limits
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.executors.fake import FakeExecutor
 

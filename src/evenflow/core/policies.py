@@ -41,6 +41,11 @@ def split_policies(text: str) -> list[str]:
     return re.split(r",(?!paced(?:,|$))", text)
 
 
+def has_target(policy: str) -> bool:
+    """Whether this policy keeps latency targets."""
+    return policy.startswith("target:")
+
+
 def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
     """The target policy of so many seconds: paced or strict as asked for, else as `policy` was."""
     if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds < math.inf:

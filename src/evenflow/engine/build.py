@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.config import GIB, EngineConfig
+from evenflow.core.policies import has_target
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.calibration import calibrate, load_calibration, save_calibration
-from evenflow.engine.engine import Engine, Limits
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
@@ -76,9 +78,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    step_time = (
-        _known_step_times(config, model.config, executor, scheduler_config) if policy.startswith("target:") else None
-    )
+    step_time = _known_step_times(config, model.config, executor, scheduler_config) if has_target(policy) else None
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     engine = Engine(
         scheduler,
@@ -153,7 +153,7 @@ def _log_policy(config: EngineConfig, policy: str, budget: int) -> None:
     if policy == "unchunked":
         logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", budget)
         return
-    if policy.startswith("target:"):
+    if has_target(policy):
         logger.info("Chunked prefill is enabled with tbt_target=%s.", policy.removeprefix("target:"))
         return
     logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", budget)

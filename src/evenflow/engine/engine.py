@@ -6,51 +6,29 @@ Must not know: torch, files, networks; time comes from the clock it is given.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from evenflow.config import DEFAULT_TARGET_BUDGET
 from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import retarget
-from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler
 from evenflow.engine.gc_timer import GcTimer
-from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput, TextDecoder
+from evenflow.engine.intake import Intake, Limits, TextCodec
+from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stalls import StallLog
 from evenflow.engine.stats import Stats
-from evenflow.errors import EngineFailed, InvalidRequest
+from evenflow.errors import EngineFailed
 from evenflow.executors.base import Executor
 
 logger = logging.getLogger("evenflow")
 
 _STEPS_TO_WARN = 16  # for fewer a target may seem out of reach by a hiccup, or while costs are being learned
-
-
-class TextCodec(Protocol):
-    """What an engine needs of a tokenizer."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may ask of this model."""
-
-    max_model_len: int
-    vocab_size: int
 
 
 @dataclass(slots=True)
@@ -66,8 +44,7 @@ class Engine:
     seed: int | None = None
     _builders: dict[str, OutputBuilder] = field(default_factory=dict)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
-    _seeds: random.Random = field(init=False)
+    intake: Intake = field(init=False)
     stats: Stats = field(init=False)
     stalls: StallLog = field(init=False)
     watch_step: Callable[[Committed, float], None] = lambda committed, now: None  # told of every step, for benchmarks
@@ -75,7 +52,7 @@ class Engine:
     _infeasible_steps: int = 0  # with prefill, in a row
 
     def __post_init__(self) -> None:
-        self._seeds = random.Random(self.seed)
+        self.intake = Intake(self.limits, self.scheduler.block_size, self.codec, self.clock, self.seed)
         self.stats = Stats(self.scheduler)
         self.stalls = StallLog(self.scheduler.step_time, self.scheduler.caps, GcTimer(self.clock))
 
@@ -84,51 +61,9 @@ class Engine:
     def prepare(
         self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None, tenant: str = ""
     ) -> Request:
-        """Check and tokenise a request, and hash its blocks: all that needs no scheduler, on the caller's thread."""
-        token_ids = self._encode(prompt)
-        self._check(token_ids, sampling)
-        self._check_targets(sampling)
-        salt = tenant.encode()
-        return Request(
-            request_id if request_id is not None else f"request-{next(self._ids)}",
-            token_ids,
-            sampling,
-            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
-            max_model_len=self.limits.max_model_len,
-            eos_token_ids=self.codec.eos_token_ids if self.codec is not None else (),
-            salt=salt,
-            block_hashes=hash_blocks(token_ids, self.scheduler.block_size, salt),
-            arrival_time=self.clock(),
-        )
-
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.codec is None:
-            raise InvalidRequest("Got a text prompt but this engine has no tokenizer: give token ids.")
-        return self.codec.encode(prompt)
-
-    def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        vocab_size, max_len = self.limits.vocab_size, self.limits.max_model_len
-        if not token_ids:
-            raise InvalidRequest("Got an empty prompt but expected at least one token.")
-        for token in itertools.chain(token_ids, sampling.stop_token_ids):
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise InvalidRequest(f"Got token id {token!r} but the vocabulary has ids 0 to {vocab_size - 1}.")
-        if len(token_ids) >= max_len:
-            raise InvalidRequest(
-                f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
-            )
-
-    def _check_targets(self, sampling: SamplingParams) -> None:
-        if self.scheduler.policy.pacing is not None:
-            return
-        for name in ("tbt_target", "ttft_target"):
-            if (seconds := getattr(sampling, name)) is not None:
-                raise InvalidRequest(
-                    f"Got {name}={seconds} but the engine's policy is {self.scheduler.config.policy!r}: "
-                    "only the policy 'target' keeps targets."
-                )
+        """Check and tokenise a request, and hash its blocks, on the caller's thread."""
+        policy = self.scheduler.config.policy
+        return self.intake.prepare(prompt, sampling, policy=policy, request_id=request_id, tenant=tenant)
 
     def add(self, request: Request) -> None:
         prompt = list(request.tokens)
@@ -146,6 +81,11 @@ class Engine:
         builder = self._builders.pop(request_id)
         builder.finish(FinishReason.ABORT, None)
         return builder.output
+
+    def stop(self, request_id: str, keep: int) -> None:
+        """End a request in whose text the caller found a stop string, after so many of its output tokens."""
+        if self._finish(request_id, FinishReason.STOP, keep):
+            del self._builders[request_id]
 
     def _finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
         ended = self.scheduler.finish(request_id, reason, keep)

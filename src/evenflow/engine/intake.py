@@ -1,0 +1,109 @@
+"""Checks, tokenises and hashes requests: all of a request's work that needs no scheduler, on any thread or process.
+
+Must not know: scheduling, executors; the policy of the moment is told with each request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from evenflow.core.policies import has_target
+from evenflow.core.prefix_cache import hash_blocks
+from evenflow.core.request import Request, SamplingParams
+from evenflow.engine.outputs import TextDecoder
+from evenflow.errors import InvalidRequest
+
+
+class TextCodec(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask of this model."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class Intake:
+    """Makes the requests of one model."""
+
+    limits: Limits
+    block_size: int
+    codec: TextCodec | None = None  # None: tokens in, tokens out
+    clock: Callable[[], float] = time.perf_counter
+    seed: int | None = None  # of the seeds drawn for requests without one
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _seeds: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seeds = random.Random(self.seed)
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        policy: str,
+        request_id: str | None = None,
+        tenant: str = "",
+    ) -> Request:
+        """A request that can be served as asked, or an InvalidRequest that says why not."""
+        token_ids = self.encode(prompt)
+        self._check(token_ids, sampling)
+        _check_targets(sampling, policy)
+        salt = tenant.encode()
+        return Request(
+            request_id if request_id is not None else f"request-{next(self._ids)}",
+            token_ids,
+            sampling,
+            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
+            max_model_len=self.limits.max_model_len,
+            eos_token_ids=self.codec.eos_token_ids if self.codec is not None else (),
+            salt=salt,
+            block_hashes=hash_blocks(token_ids, self.block_size, salt),
+            arrival_time=self.clock(),
+        )
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.codec is None:
+            raise InvalidRequest("Got a text prompt but this engine has no tokenizer: give token ids.")
+        return self.codec.encode(prompt)
+
+    def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        vocab_size, max_len = self.limits.vocab_size, self.limits.max_model_len
+        if not token_ids:
+            raise InvalidRequest("Got an empty prompt but expected at least one token.")
+        for token in itertools.chain(token_ids, sampling.stop_token_ids):
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InvalidRequest(f"Got token id {token!r} but the vocabulary has ids 0 to {vocab_size - 1}.")
+        if len(token_ids) >= max_len:
+            raise InvalidRequest(
+                f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
+            )
+
+
+def _check_targets(sampling: SamplingParams, policy: str) -> None:
+    if has_target(policy):
+        return
+    for name in ("tbt_target", "ttft_target"):
+        if (seconds := getattr(sampling, name)) is not None:
+            raise InvalidRequest(
+                f"Got {name}={seconds} but the engine's policy is {policy!r}: only the policy 'target' keeps targets."
+            )
