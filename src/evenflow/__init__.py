@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenflow.config import EngineConfig
+    from evenflow.core.grammar import Grammar
     from evenflow.core.request import SamplingParams
     from evenflow.engine.async_llm import AsyncLLM
     from evenflow.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Grammar", "SamplingParams"]
 
 _HOMES = {
     "LLM": "evenflow.engine.llm",
     "AsyncLLM": "evenflow.engine.async_llm",
     "EngineConfig": "evenflow.config",
+    "Grammar": "evenflow.core.grammar",
     "SamplingParams": "evenflow.core.request",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from evenflow.core.grammar import Grammar
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -54,10 +55,13 @@ def request_record(request: Request) -> Record:
 
 
 def read_request(record: Record) -> Request:
+    sampling = dict(record["sampling"])
+    if sampling.get("grammar") is not None:
+        sampling["grammar"] = Grammar(**sampling["grammar"])
     return Request(
         record["id"],
         record["prompt_token_ids"],
-        SamplingParams(**record["sampling"]),
+        SamplingParams(**sampling),
         seed=record["seed"],
         max_model_len=record["max_known_tokens"],
         eos_token_ids=tuple(record["stop_token_ids"]),

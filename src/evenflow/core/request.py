@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+from evenflow.core.grammar import Grammar
 from evenflow.core.pacing import NO_DEADLINE
 from evenflow.errors import InvalidRequest
 
@@ -33,6 +34,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # so many alternatives for each output token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
     ttft_target: float | None = None  # seconds to the first token that are hoped for: moves the request up in line
 
@@ -64,6 +66,12 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0, None)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest(
+                f"Got grammar={self.grammar!r} but expected a Grammar, such as Grammar.regex('[a-z]+')."
+            )
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
 
 
 def _require_int(name: str, value: object, low: int, high: int | None) -> None:
