@@ -1,0 +1,68 @@
+"""Distributions that take many equal values at once: a histogram for Prometheus, and quantiles of the last while.
+
+Every token passes here, so that one call takes all tokens of a step that waited equally long.
+Must not know: requests, steps, HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_RATIO = 1.02  # of one bucket's bound to the next: the error of a quantile
+_LOG_RATIO = math.log(_RATIO)
+
+
+class BulkHistogram(Collector):
+    """A histogram of one series, under one name or several."""
+
+    def __init__(self, names: dict[str, str], buckets: Sequence[float], labels: dict[str, str]) -> None:
+        self._names = names  # with what each says
+        self._bounds = [*buckets, math.inf]
+        self._labels = labels
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*(str(float(bound)) for bound in self._bounds[:-1]), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        for name, documentation in self._names.items():
+            family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), buckets, self._sum)
+            yield family
+
+
+class RecentQuantiles:
+    """Quantiles of positive values over the last seconds, within 2%, in memory that does not grow with their number."""
+
+    def __init__(self, max_seconds: int) -> None:
+        # One slot a second: how many values in each bucket of a geometric scale.
+        self._slots: deque[tuple[int, Counter[int]]] = deque(maxlen=max_seconds + 1)
+
+    def observe(self, value: float, count: int, now: float) -> None:
+        second = int(now)
+        if not self._slots or self._slots[-1][0] < second:
+            self._slots.append((second, Counter()))
+        self._slots[-1][1][math.ceil(math.log(max(value, 1e-6)) / _LOG_RATIO)] += count
+
+    def quantiles(self, shares: Sequence[float], now: float, seconds: float) -> list[float | None]:
+        """The values below which these shares lie; None where there was no value."""
+        counts: Counter[int] = Counter()
+        for second, slot in self._slots:
+            if second > now - seconds - 1:
+                counts.update(slot)
+        scale = sorted(counts)
+        sums = list(accumulate(counts[bucket] for bucket in scale))
+        if not sums:
+            return [None] * len(shares)
+        return [_RATIO ** (scale[bisect_left(sums, share * sums[-1])] - 0.5) for share in shares]

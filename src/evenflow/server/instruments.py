@@ -1,0 +1,178 @@
+"""Every metric by name, kind, labels and buckets. Those called `vllm:` are as vLLM 0.32 has them.
+
+Must not know: what makes a figure change; that is `metrics`.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
+
+from evenflow.server.figures import BulkHistogram
+
+_LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_TBT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1)
+
+
+class Maker:
+    """Makes metrics that carry the labels that all of vLLM's have."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
+        return metric.labels(**self._labels)
+
+    def bulk_histogram(self, names: dict[str, str], buckets: tuple[float, ...]) -> BulkHistogram:
+        metric = BulkHistogram(names, buckets, self._labels)
+        self._registry.register(metric)
+        return metric
+
+    def split_counter(self, name: str, text: str, *labels: str) -> SplitCounter:
+        return SplitCounter(Counter(name, text, [*self._labels, *labels], registry=self._registry), self._labels)
+
+    def info(self, name: str, text: str, values: dict[str, str]) -> None:
+        """A gauge that is always 1 and says what it has to say in its labels."""
+        labels = {**values, "engine": self._labels["engine"]}
+        Gauge(name, text, list(labels), registry=self._registry).labels(**labels).set(1)
+
+    def register(self, collector: Collector) -> None:
+        self._registry.register(collector)
+
+
+class SplitCounter:
+    """A counter with labels of its own, whose children are looked up once."""
+
+    def __init__(self, counter: Counter, common: dict[str, str]) -> None:
+        self._counter = counter
+        self._common = tuple(common.values())
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def inc(self, amount: float, *values: str) -> None:
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._counter.labels(*self._common, *values)
+        child.inc(amount)
+
+
+class VllmMetrics:
+    """What the dashboards made for vLLM look at, where this engine has such a figure."""
+
+    def __init__(self, make: Maker) -> None:
+        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+        self.running = gauge("vllm:num_requests_running", "Requests that hold a slot.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for memory.")
+        self.kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.preemptions = counter("vllm:num_preemptions", "Requests that took a slot again after losing it.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.prompt_tokens_by_source = make.split_counter(
+            "vllm:prompt_tokens_by_source", "The same by where they came from.", "source"
+        )
+        self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those of them that were cached.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.request_success = make.split_counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
+        self.params_n = histogram("vllm:request_params_n", "Answers asked for by one call.", (1, 2, 5, 10, 20))
+        self.request_preemptions = histogram(
+            "vllm:request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)
+        )
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.inter_token = make.bulk_histogram(
+            {
+                "vllm:inter_token_latency_seconds": "Between two tokens of a stream.",
+                "vllm:time_per_output_token_seconds": "The same, under its older name.",
+            },
+            _TBT_S,
+        )
+        self.request_tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", _TBT_S
+        )
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to first step.", _LATENCY_S)
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "First step to first token.", _LATENCY_S)
+        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY_S)
+        self.inference = histogram("vllm:request_inference_time_seconds", "First step to last token.", _LATENCY_S)
+
+
+class VllmRequestTokens:
+    """Those of vLLM's histograms whose buckets end at the model's context."""
+
+    def __init__(self, make: Maker, max_model_len: int) -> None:
+        buckets = tuple(
+            float(mantissa * 10**exponent)
+            for exponent in range(len(str(max_model_len)))
+            for mantissa in (1, 2, 5)
+            if mantissa * 10**exponent <= max_model_len
+        )
+        self.prompt = make.histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", buckets)
+        self.generation = make.histogram("vllm:request_generation_tokens", "Tokens of a request's answer.", buckets)
+        self.max_generation = make.histogram(
+            "vllm:request_max_num_generation_tokens", "Most tokens that a request asked for.", buckets
+        )
+        self.params_max_tokens = make.histogram("vllm:request_params_max_tokens", "A request's max_tokens.", buckets)
+        self.computed = make.histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Tokens of a prompt that were not cached.", buckets
+        )
+
+
+class EvenflowMetrics:
+    """What vLLM's metrics lack: how steps were filled, what they took, and what kept tokens waiting."""
+
+    def __init__(self, make: Maker) -> None:
+        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+        self.up = gauge("evenflow:up", "1 while the engine process serves.")
+        self.restarts = counter("evenflow:engine_restarts", "Times that the engine process was started anew.")
+        self.rejected = make.split_counter("evenflow:rejected_requests", "Requests refused unserved.", "reason")
+        self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
+        self.chunks = make.split_counter("evenflow:chunks", "Chunks by why they were not longer.", "reason")
+        self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request until its end.", _CHUNKS)
+        self.budget_use = histogram("evenflow:step_budget_use", "Share of the budget that a step used.", _SHARES)
+        self.step_tokens = make.split_counter("evenflow:step_tokens", "Tokens run, decode or prefill.", "part")
+        self.part_seconds = make.split_counter(
+            "evenflow:step_part_seconds", "Seconds of steps by what they were for, decode or prefill.", "part"
+        )
+        self.step_seconds = histogram("evenflow:step_seconds", "What steps took.", _STEP_S)
+        self.predicted_seconds = histogram(
+            "evenflow:step_predicted_seconds", "What steps were predicted to take.", _STEP_S
+        )
+        self.prediction_error = histogram(
+            "evenflow:step_prediction_error", "|predicted - actual| / actual of a step.", _SHARES
+        )
+        self.stalls = counter("evenflow:stalls", "Steps that made tokens late.")
+        self.stall_seconds = make.split_counter(
+            "evenflow:stall_seconds", "Seconds of the longest gap of each such step, by cause.", "cause"
+        )
+        self.late_tokens = counter("evenflow:late_tokens", "Tokens that came after their deadline.")
+        self.target = gauge("evenflow:tbt_target_seconds", "The target in force; NaN where the policy keeps none.")
+        self.feasible_target = gauge(
+            "evenflow:tbt_feasible_target_seconds", "The least target that could be kept, where this one cannot."
+        )
+        self.tbt_p50 = gauge("evenflow:tbt_p50_seconds", "Median time between tokens over the last minute.")
+        self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
+        self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
+        self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
+        self.tenant_requests = make.split_counter("evenflow:tenant_requests", "Requests that ended.", "tenant")
+        self.tenant_prompt_tokens = make.split_counter(
+            "evenflow:tenant_prompt_tokens", "Prompt tokens of these.", "tenant"
+        )
+        self.tenant_generation_tokens = make.split_counter(
+            "evenflow:tenant_generation_tokens", "Tokens generated for these.", "tenant"
+        )
