@@ -204,7 +204,7 @@ def emission_times(driver: Driver, name: str, steps: int) -> list[float]:
     times = []
     for _ in range(steps):
         driver.step()
-        if any(emission.request.id == name for emission in driver.outcomes[-1].emissions):
+        if any(request.id == name for request, *_ in driver.outcomes[-1].emissions):
             times.append(driver.executor.clock.now)
     return times
 

@@ -44,7 +44,7 @@ class Stats:
         plan, totals = committed.plan, self.totals
         totals.steps += 1
         totals.prefill_tokens += sum(chunk.length for chunk in plan.chunks)
-        totals.output_tokens += sum(len(emission.tokens) for emission in committed.emissions)
+        totals.output_tokens += sum(len(tokens) for _, _, tokens in committed.emissions)
         totals.looked_up_tokens += sum(len(admission.token_ids) for admission in plan.admissions)
         totals.cached_tokens += sum(admission.num_cached_tokens for admission in plan.admissions)
         if self._logged_at is None:
