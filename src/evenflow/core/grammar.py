@@ -38,9 +38,7 @@ class Grammar:
         if not 0 < len(self.text) <= MOST_CHARACTERS:
             raise InvalidRequest(f"Got a grammar of {len(self.text)} characters but expected 1 to {MOST_CHARACTERS}.")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
-            raise InvalidRequest(
-                "the grammar is not valid Unicode: it holds half of a character outside the first plane"
-            )
+            raise InvalidRequest("the grammar is not valid Unicode: it holds half of a surrogate pair")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:

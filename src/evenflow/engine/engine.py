@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from evenflow.config import DEFAULT_TARGET_BUDGET
+from evenflow.core.grammar import Grammar
 from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import retarget
 from evenflow.core.request import FinishReason, Request, SamplingParams
@@ -42,6 +43,7 @@ class Engine:
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.perf_counter
     seed: int | None = None
+    check_grammar: Callable[[Grammar], None] | None = None  # None: answers cannot be constrained
     _builders: dict[str, OutputBuilder] = field(default_factory=dict)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
     intake: Intake = field(init=False)
@@ -52,7 +54,9 @@ class Engine:
     _infeasible_steps: int = 0  # with prefill, in a row
 
     def __post_init__(self) -> None:
-        self.intake = Intake(self.limits, self.scheduler.block_size, self.codec, self.clock, self.seed)
+        self.intake = Intake(
+            self.limits, self.scheduler.block_size, self.codec, self.clock, self.seed, self.check_grammar
+        )
         self.stats = Stats(self.scheduler)
         self.stalls = StallLog(self.scheduler.step_time, self.scheduler.caps, GcTimer(self.clock))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from evenflow.core.grammar import Grammar
 from evenflow.core.policies import has_target
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
@@ -47,6 +48,7 @@ class Intake:
     codec: TextCodec | None = None  # None: tokens in, tokens out
     clock: Callable[[], float] = time.perf_counter
     seed: int | None = None  # of the seeds drawn for requests without one
+    check_grammar: Callable[[Grammar], None] | None = None  # `Grammars.check`; None: answers cannot be constrained
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _seeds: random.Random = field(init=False)
 
@@ -66,6 +68,7 @@ class Intake:
         token_ids = self.encode(prompt)
         self._check(token_ids, sampling)
         _check_targets(sampling, policy)
+        self._check_grammar(sampling.grammar)
         salt = tenant.encode()
         return Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
@@ -97,6 +100,13 @@ class Intake:
             raise InvalidRequest(
                 f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
             )
+
+    def _check_grammar(self, grammar: Grammar | None) -> None:
+        if grammar is None:
+            return
+        if self.check_grammar is None:
+            raise InvalidRequest("Got a grammar but this engine cannot constrain answers.")
+        self.check_grammar(grammar)
 
 
 def _check_targets(sampling: SamplingParams, policy: str) -> None:

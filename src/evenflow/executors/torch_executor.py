@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
 from evenflow.model.sampler import SampledSequence, row_logprobs, sample
 from evenflow.model.weights import needed_shapes
+
+if TYPE_CHECKING:
+    from evenflow.model.grammar import Grammars
 
 WeightFormat = Literal["float32", "int4"]
 
@@ -85,8 +88,10 @@ class TorchExecutor:
         weights: WeightFormat = "float32",
         threads: int | None = None,
         max_steps_in_flight: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         self._config = config
+        self._grammars = grammars
         self._caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
         self._decoder = Decoder(config, tensors, *_linear_forms(config, weights))
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
@@ -152,12 +157,17 @@ class TorchExecutor:
         return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
 
     def _admit(self, admission: Admission) -> _Slot:
+        constraint = None
+        if admission.sampling.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar for an executor that has none"
+            constraint = self._grammars.constrain(admission.sampling.grammar)
         sampled = SampledSequence(
             params=admission.sampling,
             seed=admission.seed,
             tokens=list(admission.token_ids),
             num_prompt_tokens=admission.num_prompt_tokens,
             stop_token_ids=admission.stop_token_ids,
+            constraint=constraint,
         )
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 

@@ -3,7 +3,8 @@
 Knows one row's sampling parameters and tokens; must not know: requests, slots, the model.
 
 A row's random number is keyed by (seed, position) alone, so that neither the batch nor the chunks it was computed in
-can change the token. Logprobs are those of the model's own distribution, before penalties, temperature and cuts.
+can change the token. Logprobs are those of the model's own distribution, before grammars, penalties, temperature
+and cuts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +21,10 @@ from torch import Tensor
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
 from evenflow.core.request import SamplingParams
+from evenflow.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from evenflow.model.grammar import Constraint
 
 
 @dataclass(slots=True)
@@ -30,6 +36,7 @@ class SampledSequence:
     tokens: list[int]  # everything known
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
+    constraint: Constraint | None = None
     has_penalties: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +73,13 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     }
     # The same memory: over one vocabulary, numpy's argmax and partitions are several times as fast as torch's.
     rows: NDArray[np.float32] = logits.numpy()
-    for row, sequence in zip(rows, sequences, strict=True):
-        if sequence.may_not_stop:
+    for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+        if sequence.constraint is not None and number not in errors:
+            try:
+                _constrain(row, sequence, sequence.constraint)
+            except InvalidRequest as error:
+                errors[number] = str(error)
+        elif sequence.may_not_stop:
             row[list(sequence.stop_token_ids)] = -math.inf
         if sequence.has_penalties:
             _penalise(row, sequence)
@@ -94,6 +106,16 @@ def _errors(logits: Tensor) -> dict[int, str]:
         for row, value in enumerate(largest)
         if not math.isfinite(value)
     }
+
+
+def _constrain(row: NDArray[np.float32], sequence: SampledSequence, constraint: Constraint) -> None:
+    """Leave what the grammar allows; `min_tokens` are waived where it allows nothing but an end."""
+    allowed = constraint.allowed(sequence.tokens, sequence.num_prompt_tokens)
+    if sequence.may_not_stop:
+        goes_on = allowed.copy()
+        goes_on[list(sequence.stop_token_ids)] = False
+        allowed = goes_on if goes_on.any() else allowed
+    row[~allowed] = -math.inf
 
 
 def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:

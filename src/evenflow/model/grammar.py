@@ -1,0 +1,165 @@
+"""Which tokens may come next in an answer that must match a grammar, by llguidance.
+
+Compiles on a thread of its own, while the prompt is computed. Knows a vocabulary; must not know: logits, sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from numpy.typing import NDArray
+
+from evenflow.core.grammar import Grammar
+from evenflow.errors import InvalidRequest
+
+# A schema comes from anyone. These let through what people write, and bound what one grammar can take: about
+# 100 ms to compile, 10 ms a token, 20 MB.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=10_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+_MOST_COMPILED = 64  # grammars kept for the next request that sends the same
+# Room for any usual indentation, and none for a small model to write blanks for ever.
+_BLANKS_IN_JSON = r"[\x20\x0A\x09]{1,32}"
+
+
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class Grammars:
+    """Compiles grammars for one model. Any thread may call it; the model's vocabulary is read at the first grammar."""
+
+    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+        self._vocabulary = vocabulary
+        self._num_logits = num_logits
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile it, and say what is wrong as an InvalidRequest."""
+        self._compile_soon(grammar).result()
+
+    def constrain(self, grammar: Grammar) -> Constraint:
+        """For one answer. Returns at once; the first token waits for the grammar where it must."""
+        return Constraint(self._compile_soon(grammar), self._num_logits)
+
+    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = self._worker.submit(self._compile, grammar)
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+            return self._compiled[grammar]
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        # Some limits show only when the first token is looked for.
+        trial = matcher.deep_copy()
+        if not matcher.is_error():
+            trial.compute_bitmask()
+        for compiled in (matcher, trial):
+            if compiled.is_error():
+                raise InvalidRequest(f"the {grammar.kind} cannot be used: {_reason(compiled)}")
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        if not self._vocabulary.eos_token_ids:
+            raise InvalidRequest("a grammar cannot be used: this model has no token that ends an answer")
+        view = TokenizerWrapper(_TokenizerView(self._vocabulary, self._num_logits))
+        return LLTokenizer(view, eos_token=list(self._vocabulary.eos_token_ids))
+
+
+class Constraint:
+    """Follows one answer through its grammar."""
+
+    def __init__(self, compiled: Future[LLMatcher], num_logits: int) -> None:
+        self._compiled = compiled
+        self._num_logits = num_logits
+        self._num_taken = 0
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        return self._compiled.result().deep_copy()
+
+    def allowed(self, tokens: Sequence[int], num_prompt_tokens: int) -> NDArray[np.bool_]:
+        """By token id, what may follow `tokens`: the prompt, then the answer so far.
+
+        An answer may have grown or been cut back since the last call: a recomputed request starts with several tokens,
+        a failed step takes its own away.
+        """
+        matcher, num_output = self._matcher, len(tokens) - num_prompt_tokens
+        if num_output < self._num_taken:
+            matcher.rollback(self._num_taken - num_output)
+        else:
+            matcher.consume_tokens(list(tokens[num_prompt_tokens + self._num_taken :]))
+        self._num_taken = num_output
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot go on after {num_output} tokens: {_reason(matcher)}")
+        return np.unpackbits(bits, count=self._num_logits, bitorder="little").view(np.bool_)
+
+
+class _TokenizerView:
+    """A vocabulary with the names that llguidance looks for."""
+
+    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+        self._vocabulary = vocabulary
+        self.bos_token_id = vocabulary.bos_token_id
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(num_logits)]
+        self.special_token_ids = [token_id for token_id in range(num_logits) if vocabulary.is_special(token_id)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._vocabulary.encode(text, add_special_tokens=False)
+
+
+def _source(grammar: Grammar) -> str:
+    """In the form that llguidance reads."""
+    try:
+        match grammar.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(
+                    grammar.text, defaults={"whitespace_pattern": _BLANKS_IN_JSON}
+                )
+            case "regex":
+                # Who writes \d means 0 to 9, not every digit of Unicode.
+                return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, use_ascii='d')}/")
+            case "choice":
+                texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
+                return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+            case "lark":
+                return LLMatcher.grammar_from_lark(grammar.text)
+    except ValueError as error:  # not even JSON
+        raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """On one line."""
+    error = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    return "no text matches it" if error.startswith("NoExtension") else error
