@@ -1,0 +1,175 @@
+"""What the plug-in tells of its steps: a line in vLLM's log every so often, and each step to whoever listens.
+
+Steps go out as the messages that evenflow's own server is made of, so that its metrics and page can show vLLM's steps.
+Nobody is waited for: a message that cannot be sent at once is dropped. Must not know: vLLM's classes.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from evenflow.core.plan import StepShape
+
+logger = logging.getLogger("vllm.evenflow")  # vLLM shows what its own loggers say
+
+LOG_INTERVAL_S = 10.0
+
+
+class ChunkDone(NamedTuple):
+    request_id: str
+    start: int
+    length: int
+    reason: str
+    gave_token: bool
+
+
+class LateToken(NamedTuple):
+    request_id: str
+    gap: float
+    seconds: float  # after its deadline
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step of vLLM's, as evenflow saw it."""
+
+    step_id: int
+    at: float
+    seconds: float
+    predicted_seconds: float
+    predicted_decode_seconds: float  # had it only decoded
+    shape: StepShape
+    chunks: Sequence[ChunkDone]
+    decoded: Sequence[str]
+    late: Sequence[LateToken]
+    num_output_tokens: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    feasible_target: float | None
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What the next line of the log will say."""
+
+    since: float
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_tokens: int = 0
+    num_late_tokens: int = 0
+    worst_gap: float = 0.0
+    errors: list[float] = field(default_factory=list)  # of predictions, relative
+
+    def add(self, step: StepDone) -> None:
+        self.num_steps += 1
+        self.num_tokens += step.num_output_tokens
+        self.num_late_tokens += len(step.late)
+        self.worst_gap = max([self.worst_gap, *(late.gap for late in step.late)])
+        if step.shape.prefill_rows and step.shape.decode_sequences:
+            self.num_mixed_steps += 1
+            self.num_prefill_tokens += step.shape.prefill_rows
+            self.errors.append(abs(step.predicted_seconds - step.seconds) / step.seconds)
+
+
+class Reporter:
+    """Tells of steps as they end."""
+
+    def __init__(self, policy: str, target: float, budget: int, step_socket: str | None) -> None:
+        self._policy = policy
+        self._target = target
+        self._budget = budget
+        self._interval: _Interval | None = None
+        self._address = step_socket
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if step_socket else None
+        if self._socket is not None:
+            self._socket.setblocking(False)
+
+    def report(self, step: StepDone) -> None:
+        """Take in a step that is through."""
+        if self._interval is None:
+            self._interval = _Interval(since=step.at - step.seconds)
+        self._interval.add(step)
+        if step.at - self._interval.since >= LOG_INTERVAL_S:
+            self._log(self._interval, step.at)
+            self._interval = None
+        if self._socket is not None:
+            with suppress(OSError):  # nobody listens, or too slowly
+                self._socket.sendto(self._message(step), self._address or "")
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _log(self, interval: _Interval, now: float) -> None:
+        if not interval.num_mixed_steps:
+            return
+        logger.info(
+            "evenflow: in %.0f s %d steps, %d of them with prefill beside decodes (%.0f tokens each on average); "
+            "%.2f%% of %d tokens later than %.0f ms, longest gap of these %.0f ms; step times predicted within %.1f%%",
+            now - interval.since,
+            interval.num_steps,
+            interval.num_mixed_steps,
+            interval.num_prefill_tokens / interval.num_mixed_steps,
+            100 * interval.num_late_tokens / max(1, interval.num_tokens),
+            interval.num_tokens,
+            1000 * self._target,
+            1000 * interval.worst_gap,
+            100 * sum(interval.errors) / len(interval.errors),
+        )
+
+    def _message(self, step: StepDone) -> bytes:
+        import msgspec  # the base package does without it; vLLM does not
+
+        from evenflow.server.events import CauseEvent, ChunkEvent, StallEvent, StepEvent
+
+        prefill_seconds = step.seconds * (1 - _share(step.predicted_decode_seconds, step.predicted_seconds))
+        per_token = prefill_seconds / max(1, step.shape.prefill_rows)
+        chunks = [
+            ChunkEvent(chunk.request_id, chunk.start, chunk.length, chunk.reason, chunk.length * per_token, chunk[-1])
+            for chunk in step.chunks
+        ]
+        stall = None
+        if step.late:
+            worst = max(step.late, key=lambda late: late.gap)
+            causes = [
+                CauseEvent("decodes", min(step.predicted_decode_seconds, step.seconds)),
+                *(CauseEvent("prefill", chunk.seconds, chunk.request_id, chunk.length) for chunk in chunks),
+            ]
+            causes.append(CauseEvent("unexplained", max(0.0, worst.gap - sum(cause.seconds for cause in causes))))
+            causes.sort(key=lambda cause: -cause.seconds)
+            stall = StallEvent(worst.request_id, worst.gap, worst.seconds, causes)
+        return msgspec.msgpack.encode(
+            StepEvent(
+                step_id=step.step_id,
+                at=step.at,
+                seconds=step.seconds,
+                predicted_seconds=step.predicted_seconds,
+                decode_seconds=step.seconds - prefill_seconds,
+                num_decodes=step.shape.decode_sequences,
+                decoded=list(step.decoded),
+                chunks=chunks,
+                admissions=[],
+                budget=self._budget,
+                num_output_tokens=step.num_output_tokens,
+                num_late_tokens=len(step.late),
+                num_running=step.num_running,
+                num_waiting=step.num_waiting,
+                kv_cache_usage=step.kv_cache_usage,
+                policy=self._policy,
+                target_s=self._target,
+                feasible_target_s=step.feasible_target,
+                stall=stall,
+            )
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole else 0.0
