@@ -9,15 +9,17 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 Value = TypeVar("Value")
 
@@ -81,8 +83,10 @@ class GgufFile:
             raise BrokenModel(f"{key} is not a list of {kind.__name__}")
         return values
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> "torch.Tensor":
         """A tensor as float32, in memory of its own."""
+        import torch  # only here: metadata is read without it
+
         tensor = self.tensors[name]
         stored = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.offset)
         values = dequantize(stored.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind)

@@ -1,138 +1,41 @@
-"""A model from a Hugging Face folder: its safetensors, its tokenizer files, and which token ids end an answer.
+"""A model from a Hugging Face folder: its safetensors, together with what the readers of its other files make of it.
 
-The sizes of the model are read by hf_config; nothing here needs transformers.
+The sizes of the model are read by hf_config, its tokenizer by hf_tokenizer; nothing here needs transformers.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from safetensors import SafetensorError, safe_open
 
 from evenflow.errors import BrokenModel, ModelNotFound
-from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import ModelConfig, unsupported
-from evenflow.model.hf_config import JsonFile, read_config
-from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.hf_config import read_config
+from evenflow.model.hf_tokenizer import read_hf_tokenizer, read_json
+from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import StoredTensor
 
 _SINGLE_FILE = "model.safetensors"
 _SHARD_INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_hf_folder(folder: Path) -> tuple[ModelConfig, Tokenizer, dict[str, StoredTensor]]:
     """The configuration, tokenizer and tensors of a Hugging Face folder."""
-    config_file = _read_json(folder, "config.json")
+    config_file = read_json(folder, "config.json")
     if config_file is None:
         raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
-    generation_file = _read_json(folder, "generation_config.json")
-    backend = _read_backend(folder)
-    settings = _read_json(folder, "tokenizer_config.json") or JsonFile("tokenizer_config.json", {})
-    special_tokens = _special_tokens(folder, settings)
-    ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
-
-    bos_token_id = ids.get("bos_token", config_file.optional("bos_token_id", int))
-    eos_token_ids = _eos_token_ids(config_file, generation_file, ids.get("eos_token"))
-    config = read_config(config_file, bos_token_id, eos_token_ids)
-    if "add_bos_token" in settings.content or "add_eos_token" in settings.content:
-        add_special_tokens_around(
-            backend,
-            ids.get("bos_token") if settings.get("add_bos_token", bool, False) else None,
-            ids.get("eos_token") if settings.get("add_eos_token", bool, False) else None,
-        )
-    tokenizer = Tokenizer(
-        backend,
-        bos_token_id=bos_token_id,
-        eos_token_ids=eos_token_ids,
-        chat_template=_chat_template(folder, settings, special_tokens),
-    )
+    tokenizer = read_hf_tokenizer(folder)
+    config = read_config(config_file, tokenizer.bos_token_id, tokenizer.eos_token_ids)
     return config, tokenizer, _stored_tensors(folder)
-
-
-def _read_text(folder: Path, name: str) -> str | None:
-    try:
-        return (folder / name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BrokenModel(f"{name} cannot be read: {error}") from error
-
-
-def _read_json(folder: Path, name: str) -> JsonFile | None:
-    text = _read_text(folder, name)
-    if text is None:
-        return None
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise BrokenModel(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
-    return JsonFile(name, content)
-
-
-def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    text = _read_text(folder, "tokenizer.json")
-    if text is None:
-        raise BrokenModel("tokenizer.json is missing")
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises its errors as plain exceptions
-        raise BrokenModel(f"tokenizer.json cannot be read: {error}") from error
-
-
-def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
-    """The text of the special tokens by their role, from the newer of the two files that name them."""
-    older = _read_json(folder, "special_tokens_map.json")
-    named = {**(older.content if older else {}), **settings.content}
-    tokens = {}
-    for role in _SPECIAL_TOKENS:
-        token = named.get(role)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            tokens[role] = text
-    return tokens
-
-
-def _eos_token_ids(
-    config_file: JsonFile, generation_file: JsonFile | None, tokenizer_eos_id: int | None
-) -> tuple[int, ...]:
-    """Every id that ends an answer: files name the end of text, the end of a turn, or both."""
-    found: list[Any] = []
-    for file in (generation_file, config_file):
-        ids = file.content.get("eos_token_id") if file else None
-        found += ids if isinstance(ids, list) else [ids]
-    found.append(tokenizer_eos_id)
-    for token_id in found:
-        if token_id is not None and type(token_id) is not int:
-            raise BrokenModel(f"eos_token_id is {str(token_id)[:80]!r}, expected an integer or a list of them")
-    return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
-
-
-def _chat_template(folder: Path, settings: JsonFile, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    source = _read_text(folder, "chat_template.jinja")
-    if source is None:
-        source = settings.content.get("chat_template")
-    if isinstance(source, str):
-        return ChatTemplate({"default": source}, special_tokens)
-    if isinstance(source, list):
-        sources = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        if all(isinstance(text, str) for text in sources.values()) and "default" in sources:
-            return ChatTemplate(sources, special_tokens)
-    if source is not None:
-        raise BrokenModel(f"{settings.name}: chat_template is neither a text nor a list with a default one")
-    return None
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / _SINGLE_FILE).exists():
         return _tensors_of(folder, _SINGLE_FILE)
-    index = _read_json(folder, _SHARD_INDEX)
+    index = read_json(folder, _SHARD_INDEX)
     if index is None:
         raise BrokenModel(f"neither {_SINGLE_FILE} nor {_SHARD_INDEX} is there")
     stored: dict[str, StoredTensor] = {}

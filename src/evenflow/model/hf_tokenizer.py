@@ -1,0 +1,115 @@
+"""The tokenizer of a Hugging Face folder, and which token ids end an answer. Needs neither torch nor the weights.
+
+The sizes of the model are read by hf_config, its tensors by hf_folder; nothing here needs transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from evenflow.errors import BrokenModel
+from evenflow.model.chat_template import ChatTemplate
+from evenflow.model.hf_config import JsonFile
+from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def read_hf_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer with its chat template; config.json need not be there."""
+    config_file = read_json(folder, "config.json") or JsonFile("config.json", {})
+    generation_file = read_json(folder, "generation_config.json")
+    backend = _read_backend(folder)
+    settings = read_json(folder, "tokenizer_config.json") or JsonFile("tokenizer_config.json", {})
+    special_tokens = _special_tokens(folder, settings)
+    ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
+    if "add_bos_token" in settings.content or "add_eos_token" in settings.content:
+        add_special_tokens_around(
+            backend,
+            ids.get("bos_token") if settings.get("add_bos_token", bool, False) else None,
+            ids.get("eos_token") if settings.get("add_eos_token", bool, False) else None,
+        )
+    return Tokenizer(
+        backend,
+        bos_token_id=ids.get("bos_token", config_file.optional("bos_token_id", int)),
+        eos_token_ids=_eos_token_ids(config_file, generation_file, ids.get("eos_token")),
+        chat_template=_chat_template(folder, settings, special_tokens),
+    )
+
+
+def read_json(folder: Path, name: str) -> JsonFile | None:
+    """The object in a JSON file, or None where there is no such file."""
+    text = _read_text(folder, name)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise BrokenModel(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
+    return JsonFile(name, content)
+
+
+def _read_text(folder: Path, name: str) -> str | None:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokenModel(f"{name} cannot be read: {error}") from error
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    text = _read_text(folder, "tokenizer.json")
+    if text is None:
+        raise BrokenModel("tokenizer.json is missing")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises its errors as plain exceptions
+        raise BrokenModel(f"tokenizer.json cannot be read: {error}") from error
+
+
+def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
+    """The text of the special tokens by their role, from the newer of the two files that name them."""
+    older = read_json(folder, "special_tokens_map.json")
+    named = {**(older.content if older else {}), **settings.content}
+    tokens = {}
+    for role in _SPECIAL_TOKENS:
+        token = named.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[role] = text
+    return tokens
+
+
+def _eos_token_ids(
+    config_file: JsonFile, generation_file: JsonFile | None, tokenizer_eos_id: int | None
+) -> tuple[int, ...]:
+    """Every id that ends an answer: files name the end of text, the end of a turn, or both."""
+    found: list[Any] = []
+    for file in (generation_file, config_file):
+        ids = file.content.get("eos_token_id") if file else None
+        found += ids if isinstance(ids, list) else [ids]
+    found.append(tokenizer_eos_id)
+    for token_id in found:
+        if token_id is not None and type(token_id) is not int:
+            raise BrokenModel(f"eos_token_id is {str(token_id)[:80]!r}, expected an integer or a list of them")
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+
+def _chat_template(folder: Path, settings: JsonFile, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    source = _read_text(folder, "chat_template.jinja")
+    if source is None:
+        source = settings.content.get("chat_template")
+    if isinstance(source, str):
+        return ChatTemplate({"default": source}, special_tokens)
+    if isinstance(source, list):
+        sources = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        if all(isinstance(text, str) for text in sources.values()) and "default" in sources:
+            return ChatTemplate(sources, special_tokens)
+    if source is not None:
+        raise BrokenModel(f"{settings.name}: chat_template is neither a text nor a list with a default one")
+    return None
