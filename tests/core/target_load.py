@@ -26,6 +26,21 @@ def noisy(cost: Cost, share: float = 0.05, seed: int = 1) -> Cost:
     return lambda shape: cost(shape) * (1 + generator.gauss(0, share))
 
 
+def disturbed(cost: Cost, seed: int) -> Cost:
+    """Noise, and one step in fifty begins a burst of a few that take 1.5 to 4 times as long."""
+    generator, noise, slowness = random.Random(seed), noisy(cost, seed=seed), 1.0
+
+    def seconds(shape: StepShape) -> float:
+        nonlocal slowness
+        if slowness == 1.0:
+            slowness = generator.uniform(1.5, 4.0) if generator.random() < 0.02 else 1.0
+        elif generator.random() < 0.25:
+            slowness = 1.0
+        return slowness * noise(shape)
+
+    return seconds
+
+
 class Oracle(StepTimeModel):
     """Knows the cost without its noise, and allows for the noise as much as the limit on the p99 gap asks for."""
 

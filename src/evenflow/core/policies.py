@@ -46,6 +46,12 @@ def has_target(policy: str) -> bool:
     return policy.startswith("target:")
 
 
+def target_of(policy: str) -> float | None:
+    """The seconds of the target that this policy keeps; None: it keeps none."""
+    pacing = make_policy(policy, 1).pacing
+    return None if pacing is None else pacing.target
+
+
 def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
     """The target policy of so many seconds: paced or strict as asked for, else as `policy` was."""
     if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds < math.inf:

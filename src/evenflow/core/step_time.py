@@ -36,6 +36,7 @@ _SURPRISING_ERROR = 0.15
 
 _NUM_ERRORS = 128  # mixed steps that the margin and the reported error are taken over
 _QUANTILE = 0.97
+_BURST_QUANTILE = 0.84  # no margin helps against the worst one in six: that is the machine being disturbed, not noise
 _UNTRIED_LOG_MARGIN = 0.25
 _MAX_MARGIN = 3.0
 
@@ -181,8 +182,10 @@ class StepTimeModel:
             self._update_margin()
 
     def _update_margin(self) -> None:
+        """Twice the lesser quantile is the greater one where errors are noise; after bursts of slowness it is less."""
         errors = sorted(unexplained for _, unexplained in self._errors)
-        largest = errors[int(_QUANTILE * (len(errors) - 1))] if errors else 0.0
+        last = len(errors) - 1
+        largest = min(errors[int(_QUANTILE * last)], 2 * errors[int(_BURST_QUANTILE * last)]) if errors else 0.0
         self._log_margin = max(largest, _UNTRIED_LOG_MARGIN / math.sqrt(1 + len(errors)))
 
     def _keep(self, sample: _Sample) -> None:

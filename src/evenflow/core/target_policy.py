@@ -17,9 +17,8 @@ IDLE_STRETCH = 2.0
 # Beyond the largest step seen the model guesses: a step holds at most so many times what is proven.
 SLOW_START = 2
 # A margin for ignorance would keep the sizes it fears from ever being tried. So one cut step in so many is sized by the
-# best guess instead, and so are some of the first.
+# best guess instead: too few to be felt at the 99th percentile.
 TRIAL_STEPS = 128
-FIRST_TRIALS = (8, 16, 32, 64)
 # How long a prompt may be passed by shorter ones, in units of the time its own prefill takes.
 PATIENCE = 4.0
 
@@ -69,7 +68,7 @@ class Target(Policy):
         if upper(_shape(view, most)) <= seconds:
             return most, reason
         self._num_cut_steps += 1
-        is_trial = self._num_cut_steps % TRIAL_STEPS == 0 or self._num_cut_steps in FIRST_TRIALS
+        is_trial = self._num_cut_steps % TRIAL_STEPS == 0
         seconds_of = view.step_time.predict if is_trial else upper
         return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
