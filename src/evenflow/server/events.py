@@ -23,6 +23,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int = 0  # 0: not known yet
     num_blocks: int = 0
     block_size: int = 0
+    policy: str = ""  # that the next step is planned by; steps in between say what it was for them
 
 
 class ChunkEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):

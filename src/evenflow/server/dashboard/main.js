@@ -1,0 +1,134 @@
+// Puts the page together: what comes over the feed goes to the pictures, what the user does goes to the server.
+
+import { Chat } from "./chat.js";
+import { Feed } from "./feed.js";
+import { askForKey } from "./key.js";
+import { LineChart } from "./lines.js";
+import { StepPicture } from "./steps.js";
+import { StepStore } from "./store.js";
+import { TargetControl } from "./target.js";
+import { count, duration, share, stallInWords, stepInWords } from "./words.js";
+
+const element = (id) => document.getElementById(id);
+const RATE_WINDOW_S = 2;
+
+const store = new StepStore();
+const picture = new StepPicture(element("steps"), store, showStep);
+const target = new TargetControl();
+const chat = new Chat();
+const quantiles = { series: [{ colour: 0 }, { colour: 1 }], label: duration };
+const shares = { series: [{ colour: 0 }, { colour: 1 }], label: share, top: 1 };
+const charts = {
+  tbt: new LineChart(element("tbt"), quantiles),
+  ttft: new LineChart(element("ttft"), quantiles),
+  queue: new LineChart(element("queue"), { series: [{ colour: 0 }, { colour: 1 }], label: count, unit: 1 }),
+  kv: new LineChart(element("kv"), shares),
+};
+const stateWords = {
+  connecting: "Connecting…",
+  live: "Live",
+  lost: "Connection lost. Trying again.",
+  locked: "An API key is needed.",
+  down: "The engine is down. It is being started anew.",
+  full: "Too many pages look at this server; trying again.",
+};
+const detailHint = element("step-detail").textContent;
+let stallsShown = "";
+
+function setText(id, text) {
+  const node = element(id);
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function setState(state) {
+  const node = element("state");
+  if (node.dataset.state === state) return;
+  node.dataset.state = state;
+  node.textContent = stateWords[state];
+  if (state === "locked") askForKey(() => feed.connect());
+}
+
+function showStep(number) {
+  setText("step-detail", number === null ? detailHint : stepInWords(store.get(number)));
+}
+
+function showFigures(figures) {
+  setState(figures.up ? "live" : "down");
+  picture.setClock(figures.now);
+  picture.target = charts.tbt.mark = figures.target;
+  target.show(figures);
+  setText("tbt-p50", duration(figures.tbt[0]));
+  setText("tbt-p99", duration(figures.tbt[1]));
+  setText("ttft-p50", duration(figures.ttft[0]));
+  setText("ttft-p99", duration(figures.ttft[1]));
+  setText("running", count(figures.running));
+  setText("waiting", count(figures.waiting));
+  setText("rate", count(store.rate(figures.now, RATE_WINDOW_S)));
+  setText("kv-use", share(figures.kv));
+  setText("hits", share(figures.hits));
+  showStalls(figures.stalls);
+  charts.tbt.add(figures.tbt);
+  charts.ttft.add(figures.ttft);
+  charts.queue.add([figures.running, figures.waiting]);
+  charts.kv.add([figures.kv, figures.hits]);
+  for (const chart of Object.values(charts)) chart.draw();
+}
+
+function showStalls(stalls) {
+  const shown = stalls.map((stall) => stall.at).join();
+  if (shown === stallsShown) return;
+  stallsShown = shown;
+  element("no-stalls").hidden = stalls.length > 0;
+  element("stalls").replaceChildren(
+    ...stalls.map((stall) => {
+      const item = document.createElement("li");
+      const gap = document.createElement("b");
+      const words = stallInWords(stall);
+      gap.textContent = words.gap;
+      item.append(gap, words.causes);
+      item.title = stall.id;
+      return item;
+    }),
+  );
+}
+
+const feed = new Feed(
+  "live/feed",
+  {
+    hello({ model }) {
+      chat.model = model;
+      setText("model", model);
+      document.title = `${model} · evenflow`;
+    },
+    steps(columns) {
+      picture.setClock(columns.now);
+      store.add(columns);
+    },
+    figures: showFigures,
+    full: () => setState("full"),
+  },
+  setState,
+);
+
+element("pause").addEventListener("click", (event) => {
+  const isPaused = !picture.isPaused;
+  picture.setPaused(isPaused);
+  event.currentTarget.setAttribute("aria-pressed", String(isPaused));
+});
+
+const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+let lastDrawn = 0;
+
+function frame(time) {
+  if (!stillness.matches || picture.chosen !== picture.drawnChoice || time - lastDrawn > 1000) {
+    picture.draw();
+    lastDrawn = time;
+  }
+  requestAnimationFrame(frame);
+}
+
+addEventListener("resize", () => {
+  for (const chart of Object.values(charts)) chart.draw();
+});
+feed.connect();
+requestAnimationFrame(frame);

@@ -1,0 +1,233 @@
+"""The live page: its files, and the feed of steps and figures that it draws.
+
+A feed is server-sent events, ten batches a second, as columns. A reader that is too slow misses steps; nothing is kept
+for it. Must not know: how figures are counted, how requests reach the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from evenflow.core.policies import make_policy
+from evenflow.server.events import EngineState, StallEvent, StepEvent
+from evenflow.server.metrics import Listener, Observer, RequestRecord
+
+MAX_READERS = 64
+BATCH_S = 0.1
+_BATCHES_PER_FIGURES = 5
+_MAX_STEPS = 4096  # kept for readers: twenty seconds of the fastest engines
+_STEPS_AT_ONCE = 512  # in one message
+_QUANTILE_WINDOW_S = 5
+_HIT_RATE_WINDOW_S = 60
+_STALL_WINDOW_S = 300
+_NUM_WORST_STALLS = 8
+
+_FOLDER = Path(__file__).parent / "dashboard"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class StepRow(NamedTuple):
+    """A step as the page draws it. Requests go by numbers, which are short and tell outsiders nothing."""
+
+    step: int
+    at: float
+    seconds: float
+    predicted: float
+    decode_seconds: float
+    decodes: int
+    tokens: int  # given to streams
+    budget: int
+    target: float | None
+    late: int
+    chunks: list[tuple[int, int, int, str, float]]  # request, start, length, reason, seconds
+
+
+class LiveFeed(Listener):
+    """Keeps the last steps and the worst stalls, for all who look at the page."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._rows: deque[StepRow] = deque(maxlen=_MAX_STEPS)
+        self._num_steps = 0  # ever
+        self._last_event: StepEvent | None = None
+        self._policy = observer.engine_state.policy
+        self._numbers: dict[str, int] = {}
+        self._next_numbers = count(1)
+        self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # when, tokens, cached ones
+        self._stalls: list[dict[str, Any]] = []  # worst first
+        self._num_readers = 0
+        self._is_closed = False
+        observer.listen(self)
+
+    def close(self) -> None:
+        """End all feeds, so that a server can shut down."""
+        self._is_closed = True
+
+    # ---- what happens ----
+
+    def on_engine_state(self, state: EngineState) -> None:
+        self._policy = state.policy
+        self._last_event = None
+
+    def on_step(self, event: StepEvent) -> None:
+        for admission in event.admissions:
+            self._lookups.append((event.at, admission.num_tokens, admission.num_cached_tokens))
+        if event.stall is not None:
+            self._add_stall(event, event.stall)
+        self._rows.append(self._row(event))
+        self._num_steps += 1
+        self._last_event, self._policy = event, event.policy
+
+    def on_request_finished(self, record: RequestRecord) -> None:
+        self._numbers.pop(record.request_id, None)
+        if not self._observer.requests:
+            self._last_event = None
+
+    def _number(self, request_id: str) -> int:
+        if request_id not in self._numbers and request_id in self._observer.requests:
+            self._numbers[request_id] = next(self._next_numbers)
+        return self._numbers.get(request_id, 0)
+
+    def _row(self, event: StepEvent) -> StepRow:
+        chunks = [
+            (self._number(chunk.request_id), chunk.start, chunk.length, chunk.reason, chunk.seconds)
+            for chunk in event.chunks
+        ]
+        return StepRow(
+            step=event.step_id,
+            at=event.at,
+            seconds=event.seconds,
+            predicted=event.predicted_seconds,
+            decode_seconds=event.decode_seconds,
+            decodes=event.num_decodes,
+            tokens=event.num_output_tokens,
+            budget=event.budget,
+            target=event.target_s,
+            late=event.num_late_tokens,
+            chunks=chunks,
+        )
+
+    def _add_stall(self, event: StepEvent, stall: StallEvent) -> None:
+        told = {
+            "at": event.at,
+            "step": event.step_id,
+            "request": self._number(stall.request_id),
+            "id": stall.request_id,
+            "gap": stall.gap_s,
+            "late": stall.late_s,
+            "streams": event.num_late_tokens,
+            "causes": [
+                (cause.kind, cause.seconds, self._number(cause.request_id) if cause.request_id else 0, cause.num_tokens)
+                for cause in stall.causes
+            ],
+        }
+        recent = [one for one in self._stalls if one["at"] > event.at - _STALL_WINDOW_S]
+        self._stalls = sorted([*recent, told], key=lambda one: -one["gap"])[:_NUM_WORST_STALLS]
+
+    # ---- what the page is told ----
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """One reader's feed: who is served, then steps and figures until one side goes away."""
+        if self._num_readers >= MAX_READERS:
+            yield _message("full", {"max_readers": MAX_READERS})
+            return
+        self._num_readers += 1
+        try:
+            yield _message("hello", {"model": self._observer.model_name, "quantile_window": _QUANTILE_WINDOW_S})
+            num_told = max(0, self._num_steps - _STEPS_AT_ONCE)
+            for batch in count():
+                if self._is_closed:
+                    return
+                if num_told < self._num_steps:
+                    yield _message("steps", self._columns(self._num_steps - num_told))
+                    num_told = self._num_steps
+                if batch % _BATCHES_PER_FIGURES == 0:
+                    yield _message("figures", self._figures())
+                await asyncio.sleep(BATCH_S)
+        finally:
+            self._num_readers -= 1
+
+    def _columns(self, num_steps: int) -> dict[str, Any]:
+        """The last steps, at most as many as one message takes, as columns: that is how the page keeps them."""
+        num_kept = min(num_steps, len(self._rows), _STEPS_AT_ONCE)
+        rows = islice(self._rows, len(self._rows) - num_kept, None)
+        columns: dict[str, Any] = dict(zip(StepRow._fields, zip(*rows, strict=True), strict=True))
+        columns["now"] = self._observer.clock()
+        return columns
+
+    def _figures(self) -> dict[str, Any]:
+        observer, event, now = self._observer, self._last_event, self._observer.clock()
+        tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _QUANTILE_WINDOW_S)
+        ttft = observer.recent_ttft.quantiles((0.5, 0.99), now, _QUANTILE_WINDOW_S)
+        lookups = [(tokens, cached) for at, tokens, cached in self._lookups if at > now - _HIT_RATE_WINDOW_S]
+        looked_up = sum(tokens for tokens, _ in lookups)
+        return {
+            "now": now,
+            "up": observer.engine_state.is_up,
+            "restarts": observer.engine_state.num_restarts,
+            "policy": self._policy,
+            "target": _target_of(self._policy),
+            "feasible": event.feasible_target_s if event is not None else None,
+            "tbt": tbt,
+            "ttft": ttft,
+            "running": event.num_running if event is not None else 0,
+            "waiting": event.num_waiting if event is not None else 0,
+            "kv": event.kv_cache_usage if event is not None else 0.0,
+            "hits": sum(cached for _, cached in lookups) / looked_up if looked_up else None,
+            "stalls": [stall for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
+        }
+
+
+def _target_of(policy: str) -> float | None:
+    pacing = make_policy(policy, 1).pacing if policy else None
+    return pacing.target if pacing is not None else None
+
+
+def _message(event: str, data: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), msgspec.json.encode(data))
+
+
+def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
+    """The page at / and its files, open to all; and its feed, behind the dependencies given (`Depends(...)`)."""
+    routes = APIRouter(include_in_schema=False)
+    files = {path.name: path for path in _FOLDER.iterdir()}
+
+    def answer(name: str) -> Response:
+        path = files.get(name)
+        if path is None:
+            raise HTTPException(404, f"The page has no file {name!r}.")
+        return Response(path.read_bytes(), media_type=_MEDIA_TYPES[path.suffix], headers=_HEADERS)
+
+    @routes.get("/")
+    def page() -> Response:
+        return answer("index.html")
+
+    @routes.get("/live/{name}.{suffix}")
+    def file(name: str, suffix: str) -> Response:
+        return answer(f"{name}.{suffix}")
+
+    @routes.get("/live/feed", dependencies=list(feed_dependencies))
+    async def live_feed() -> StreamingResponse:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(feed.stream(), media_type="text/event-stream", headers=headers)
+
+    return routes
