@@ -18,7 +18,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import target_of
 from evenflow.server.events import EngineState, StallEvent, StepEvent
 from evenflow.server.metrics import Listener, Observer, RequestRecord
 
@@ -185,7 +185,7 @@ class LiveFeed(Listener):
             "up": observer.engine_state.is_up,
             "restarts": observer.engine_state.num_restarts,
             "policy": self._policy,
-            "target": _target_of(self._policy),
+            "target": target_of(self._policy) if self._policy else None,
             "feasible": event.feasible_target_s if event is not None else None,
             "tbt": tbt,
             "ttft": ttft,
@@ -195,11 +195,6 @@ class LiveFeed(Listener):
             "hits": sum(cached for _, cached in lookups) / looked_up if looked_up else None,
             "stalls": [stall for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
         }
-
-
-def _target_of(policy: str) -> float | None:
-    pacing = make_policy(policy, 1).pacing if policy else None
-    return pacing.target if pacing is not None else None
 
 
 def _message(event: str, data: object) -> bytes:
