@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from evenflow.bench.curves import AgainstFixed, against_fixed
 from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
 from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, interval_to_keep_up, measure
 from evenflow.bench.stall_load import StallLoad, english_prompts
@@ -100,6 +101,7 @@ def stall(
     if any(policy.feasible is False for policy in comparison.figures):
         console.print("* a target below the least that can be kept")
     _print_divergences(console, comparison)
+    _print_against_fixed(console, against_fixed(comparison.figures))
     if explain:
         _print_worst(console, comparison)
     if plot is not None:
@@ -181,6 +183,16 @@ def _print_divergences(console: Console, comparison: Comparison) -> None:
             )
 
 
+def _print_against_fixed(console: Console, targets: list[AgainstFixed]) -> None:
+    for target in targets:
+        console.print(
+            f"{target.policy}: a fixed budget with the same p99 of {1000 * target.tbt_p99_s:.0f} ms would take "
+            f"{target.fixed_long_ttft_s:.2f} s to a long prompt's first token ({target.ttft_ratio:.2f}x of that here) "
+            f"at {target.fixed_prefill_tokens_per_s:.0f} tokens/s of prefill ({target.prefill_ratio:.2f}x here).",
+            soft_wrap=True,
+        )
+
+
 def _print_worst(console: Console, comparison: Comparison) -> None:
     for policy in comparison.figures:
         console.print(f"\nThe longest gaps under {policy.policy}:")
@@ -213,6 +225,10 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
         "interval_s": load.interval,
         "feasible_target_s": comparison.feasible_target_s,
         "runs": [_run_report(policy) for policy in comparison.figures],
+        "against_fixed": [
+            asdict(target) | {"ttft_ratio": target.ttft_ratio, "prefill_ratio": target.prefill_ratio}
+            for target in against_fixed(comparison.figures)
+        ],
     }
 
 
