@@ -20,11 +20,13 @@ from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.generate import generate
 from evenflow.cli.output import show_warnings_only
+from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(generate)
 app.command()(demo)
+app.command()(serve)
 app.add_typer(bench)
 app.command()(doctor)
 

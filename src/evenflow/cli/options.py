@@ -19,9 +19,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer import Option
 
+from evenflow import duration
 from evenflow.config import EngineConfig
 from evenflow.core.policies import POLICY_FORMS, make_policy, split_policies
-from evenflow.errors import InvalidConfig
+from evenflow.errors import InvalidConfig, InvalidInput
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
     prefix + unit: base**power
@@ -40,10 +41,10 @@ def parse_size(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """Seconds, from text such as 50ms."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s)", text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"Got {text!r} but expected a duration such as 50ms or 2s.")
-    return float(match[1]) / {"ms": 1000, "s": 1}[match[2]]
+    try:
+        return duration.parse_duration(text)
+    except InvalidInput as error:  # what typer makes of other errors does not say what is wrong
+        raise typer.BadParameter(str(error)) from error
 
 
 def read_policies(text: str, at_least: int) -> list[str]:

@@ -153,7 +153,10 @@ class EngineClient:
         """End the engine, and every open request with it."""
         self._is_closing = True
         self.fail_all(EngineFailed("the server is shutting down"))
-        self._send(Stop())
+        if self._link is not None:
+            self._link.send(Stop())
+        elif self._process is not None and self._process.pid is not None:  # it is loading, and would not hear
+            self._process.kill()
         if self._supervisor is not None:
             _, running = await asyncio.wait([self._supervisor], timeout=_END_S)
             if running:

@@ -133,8 +133,8 @@ Command = Add | Abort | StopAfter | SetTarget | Stop
 Event = Ready | StepDone | Refused | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_command_decoder = msgspec.msgpack.Decoder(Command)
-_event_decoder = msgspec.msgpack.Decoder(Event)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def frame(message: Command | Event) -> bytes:

@@ -1,0 +1,138 @@
+"""POST /v1/chat/completions: a conversation through the model's chat template, and the assistant's next turn.
+
+Must not know: how answers reach the client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from evenflow.core.request import Request
+from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.answering import encode_json, event_of, new_id
+from evenflow.server.logprobs import chat_logprobs, prompt_logprobs
+from evenflow.server.protocol import ChatBody, ChatMessage, StreamOptions
+from evenflow.server.service import Service
+from evenflow.server.stream import Stream
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None = None,
+    variables: dict[str, Any] | None = None,
+) -> list[int]:
+    """The token ids of a conversation, by default up to where the answer begins."""
+    text = tokenizer.apply_chat_template(
+        [message.for_template() for message in messages],
+        **{**(variables or {}), "add_generation_prompt": add_generation_prompt is not False},
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+class ChatFormat:
+    """One request to /v1/chat/completions."""
+
+    def __init__(self, service: Service, body: ChatBody, salt: str) -> None:
+        self._service = service
+        self._body = body
+        self._salt = salt
+        self._id = new_id("chatcmpl")
+        self._head = {
+            "id": self._id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": service.model_name(body.model),
+        }
+        self._num_top_logprobs = body.top_logprobs or 0
+        # All of an event up to its text is the same for every token of an answer.
+        head = encode_json(self._head)[:-1]
+        self._event_starts = [
+            b"data: " + head + b',"choices":[{"index":%d,"delta":{' % index for index in range(self.num_answers)
+        ]
+
+    @property
+    def num_answers(self) -> int:
+        return self._body.num_answers
+
+    @property
+    def num_answers_per_prompt(self) -> int:
+        return self._body.num_answers
+
+    @property
+    def stream_options(self) -> StreamOptions | None:
+        return self._body.streaming
+
+    def prepare(self) -> list[Request]:
+        body, service = self._body, self._service
+        token_ids = encode_messages(
+            service.tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+        service.check_length(len(token_ids), body.most_tokens, "messages")
+        max_tokens = body.most_tokens or service.client.limits.max_model_len - len(token_ids)
+        logprobs = self._num_top_logprobs if body.logprobs else None
+        requests = []
+        for index in range(self.num_answers):
+            sampling = body.sampling(max_tokens=max_tokens, index=index, logprobs=logprobs)
+            request_id = self._id if self.num_answers == 1 else f"{self._id}-{index}"
+            requests.append(service.client.prepare(token_ids, sampling, request_id=request_id, tenant=self._salt))
+        return requests
+
+    # ---- whole ----
+
+    def num_completion_tokens(self, output: RequestOutput) -> int:
+        return len(output.token_ids)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        tokenizer, choices = self._service.tokenizer, []
+        for index, output in enumerate(outputs):
+            logprobs = chat_logprobs(tokenizer, output.logprobs or [], self._num_top_logprobs)
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": output.text, "refusal": None},
+                    "logprobs": logprobs if self._body.logprobs else None,
+                    "finish_reason": output.finish_reason,
+                }
+            )
+        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
+        if self._body.prompt_logprobs is not None:
+            rows = outputs[0].prompt_logprobs or []
+            answer["prompt_logprobs"] = prompt_logprobs(tokenizer, rows, self._body.prompt_logprobs)
+        return answer
+
+    # ---- as events ----
+
+    def opening(self, index: int, stream: Stream) -> bytes:
+        role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        usage = b',"usage":null' if self._body.stream_options and self._body.stream_options.include_usage else b""
+        return self._event_starts[index] + role + b"}]" + usage + b"}\n\n"
+
+    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        logprobs = b"null"
+        if self._body.logprobs and delta.token_ids:
+            rows = (delta.output.logprobs or [])[-len(delta.token_ids) :]
+            logprobs = encode_json(chat_logprobs(self._service.tokenizer, rows, self._num_top_logprobs))
+        elif not delta.text and usage in (b"", b"null") and delta.finish_reason is None:
+            return b""
+        return b"".join(
+            (
+                self._event_starts[index],
+                b'"content":' + encode_json(delta.text) if delta.text else b"",
+                b'},"logprobs":',
+                logprobs,
+                b',"finish_reason":',
+                encode_json(delta.finish_reason),
+                b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n",
+            )
+        )
+
+    def usage_event(self, usage: bytes) -> bytes:
+        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")

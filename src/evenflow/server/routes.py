@@ -1,0 +1,145 @@
+"""The routes besides the page and the metrics: each reads its body, asks somebody else, and answers.
+
+Must not know: how an answer is made, who may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+
+from evenflow import __version__
+from evenflow.core.policies import target_of
+from evenflow.server.access import Caller
+from evenflow.server.answering import Answering, encode_json
+from evenflow.server.api_errors import ApiError, overloaded
+from evenflow.server.chat import ChatFormat, encode_messages
+from evenflow.server.completions import CompletionFormat
+from evenflow.server.logprobs import token_text
+from evenflow.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody, seconds_of
+from evenflow.server.requests import read_body
+from evenflow.server.service import Service
+
+
+def _json(content: object) -> Response:
+    return Response(encode_json(content), media_type="application/json")
+
+
+def answer_routes(service: Service) -> APIRouter:
+    """What makes the engine work."""
+    routes = APIRouter()
+    max_bytes = service.limits.max_body_bytes
+
+    @routes.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionBody, max_bytes)
+        caller: Caller = request.state.caller
+        salt = caller.tenant(body.tenant)
+        return Answering(service, CompletionFormat(service, body, salt), tenant=body.tenant or "", salt=salt)
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatBody, max_bytes)
+        caller: Caller = request.state.caller
+        salt = caller.tenant(body.tenant)
+        return Answering(service, ChatFormat(service, body, salt), tenant=body.tenant or "", salt=salt)
+
+    return routes
+
+
+def state_routes(service: Service) -> APIRouter:
+    """Whether the server is well: for whoever watches it, without a key."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        if not service.client.is_up:
+            raise overloaded("The engine is down; it is being started again.")
+        return _json({"status": "ok"})
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        if not service.client.is_up or service.gate.is_draining:
+            raise overloaded("The server takes no requests now.")
+        return _json({"status": "ready"})
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    return routes
+
+
+def model_routes(service: Service) -> APIRouter:
+    """The model, its tokens, and the target."""
+    routes = APIRouter()
+    max_bytes = service.limits.max_body_bytes
+    tokenizer, client = service.tokenizer, service.client
+
+    def model_card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "evenflow",
+            "max_model_len": client.limits.max_model_len,
+        }
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_card(name) for name in service.model_names]})
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(model_card(service.model_name(name)))
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeBody, max_bytes)
+        service.model_name(body.model)
+        tokens = await asyncio.to_thread(_encode, service, body)
+        answer = {"count": len(tokens), "max_model_len": client.limits.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(tokenizer, token) for token in tokens]
+        return _json(answer)
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody, max_bytes)
+        service.model_name(body.model)
+        vocab_size = client.limits.vocab_size
+        for token in body.tokens:
+            if token >= vocab_size:
+                raise ApiError(400, f"Got token id {token} but the vocabulary has ids 0 to {vocab_size - 1}.")
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
+
+    @routes.get("/v1/target")
+    async def get_target() -> Response:
+        return _json(_target(client.policy))
+
+    @routes.put("/v1/target")
+    async def put_target(request: Request) -> Response:
+        body = await read_body(request, TargetBody, max_bytes)
+        client.set_target(seconds_of(body.tbt_target), body.paced)
+        return _json(_target(client.policy))
+
+    return routes
+
+
+def _target(policy: str) -> dict[str, object]:
+    seconds = target_of(policy)
+    return {"policy": policy, "tbt_target": seconds, "paced": policy.endswith(",paced")}
+
+
+def _encode(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return encode_messages(
+            service.tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+    assert body.prompt is not None
+    return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)

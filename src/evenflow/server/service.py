@@ -1,0 +1,54 @@
+"""What the routes share: the engine, the tokenizer, the gate, the model's names, and checks that need them.
+
+Must not know: what a route does with them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import Gate, ServerLimits
+from evenflow.server.api_errors import ApiError
+from evenflow.server.engine_client import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One model behind one server."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    gate: Gate
+    limits: ServerLimits
+    model_names: tuple[str, ...]
+    started_at: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with; a 404 where no such model is served."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            message = f"The model {asked!r} is not served; served: {', '.join(self.model_names)}."
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return asked
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+        """Refuse a prompt that is too long, by itself or with the answer that is asked for."""
+        context, most = self.client.limits.max_model_len, self.limits.max_prompt_tokens
+        if most and num_prompt_tokens > most:
+            message = f"Got a prompt of {num_prompt_tokens} tokens but this server takes {most}."
+        elif num_prompt_tokens >= context:
+            message = (
+                f"Got a prompt of {num_prompt_tokens} tokens but the context of {context} leaves room for "
+                f"{context - 1}."
+            )
+        elif max_tokens is not None and num_prompt_tokens + max_tokens > context:
+            message = (
+                f"Got a prompt of {num_prompt_tokens} tokens and an answer of {max_tokens} to make, together more than "
+                f"the context of {context}."
+            )
+        else:
+            return
+        raise ApiError(400, message, code="context_length_exceeded", param=param)

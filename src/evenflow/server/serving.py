@@ -1,0 +1,133 @@
+"""Runs the server: the port first, then the engine, then requests, until a signal; then what is open is drained.
+
+Must not know: routes, models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from evenflow.errors import EngineFailed, InvalidConfig
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import ApiKeys, Gate, ServerLimits
+from evenflow.server.app import make_app
+from evenflow.server.engine_client import EngineClient
+from evenflow.server.engine_process import EngineFactory
+from evenflow.server.metrics import Observer
+from evenflow.server.service import Service
+
+logger = logging.getLogger("evenflow")
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GRACE_S = 2.0  # for answers to be written after the last request was ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Where and for whom a server is there."""
+
+    model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    drain_s: float = 30.0  # for open requests to end after SIGTERM
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
+        if not 0 <= self.port <= 65535:
+            raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything is loaded; it is opened when there is something to serve."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise InvalidConfig(f"Got --host {host!r} but it is no address of this machine: {error}.") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+async def serve(
+    settings: ServerSettings,
+    listener: socket.socket,
+    factory: EngineFactory,
+    load_tokenizer: Callable[[], Tokenizer],
+    on_ready: Callable[[str], None] = lambda policy: None,
+) -> None:
+    """Serve until a signal comes. Errors of the engine's first start are raised."""
+    keys = ApiKeys(settings.api_keys)
+    tokenizer = await asyncio.to_thread(load_tokenizer)
+    observer = Observer(settings.model_names[0])
+    client = EngineClient(factory, tokenizer, observer)
+    try:
+        await client.start()
+        gate = Gate(settings.limits, lambda: client.max_num_seqs)
+        service = Service(client, tokenizer, gate, settings.limits, settings.model_names)
+        app = make_app(service, observer, keys, settings.allowed_origins)
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_level="warning",
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.drain_s + _GRACE_S) + 1,
+        )
+        on_ready(client.policy)
+        await _Server(config, client, gate, settings.drain_s).serve(sockets=[listener])
+    finally:
+        await client.close()
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """Ends what does not end by itself in time, with an error that its reader gets to see."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient, gate: Gate, drain_s: float) -> None:
+        super().__init__(config)
+        self._client = client
+        self._gate = gate
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.is_draining = True
+        if self._client.num_open:
+            logger.warning("Shutting down: %d requests have %.0f s to end.", self._client.num_open, self._drain_s)
+        end = asyncio.get_running_loop().call_later(
+            self._drain_s, self._client.fail_all, EngineFailed("the server is shutting down")
+        )
+        await super().shutdown(sockets)
+        end.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain at the first signal, end at a second interrupt. uvicorn would raise them again when it is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in _ENDING_SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in _ENDING_SIGNALS:
+                loop.remove_signal_handler(number)
