@@ -6,18 +6,27 @@ A template is foreign code: it runs sandboxed, and whatever goes wrong in it is 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from enum import StrEnum
+from functools import cache, cached_property, lru_cache
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from evenflow.errors import InvalidRequest
+from evenflow.model.tool_messages import Message, plain_message, write_out_tools
 
-Message = Mapping[str, Any]
+
+class ToolStyle(StrEnum):
+    """How a model writes a call of a function."""
+
+    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>, also Qwen's
+    LLAMA = "llama"  # {"name": ..., "parameters": ...}
+    MISTRAL = "mistral"  # [TOOL_CALLS][{"name": ..., "arguments": ...}]
 
 
 class ChatTemplate:
@@ -27,6 +36,21 @@ class ChatTemplate:
         self._sources = sources
         self._special_tokens = special_tokens
 
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether tools can be given to the template; if not, they are described in the system message."""
+        return any("tools" in _variables(source) for source in self._sources.values())
+
+    @cached_property
+    def tool_style(self) -> ToolStyle:
+        """How this model calls functions, by the words of its template."""
+        source = self._sources.get("tool_use", self._sources["default"])
+        if "[TOOL_CALLS]" in source:
+            return ToolStyle.MISTRAL
+        if "<tool_call>" not in source and ("<|python_tag|>" in source or '"parameters"' in source):
+            return ToolStyle.LLAMA
+        return ToolStyle.HERMES
+
     def render(
         self,
         messages: Sequence[Message],
@@ -35,7 +59,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for these messages; `variables` are whatever else this model's template understands."""
+        """The prompt for these messages; `variables` are whatever else this model's template understands.
+
+        Messages may be in any form of the OpenAI API: content as text parts, calls of tools, results of tools.
+        """
+        messages = [plain_message(message) for message in messages]
+        if not self.knows_tools:
+            messages, tools = write_out_tools(messages, tools), None
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         known = {
             **self._special_tokens,
@@ -64,13 +94,26 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _variables(source: str) -> set[str]:
+    """The names a template takes from outside."""
+    try:
+        return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+    except jinja2.TemplateSyntaxError:  # said when it is rendered
+        return set()
+
+
+@cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda time_format: datetime.now().strftime(time_format)
-    return environment.from_string(source)
+    return environment
 
 
 def _to_json(

@@ -33,7 +33,7 @@ _LIMITS = LLParserLimits(
 )
 _MOST_COMPILED = 64  # grammars kept for the next request that sends the same
 # Room for any usual indentation, and none for a small model to write blanks for ever.
-_BLANKS_IN_JSON = r"[\x20\x0A\x09]{1,32}"
+BLANKS_IN_JSON = r"[\x20\x0A\x09]{1,32}"
 
 
 class Vocabulary(Protocol):
@@ -144,9 +144,7 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(
-                    grammar.text, defaults={"whitespace_pattern": _BLANKS_IN_JSON}
-                )
+                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": BLANKS_IN_JSON})
             case "regex":
                 # Who writes \d means 0 to 9, not every digit of Unicode.
                 return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, use_ascii='d')}/")

@@ -13,8 +13,9 @@ import tokenizers
 from tokenizers import processors
 
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ChatTemplate, Message
+from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
+from evenflow.model.tool_messages import Message
 
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,7 +36,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._piece_to_bytes, self.strips_leading_space = _piece_decoder(backend)
         added_tokens = backend.get_added_tokens_decoder()
         self._text_of_added = {token_id: added.content for token_id, added in added_tokens.items()}
@@ -74,7 +75,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self.chat_template is not None
 
     def apply_chat_template(
         self,
@@ -85,9 +86,9 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """The prompt for a conversation; encode it with `add_special_tokens=False`, the template wrote them."""
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
-        return self._chat_template.render(
+        return self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
 

@@ -1,0 +1,111 @@
+"""The fields of a body that say what an answer must look like, and the grammar they ask for.
+
+OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`. Must not know: engines, HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from evenflow.core.grammar import Grammar
+from evenflow.errors import InvalidRequest
+
+Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextFormat(_Fields):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Fields):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Fields):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = Field(None, description="Has no effect: tell the model in a message.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="Has no effect: answers always match the schema.")
+
+
+class JsonSchemaFormat(_Fields):
+    """JSON that is valid by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Fields):
+    """vLLM's field: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = Field(None, description="In llguidance's Lark notation.")
+    json_object: bool | None = None
+
+
+class GrammarFields(BaseModel):
+    """For the bodies of chats and completions. At most one of them may be given."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema, or its text.")
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = Field(None, description="In llguidance's Lark notation.")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must match, for `SamplingParams.grammar`; None: anything."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        structured = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
+        asked = {
+            "response_format": _format_grammar(self.response_format),
+            **{f"structured_outputs.{kind}": _grammar(kind, value) for kind, value in structured.items()},
+            **{f"guided_{kind}": _grammar(kind, value) for kind, value in guided.items()},
+        }
+        given = {name: grammar for name, grammar in asked.items() if grammar is not None}
+        if len(given) > 1:
+            raise InvalidRequest(f"Got {' and '.join(given)} but an answer can match only one of them.")
+        return next(iter(given.values()), None)
+
+
+def _format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:
+    if isinstance(given, JsonObjectFormat):
+        return Grammar.json_object()
+    if isinstance(given, JsonSchemaFormat):
+        return Grammar.json_schema(given.json_schema.schema_ or {})
+    return None
+
+
+def _grammar(kind: str, value: Any) -> Grammar | None:
+    """By vLLM's words."""
+    if value is None or value is False:
+        return None
+    match kind:
+        case "json":
+            return Grammar.json_schema(value)
+        case "regex":
+            return Grammar.regex(value)
+        case "choice":
+            return Grammar.choice(value)
+        case "grammar":
+            return Grammar.lark(value)
+    return Grammar.json_object()
