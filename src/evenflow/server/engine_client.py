@@ -133,6 +133,7 @@ class EngineClient:
         self._policy = retarget(self._policy, seconds, paced)
         self._target = SetTarget(seconds, self._policy.endswith(",paced"))
         self._send(self._target)
+        self._tell_state()
 
     def fail_all(self, failure: EvenflowError) -> None:
         """End every open request with this error."""
@@ -211,7 +212,14 @@ class EngineClient:
         if self._ready is not None:
             ready = self._ready
             self._observer.on_engine_state(
-                EngineState(self.is_up, self._num_restarts, ready.max_model_len, ready.num_blocks, ready.block_size)
+                EngineState(
+                    self.is_up,
+                    self._num_restarts,
+                    ready.max_model_len,
+                    ready.num_blocks,
+                    ready.block_size,
+                    self._policy,
+                )
             )
 
     # ---- events ----

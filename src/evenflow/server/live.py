@@ -86,7 +86,8 @@ class LiveFeed(Listener):
 
     def on_engine_state(self, state: EngineState) -> None:
         self._policy = state.policy
-        self._last_event = None
+        if not state.is_up:
+            self._last_event = None
 
     def on_step(self, event: StepEvent) -> None:
         for admission in event.admissions:
