@@ -33,9 +33,6 @@ class Content:
 
     text: str
 
-    def as_delta(self) -> dict[str, Any]:
-        return {"content": self.text}
-
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
@@ -45,10 +42,6 @@ class CallStart:
     id: str
     name: str
 
-    def as_delta(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": ""}
-        return {"tool_calls": [{"index": self.index, "id": self.id, "type": "function", "function": function}]}
-
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
@@ -57,26 +50,33 @@ class CallArguments:
     index: int
     text: str
 
-    def as_delta(self) -> dict[str, Any]:
-        return {"tool_calls": [{"index": self.index, "function": {"arguments": self.text}}]}
-
 
 Event = Content | CallStart | CallArguments
 
 
-def whole_message(events: Iterable[Event]) -> dict[str, Any]:
-    """All events of an answer as one message of the assistant."""
+def as_delta(events: Iterable[Event]) -> dict[str, Any]:
+    """These events as one delta of OpenAI's streams."""
     content = ""
-    calls: list[dict[str, Any]] = []
+    calls: dict[int, dict[str, Any]] = {}
     for event in events:
         match event:
             case Content(text):
                 content += text
-            case CallStart(_, call_id, name):
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case CallArguments(_, text):
-                calls[-1]["function"]["arguments"] += text
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+            case CallStart(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    delta: dict[str, Any] = {"content": content} if content else {}
+    return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+
+def whole_message(events: Iterable[Event]) -> dict[str, Any]:
+    """All events of an answer as one message of the assistant."""
+    delta = as_delta(events)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
+    message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", None if calls else "")}
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -4,9 +4,10 @@ Used in this order for each chat:
 
     use = body.tool_use(tokenizer.chat_template.tool_style, body.grammar)
     prompt = tokenizer.apply_chat_template(messages, tools=use.tools)
-    SamplingParams(grammar=use.grammar)
-    stream = use.new_stream()       one for each answer; None: all of its text is content
-    stream.push(text).as_delta()    and stream.finish(); then finish_reason is "tool_calls" if stream.num_calls
+    sampling = SamplingParams(grammar=use.grammar)
+    stream = use.new_stream()               one for each answer; None: all of its text is content
+    delta = as_delta(stream.push(text))     and of stream.finish(); for a whole answer, whole_message(events)
+    finish_reason = "tool_calls"            where it would be "stop" and stream.num_calls is not 0
 
 Must not know: engines, HTTP.
 """
