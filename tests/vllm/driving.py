@@ -31,6 +31,8 @@ with warnings.catch_warnings():
 
     from evenflow.vllm.plugin import LatencyTargetScheduler
 
+    import vllm
+
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 65536
 TINY_LLAMA = {
@@ -46,6 +48,10 @@ TINY_LLAMA = {
 }
 
 
+def vllm_version() -> str:
+    return str(vllm.__version__)
+
+
 def model_folder() -> str:
     folder = Path(tempfile.gettempdir()) / "evenflow-tiny-llama"
     folder.mkdir(exist_ok=True)
@@ -59,10 +65,12 @@ def make_scheduler(
     is_async: bool = False,
     num_blocks: int = 20_000,
     max_num_seqs: int = 128,
-    max_num_batched_tokens: int = 8192,
+    max_num_batched_tokens: int = 8192,  # vLLM's default on a large GPU
     prefix_caching: bool = False,
     num_speculative_tokens: int = 0,
     policy: str = "fcfs",
+    num_stages: int = 1,
+    chunked: bool = True,
 ) -> Any:
     """A scheduler without a model behind it: vLLM's own where no target is given."""
     model_config = ModelConfig(model=model_folder(), skip_tokenizer_init=True, dtype="float32", seed=0)
@@ -70,7 +78,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
-        enable_chunked_prefill=True,
+        enable_chunked_prefill=chunked,
         is_encoder_decoder=False,
         policy=policy,
     )
@@ -84,6 +92,7 @@ def make_scheduler(
     )
     config.scheduler_config.async_scheduling = is_async  # which vLLM never is on a CPU by itself
     config.cache_config.num_gpu_blocks = num_blocks
+    config.parallel_config.pipeline_parallel_size = num_stages
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     scheduler_class = LatencyTargetScheduler if target else (AsyncScheduler if is_async else Scheduler)
     return scheduler_class(

@@ -1,0 +1,292 @@
+"""The steered scheduler in virtual time: what it keeps, what it leaves as it is, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.driving import AsyncScheduler, Driver, Scheduler, make_request, make_scheduler, vllm_version
+
+from evenflow.errors import MissingDependency  # isort: skip
+from evenflow.vllm import plugin  # isort: skip
+from evenflow.vllm.reports import Reporter, StepDone  # isort: skip
+
+TARGET = 0.05
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+def warmed_up(depth: int = 1, num_chats: int = 32, **settings: Any) -> tuple[Driver, list[str]]:
+    """A driver whose chats decode, after a long prompt that taught the model what chunks cost."""
+    driver = Driver(make_scheduler(is_async=depth > 1, **settings), depth=depth)
+    chats = [make_request(64, 5000) for _ in range(num_chats)]
+    driver.add(*chats)
+    driver.run(num_steps=20)
+    teacher = make_request(16_000, 1)
+    driver.add(teacher)
+    while teacher.request_id not in driver.tokens:
+        driver.step()
+    driver.times.clear()
+    return driver, [chat.request_id for chat in chats]
+
+
+def run_until_answered(driver: Driver, request: Any) -> None:
+    while request.request_id not in driver.times:
+        driver.step()
+
+
+def test_installed_vllm_is_a_tested_one() -> None:
+    assert vllm_version().startswith(tuple(f"{version}." for version in plugin.TESTED_VERSIONS))
+
+
+@pytest.mark.parametrize(("is_async", "base"), [(False, Scheduler), (True, AsyncScheduler)])
+def test_base_is_the_one_vllm_would_choose(is_async: bool, base: type) -> None:
+    scheduler = make_scheduler(is_async=is_async)
+    assert type(scheduler).__bases__ == (base,)
+
+
+def test_changed_interface_is_refused_with_one_message() -> None:
+    class Changed(Scheduler):  # type: ignore[misc, valid-type]
+        def update_from_output(self, output: Any) -> None: ...
+
+    with pytest.raises(MissingDependency, match=r"Changed.update_from_output.*tested on 0.26, 0.32"):
+        plugin.steered(Changed)
+
+
+def test_missing_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_REQUEST_ATTRIBUTES", ("num_tokens", "no_such_counter"))
+    with pytest.raises(MissingDependency, match=r"no Request\.no_such_counter"):
+        make_scheduler()
+
+
+@DEPTHS
+def test_target_is_kept_where_vllm_stalls(depth: int) -> None:
+    longest = {}
+    for target in (None, "50ms"):
+        driver, chats = warmed_up(depth, target=target)
+        long = make_request(32_768, 5)
+        driver.add(long)
+        run_until_answered(driver, long)
+        longest[target] = max(driver.gaps(*chats))
+    assert longest["50ms"] <= 1.05 * TARGET
+    assert longest[None] > 4 * TARGET
+
+
+@DEPTHS
+def test_steps_are_filled_up_to_the_target(depth: int) -> None:
+    driver, _ = warmed_up(depth)
+    first = len(driver.ran)
+    long = make_request(32_768, 5)
+    driver.add(long)
+    run_until_answered(driver, long)
+    full = [ran.seconds for ran in driver.ran[first:] if long.request_id in ran.chunks][1:-1]
+    assert sum(full) / len(full) > 0.85 * TARGET
+    assert driver.scheduler.steering.step_time.error < 0.08
+
+
+def test_first_chunks_at_most_double() -> None:
+    driver = Driver(make_scheduler())
+    driver.add(make_request(64, 500))
+    driver.run(num_steps=5)
+    long = make_request(20_000, 1)
+    driver.add(long)
+    run_until_answered(driver, long)
+    rows = [ran.output.total_num_scheduled_tokens for ran in driver.ran]
+    assert rows[0] <= 16
+    assert all(after <= 2 * max(rows[:i]) for i, after in enumerate(rows[1:], start=1))
+
+
+@DEPTHS
+def test_decodes_are_in_every_step(depth: int) -> None:
+    driver, chats = warmed_up(depth)
+    driver.add(*[make_request(3_000, 5) for _ in range(4)])
+    first = len(driver.ran)
+    driver.run(num_steps=60)
+    assert all(set(chats) <= set(ran.decodes) for ran in driver.ran[first:])
+
+
+@DEPTHS
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_every_request_gets_all_its_tokens(depth: int, prefix_caching: bool) -> None:
+    """Also where blocks are short, so that requests are preempted over and over."""
+    scheduler = make_scheduler(is_async=depth > 1, num_blocks=120, prefix_caching=prefix_caching, max_num_seqs=16)
+    driver = Driver(scheduler, depth=depth)
+    requests = [make_request(50 + 13 * i, 60 + i) for i in range(24)]
+    for request in requests:
+        driver.add(request)
+        driver.run(num_steps=3)
+    driver.run()
+    assert {r.request_id: len(driver.tokens[r.request_id]) for r in requests} == {
+        r.request_id: r.max_tokens for r in requests
+    }
+    assert sum(request.num_preemptions for request in requests) > 0
+
+
+def crowded(depth: int = 1) -> Any:
+    """One long prompt, in many small chunks, among chats that grow and come without end until no block is free."""
+    scheduler = make_scheduler("40ms", is_async=depth > 1, num_blocks=160, max_num_seqs=12)
+    driver = Driver(scheduler, depth=depth, cost=lambda rows, attention, decodes: 0.01 + 0.0008 * rows)
+    driver.add(make_request(64, 100))
+    driver.run(num_steps=20)
+    long = make_request(2_000, 4)
+    driver.add(long)
+    for _ in range(1_000):
+        driver.step()
+        if len(scheduler.waiting) < 4:
+            driver.add(make_request(32, 400))
+    return long
+
+
+@DEPTHS
+def test_long_prompt_gets_through_while_blocks_are_short(depth: int) -> None:
+    long = crowded(depth)
+    assert long.num_output_tokens == 4
+    assert long.num_preemptions == 0  # whoever came after it yields
+
+
+def test_without_the_guard_its_work_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin.Steering, "_may_preempt", lambda self, num_tokens: False)
+    assert crowded().num_preemptions > 0
+
+
+def test_settings_of_vllm_are_as_before_after_each_step() -> None:
+    driver, _ = warmed_up()
+    scheduler = driver.scheduler
+    before = scheduler.policy, scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
+    driver.add(make_request(20_000, 1), make_request(200, 1))
+    driver.run(num_steps=10)
+    after = scheduler.policy, scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
+    assert before == after
+
+
+@pytest.mark.parametrize("num_accepted", [0, 2, 3])
+def test_speculated_tokens_count_as_rows(num_accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[StepDone] = []
+    monkeypatch.setattr(Reporter, "report", lambda self, step: steps.append(step))
+    driver = Driver(make_scheduler(num_speculative_tokens=3), num_accepted=num_accepted)
+    chats = [make_request(64, 400) for _ in range(8)]
+    driver.add(*chats)
+    for _ in range(30):
+        speculate(driver, chats)
+    long = make_request(8_000, 1)
+    driver.add(long)
+    while long.request_id not in driver.times:
+        speculate(driver, chats)
+    mixed = [ran for ran in driver.ran if long.request_id in ran.chunks]
+    assert all(rows == 4 for ran in mixed for rows in ran.decodes.values())
+    shape = steps[-1].shape
+    assert (shape.decode_sequences, shape.total_rows) == (4 * len(chats), 4 * len(chats) + shape.prefill_rows)
+    assert max(ran.seconds for ran in mixed) <= 1.05 * TARGET
+    driver.run()
+    assert {len(driver.tokens[chat.request_id]) for chat in chats} == {400}
+
+
+def speculate(driver: Driver, chats: list[Any]) -> None:
+    for chat in chats:
+        if chat in driver.scheduler.running and not chat.is_prefill_chunk:
+            chat.spec_token_ids = [1, 2, 3]
+    driver.step()
+
+
+def test_context_of_a_cached_prefix_is_foreseen() -> None:
+    driver, chats = warmed_up(prefix_caching=True)
+    prefix = [7 * i % 991 for i in range(30_000)]
+    first = make_request(0, 1, prompt=prefix)
+    driver.add(first)
+    run_until_answered(driver, first)
+    second = make_request(0, 1, prompt=prefix + [1] * 3000)
+    driver.times.clear()
+    start = len(driver.ran)
+    driver.add(second)
+    run_until_answered(driver, second)
+    assert sum(ran.chunks.get(second.request_id, 0) for ran in driver.ran[start:]) < 3_100
+    assert max(driver.gaps(*chats)) <= 1.05 * TARGET
+
+
+def test_short_prompt_passes_a_long_one() -> None:
+    driver, _ = warmed_up()
+    long = make_request(60_000, 1)
+    driver.add(long)
+    driver.run(num_steps=3)
+    arrived = driver.now
+    short = make_request(300, 1)
+    driver.add(short)
+    run_until_answered(driver, short)
+    assert driver.times[short.request_id][0] - arrived < 4 * TARGET
+    assert long.request_id not in driver.times
+    driver.add(long_too := make_request(50_000, 1), short_too := make_request(200, 1))
+    run_until_answered(driver, short_too)
+    assert long_too.request_id not in driver.times
+
+
+def test_long_prompt_is_not_passed_for_ever() -> None:
+    driver, _ = warmed_up(num_chats=4)
+    long = make_request(20_000, 1)
+    driver.add(long)
+    for _ in range(400):
+        driver.add(make_request(800, 1))
+        driver.step()
+        if long.request_id in driver.times:
+            return
+    pytest.fail("the long prompt starved")
+
+
+def test_order_of_priorities_is_left_to_vllm() -> None:
+    driver = Driver(make_scheduler(policy="priority", max_num_seqs=4))
+    requests = [make_request(2_000, 3) for _ in range(6)]
+    for number, request in enumerate(requests):
+        request.priority = -number
+    driver.add(*requests)
+    driver.run()
+    answered = sorted(driver.times, key=lambda request_id: driver.times[request_id][0])
+    assert answered == [request.request_id for request in reversed(requests)]
+
+
+def test_a_request_may_bring_its_own_target() -> None:
+    driver, _ = warmed_up(target="100ms")
+    fast = make_request(64, 5_000, extra_args={"tbt_target": 0.03})
+    driver.add(fast)
+    driver.run(num_steps=10)
+    driver.times.clear()
+    long = make_request(20_000, 1)
+    driver.add(long)
+    run_until_answered(driver, long)
+    assert max(driver.gaps(fast.request_id)) <= 1.05 * 0.03
+
+
+def test_steps_of_a_pipeline_share_the_target() -> None:
+    driver, _ = warmed_up(depth=2, num_stages=2)
+    start = len(driver.ran)
+    long = make_request(20_000, 1)
+    driver.add(long)
+    run_until_answered(driver, long)
+    assert max(ran.seconds for ran in driver.ran[start:]) <= 1.05 * TARGET / 2
+
+
+def test_target_that_cannot_be_kept_is_said_once(caplog_vllm: list[str]) -> None:
+    driver, _ = warmed_up(target="5ms")
+    driver.add(make_request(3_000, 1))
+    driver.run(num_steps=40)
+    assert sum("cannot be kept" in line for line in caplog_vllm) == 1
+
+
+def test_nothing_is_steered_where_prompts_are_not_cut(caplog_vllm: list[str]) -> None:
+    driver = Driver(make_scheduler(chunked=False, max_num_batched_tokens=65_536))
+    driver.add(make_request(5_000, 2))
+    driver.run()
+    assert driver.ran[0].output.total_num_scheduled_tokens == 5_000
+    assert any("no latency target is kept" in line for line in caplog_vllm)
+
+
+def test_aborted_requests_leave_nothing_behind() -> None:
+    driver, chats = warmed_up()
+    driver.scheduler.finish_requests(chats, plugin_status())
+    driver.add(make_request(100, 2))
+    driver.run()
+    assert not driver.scheduler.steering._streams
+
+
+def plugin_status() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
