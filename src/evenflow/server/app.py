@@ -12,15 +12,18 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from evenflow import __version__
-from evenflow.server import metrics
+from evenflow.server import live, metrics
 from evenflow.server.access import ApiKeys
 from evenflow.server.api_errors import add_error_handlers
+from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
 from evenflow.server.routes import answer_routes, model_routes, state_routes
 from evenflow.server.service import Service
 
 
-def make_app(service: Service, observer: Observer, keys: ApiKeys, allowed_origins: Sequence[str] = ()) -> FastAPI:
+def make_app(
+    service: Service, observer: Observer, feed: LiveFeed, keys: ApiKeys, allowed_origins: Sequence[str] = ()
+) -> FastAPI:
     """All routes over one engine."""
     app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
@@ -39,4 +42,6 @@ def make_app(service: Service, observer: Observer, keys: ApiKeys, allowed_origin
     app.include_router(answer_routes(service), dependencies=with_key)
     app.include_router(model_routes(service), dependencies=with_key)
     app.include_router(metrics.router(observer), dependencies=with_key)
+    app.include_router(live.router(feed, feed_dependencies=with_key))
+    app.include_router(live.router(feed, with_key))
     return app

@@ -5,10 +5,17 @@ Must not know: what makes a figure change; that is `metrics`.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.registry import Collector
+from collections.abc import Iterable
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from evenflow.core.plan import ChunkReason
+from evenflow.core.request import FinishReason
+from evenflow.engine.stalls import CauseKind
 from evenflow.server.figures import BulkHistogram
+
+PROMPT_SOURCES = ("local_compute", "local_cache_hit")
+STEP_PARTS = ("decode", "prefill")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
@@ -44,30 +51,32 @@ class Maker:
         self._registry.register(metric)
         return metric
 
-    def split_counter(self, name: str, text: str, *labels: str) -> SplitCounter:
-        return SplitCounter(Counter(name, text, [*self._labels, *labels], registry=self._registry), self._labels)
+    def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> SplitCounter:
+        """A counter by one label more; the values `known` are there from the start, so that rates see their first."""
+        metric = Counter(name, text, [*self._labels, label], registry=self._registry)
+        counter = SplitCounter(metric, tuple(self._labels.values()))
+        for value in known:
+            counter.inc(0, value)
+        return counter
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """A gauge that is always 1 and says what it has to say in its labels."""
         labels = {**values, "engine": self._labels["engine"]}
         Gauge(name, text, list(labels), registry=self._registry).labels(**labels).set(1)
 
-    def register(self, collector: Collector) -> None:
-        self._registry.register(collector)
-
 
 class SplitCounter:
-    """A counter with labels of its own, whose children are looked up once."""
+    """A counter with a label of its own, whose children are looked up once."""
 
-    def __init__(self, counter: Counter, common: dict[str, str]) -> None:
+    def __init__(self, counter: Counter, common: tuple[str, ...]) -> None:
         self._counter = counter
-        self._common = tuple(common.values())
-        self._children: dict[tuple[str, ...], Counter] = {}
+        self._common = common
+        self._children: dict[str, Counter] = {}
 
-    def inc(self, amount: float, *values: str) -> None:
-        child = self._children.get(values)
+    def inc(self, amount: float, value: str) -> None:
+        child = self._children.get(value)
         if child is None:
-            child = self._children[values] = self._counter.labels(*self._common, *values)
+            child = self._children[value] = self._counter.labels(*self._common, value)
         child.inc(amount)
 
 
@@ -84,11 +93,13 @@ class VllmMetrics:
         self.preemptions = counter("vllm:num_preemptions", "Requests that took a slot again after losing it.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.prompt_tokens_by_source = make.split_counter(
-            "vllm:prompt_tokens_by_source", "The same by where they came from.", "source"
+            "vllm:prompt_tokens_by_source", "The same by where they came from.", "source", PROMPT_SOURCES
         )
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those of them that were cached.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.request_success = make.split_counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        self.request_success = make.split_counter(
+            "vllm:request_success", "Requests that ended.", "finished_reason", FinishReason
+        )
         self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
         self.params_n = histogram("vllm:request_params_n", "Answers asked for by one call.", (1, 2, 5, 10, 20))
         self.request_preemptions = histogram(
@@ -142,12 +153,14 @@ class EvenflowMetrics:
         self.restarts = counter("evenflow:engine_restarts", "Times that the engine process was started anew.")
         self.rejected = make.split_counter("evenflow:rejected_requests", "Requests refused unserved.", "reason")
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
-        self.chunks = make.split_counter("evenflow:chunks", "Chunks by why they were not longer.", "reason")
+        self.chunks = make.split_counter(
+            "evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason
+        )
         self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request until its end.", _CHUNKS)
         self.budget_use = histogram("evenflow:step_budget_use", "Share of the budget that a step used.", _SHARES)
-        self.step_tokens = make.split_counter("evenflow:step_tokens", "Tokens run, decode or prefill.", "part")
+        self.step_tokens = make.split_counter("evenflow:step_tokens", "Tokens run, by what for.", "part", STEP_PARTS)
         self.part_seconds = make.split_counter(
-            "evenflow:step_part_seconds", "Seconds of steps by what they were for, decode or prefill.", "part"
+            "evenflow:step_part_seconds", "Seconds of steps, by what for.", "part", STEP_PARTS
         )
         self.step_seconds = histogram("evenflow:step_seconds", "What steps took.", _STEP_S)
         self.predicted_seconds = histogram(
@@ -158,7 +171,7 @@ class EvenflowMetrics:
         )
         self.stalls = counter("evenflow:stalls", "Steps that made tokens late.")
         self.stall_seconds = make.split_counter(
-            "evenflow:stall_seconds", "Seconds of the longest gap of each such step, by cause.", "cause"
+            "evenflow:stall_seconds", "Seconds of the longest gap of each such step, by cause.", "cause", CauseKind
         )
         self.late_tokens = counter("evenflow:late_tokens", "Tokens that came after their deadline.")
         self.target = gauge("evenflow:tbt_target_seconds", "The target in force; NaN where the policy keeps none.")

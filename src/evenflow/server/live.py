@@ -27,10 +27,11 @@ BATCH_S = 0.1
 _BATCHES_PER_FIGURES = 5
 _MAX_STEPS = 4096  # kept for readers: twenty seconds of the fastest engines
 _STEPS_AT_ONCE = 512  # in one message
-_QUANTILE_WINDOW_S = 5
+_TBT_WINDOW_S = 5
+_TTFT_WINDOW_S = 30  # there are far fewer first tokens
 _HIT_RATE_WINDOW_S = 60
 _STALL_WINDOW_S = 300
-_NUM_WORST_STALLS = 8
+_NUM_WORST_STALLS = 6
 
 _FOLDER = Path(__file__).parent / "dashboard"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -86,8 +87,6 @@ class LiveFeed(Listener):
 
     def on_engine_state(self, state: EngineState) -> None:
         self._policy = state.policy
-        if not state.is_up:
-            self._last_event = None
 
     def on_step(self, event: StepEvent) -> None:
         for admission in event.admissions:
@@ -100,8 +99,6 @@ class LiveFeed(Listener):
 
     def on_request_finished(self, record: RequestRecord) -> None:
         self._numbers.pop(record.request_id, None)
-        if not self._observer.requests:
-            self._last_event = None
 
     def _number(self, request_id: str) -> int:
         if request_id not in self._numbers and request_id in self._observer.requests:
@@ -153,7 +150,7 @@ class LiveFeed(Listener):
             return
         self._num_readers += 1
         try:
-            yield _message("hello", {"model": self._observer.model_name, "quantile_window": _QUANTILE_WINDOW_S})
+            yield _message("hello", {"model": self._observer.model_name})
             num_told = max(0, self._num_steps - _STEPS_AT_ONCE)
             for batch in count():
                 if self._is_closed:
@@ -176,9 +173,10 @@ class LiveFeed(Listener):
         return columns
 
     def _figures(self) -> dict[str, Any]:
-        observer, event, now = self._observer, self._last_event, self._observer.clock()
-        tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _QUANTILE_WINDOW_S)
-        ttft = observer.recent_ttft.quantiles((0.5, 0.99), now, _QUANTILE_WINDOW_S)
+        observer, now = self._observer, self._observer.clock()
+        event = self._last_event if observer.requests else None  # whoever was aborted since the last step runs no more
+        tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _TBT_WINDOW_S)
+        ttft = observer.recent_ttft.quantiles((0.5, 0.99), now, _TTFT_WINDOW_S)
         lookups = [(tokens, cached) for at, tokens, cached in self._lookups if at > now - _HIT_RATE_WINDOW_S]
         looked_up = sum(tokens for tokens, _ in lookups)
         return {

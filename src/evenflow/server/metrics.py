@@ -137,7 +137,7 @@ class Observer:
         record.finish_reason, record.num_output_tokens, record.finished_at = reason, num_output_tokens, now
         self._show_request(record)
         self._show_phases(record)
-        if not self.requests:  # an abort may come after the last step, which then said that something runs
+        if not self.requests:  # there may be no further step to say so
             self._show_nothing_runs()
         for listener in self._listeners:
             listener.on_request_finished(record)
@@ -212,6 +212,8 @@ class Observer:
             own.prediction_error.observe(abs(event.predicted_seconds / event.seconds - 1))
 
     def _show_queue(self, event: StepEvent) -> None:
+        if not self.requests:  # all were aborted while this step ran, and no step will say so
+            return
         self._vllm.running.set(event.num_running)
         self._vllm.waiting.set(event.num_waiting)
         self._vllm.kv_cache_usage.set(event.kv_cache_usage)

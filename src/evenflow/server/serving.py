@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import uvicorn
+from fastapi import FastAPI
 
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.model.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.app import make_app
 from evenflow.server.engine_client import EngineClient
 from evenflow.server.engine_process import EngineFactory
+from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
 from evenflow.server.service import Service
 
@@ -29,6 +31,7 @@ logger = logging.getLogger("evenflow")
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 2.0  # for answers to be written after the last request was ended
+_DRAIN_CHECK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ async def serve(
     listener: socket.socket,
     factory: EngineFactory,
     load_tokenizer: Callable[[], Tokenizer],
-    on_ready: Callable[[str], None] = lambda policy: None,
+    on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
     """Serve until a signal comes. Errors of the engine's first start are raised."""
     keys = ApiKeys(settings.api_keys)
@@ -82,40 +85,45 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs)
         service = Service(client, tokenizer, gate, settings.limits, settings.model_names)
-        app = make_app(service, observer, keys, settings.allowed_origins)
-        config = uvicorn.Config(
-            app,
-            access_log=False,
-            log_level="warning",
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=int(settings.drain_s + _GRACE_S) + 1,
-        )
-        on_ready(client.policy)
-        await _Server(config, client, gate, settings.drain_s).serve(sockets=[listener])
+        feed = LiveFeed(observer)
+        server = Server(make_app(service, observer, feed, keys, settings.allowed_origins), service, feed, settings)
+        on_ready(server)
+        await server.serve(sockets=[listener])
     finally:
         await client.close()
         listener.close()
 
 
-class _Server(uvicorn.Server):
-    """Ends what does not end by itself in time, with an error that its reader gets to see."""
+class Server(uvicorn.Server):
+    """uvicorn, with an end that is told to whoever does not end by itself in time."""
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient, gate: Gate, drain_s: float) -> None:
-        super().__init__(config)
-        self._client = client
-        self._gate = gate
-        self._drain_s = drain_s
+    def __init__(self, app: FastAPI, service: Service, feed: LiveFeed, settings: ServerSettings) -> None:
+        super().__init__(
+            uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
+        )
+        self.service = service
+        self._feed = feed
+        self._drain_s = settings.drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._gate.is_draining = True
-        if self._client.num_open:
-            logger.warning("Shutting down: %d requests have %.0f s to end.", self._client.num_open, self._drain_s)
-        end = asyncio.get_running_loop().call_later(
-            self._drain_s, self._client.fail_all, EngineFailed("the server is shutting down")
-        )
+        draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
-        end.cancel()
+        draining.cancel()
+
+    async def _drain(self) -> None:
+        """Let open requests end, and end them when time is up."""
+        gate, client, loop = self.service.gate, self.service.client, asyncio.get_running_loop()
+        gate.is_draining = True
+        self._feed.close()
+        if gate.num_inside:
+            logger.warning("Shutting down: %d answers have %.0f s to end.", gate.num_inside, self._drain_s)
+        for limit in (self._drain_s, _GRACE_S):
+            end = loop.time() + limit
+            while gate.num_inside and loop.time() < end:
+                await asyncio.sleep(_DRAIN_CHECK_S)
+            client.fail_all(EngineFailed("the server is shutting down"))
+        await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to leave
+        self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -38,11 +38,11 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   colours = null;
 });
 
-// The least of 1, 2, 5, 10, 20 ... times `unit` that is not below `value`.
+// The least round multiple of `unit` that is not below `value`.
 export function roundUp(value, unit = 0.001) {
   const wanted = Math.max(value / unit, 1);
   const power = 10 ** Math.floor(Math.log10(wanted) + 1e-9);
-  const factor = [1, 2, 5, 10].find((candidate) => candidate * power >= wanted * (1 - 1e-9));
+  const factor = [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((candidate) => candidate * power >= wanted * (1 - 1e-9));
   return factor * power * unit;
 }
 

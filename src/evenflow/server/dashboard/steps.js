@@ -5,7 +5,7 @@ import { FONT, palette, roundUp, sizeToBox } from "./canvas.js";
 import { duration } from "./words.js";
 
 const LAG_S = 0.3; // behind the newest batch, so that the picture moves evenly between batches
-const LEFT = 44; // room for the scale
+const LEFT = 56; // room for the scale
 
 export class StepPicture {
   constructor(canvas, store, onChoose) {
