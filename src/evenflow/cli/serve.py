@@ -29,7 +29,7 @@ from evenflow.model.default_model import default_model_path
 
 if TYPE_CHECKING:
     from evenflow.model.tokenizer import Tokenizer
-    from evenflow.server.serving import ServerSettings
+    from evenflow.server.serving import Server, ServerSettings
 
 logger = logging.getLogger("evenflow")
 
@@ -109,8 +109,8 @@ def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig
         logger.setLevel(logging.INFO)
     host, port = listener.getsockname()[:2]
 
-    def say_ready(policy: str) -> None:
-        names = ", ".join(settings.model_names)
+    def say_ready(server: Server) -> None:
+        names, policy = ", ".join(settings.model_names), server.service.client.policy
         logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
 
     async def main() -> None:

@@ -91,7 +91,7 @@ class Gate:
     def __init__(self, limits: ServerLimits, num_running_places: Callable[[], int]) -> None:
         self._limits = limits
         self._num_running_places = num_running_places
-        self._num_inside = 0
+        self.num_inside = 0  # answers that run or wait
         self._inside_by_tenant: Counter[str] = Counter()
         self.is_draining = False
 
@@ -99,12 +99,12 @@ class Gate:
     def enter(self, tenant: str, num_answers: int) -> Iterator[None]:
         """Room for so many answers, as long as the context lasts; an ApiError where there is none."""
         self._check(tenant, num_answers)
-        self._num_inside += num_answers
+        self.num_inside += num_answers
         self._inside_by_tenant[tenant] += num_answers
         try:
             yield
         finally:
-            self._num_inside -= num_answers
+            self.num_inside -= num_answers
             self._inside_by_tenant[tenant] -= num_answers
             if not self._inside_by_tenant[tenant]:
                 del self._inside_by_tenant[tenant]
@@ -115,9 +115,9 @@ class Gate:
             raise overloaded("The server is shutting down.")
         if num_answers > limits.max_n:
             raise ApiError(400, f"Got {num_answers} answers to make but this server makes {limits.max_n} a request.")
-        room = self._num_running_places() + limits.max_waiting - self._num_inside
+        room = self._num_running_places() + limits.max_waiting - self.num_inside
         if num_answers > room:
-            raise overloaded(f"The queue is full: {self._num_inside} answers are running or waiting.")
+            raise overloaded(f"The queue is full: {self.num_inside} answers are running or waiting.")
         inside = self._inside_by_tenant.get(tenant, 0)
         if limits.max_tenant_requests and inside + num_answers > limits.max_tenant_requests:
             raise overloaded(

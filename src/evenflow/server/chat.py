@@ -9,27 +9,37 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from evenflow.core.request import Request
+from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.errors import InvalidRequest
+from evenflow.model.chat_template import ToolStyle
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.answering import encode_json, event_of, new_id
 from evenflow.server.logprobs import chat_logprobs, prompt_logprobs
 from evenflow.server.protocol import ChatBody, ChatMessage, StreamOptions
 from evenflow.server.service import Service
 from evenflow.server.stream import Stream
+from evenflow.server.tool_stream import Content, Event, as_delta, whole_message
 
 
 def encode_messages(
     tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     *,
+    tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """The token ids of a conversation, by default up to where the answer begins."""
+    variables = variables or {}
+    for name in ("self", "messages", "tools", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
     text = tokenizer.apply_chat_template(
         [message.for_template() for message in messages],
-        **{**(variables or {}), "add_generation_prompt": add_generation_prompt is not False},
+        tools=tools,
+        add_generation_prompt=add_generation_prompt is not False,
+        **variables,
     )
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -49,6 +59,9 @@ class ChatFormat:
             "model": service.model_name(body.model),
         }
         self._num_top_logprobs = body.top_logprobs or 0
+        template = service.tokenizer.chat_template
+        self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
+        self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_answers)]
         # All of an event up to its text is the same for every token of an answer.
         head = encode_json(self._head)[:-1]
         self._event_starts = [
@@ -72,6 +85,7 @@ class ChatFormat:
         token_ids = encode_messages(
             service.tokenizer,
             body.messages,
+            tools=self._tool_use.tools,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
         )
@@ -80,10 +94,23 @@ class ChatFormat:
         logprobs = self._num_top_logprobs if body.logprobs else None
         requests = []
         for index in range(self.num_answers):
-            sampling = body.sampling(max_tokens=max_tokens, index=index, logprobs=logprobs)
+            sampling = body.sampling(
+                max_tokens=max_tokens, index=index, logprobs=logprobs, grammar=self._tool_use.grammar
+            )
             request_id = self._id if self.num_answers == 1 else f"{self._id}-{index}"
             requests.append(service.client.prepare(token_ids, sampling, request_id=request_id, tenant=self._salt))
         return requests
+
+    def _pieces(self, index: int, text: str, is_last: bool) -> list[Event]:
+        """What this text of an answer says: content, or calls of functions where there are any to call."""
+        stream = self._tool_streams[index]
+        if stream is None:
+            return [Content(text)]
+        return stream.push(text) + (stream.finish() if is_last else [])
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        stream = self._tool_streams[index]
+        return "tool_calls" if reason == FinishReason.STOP and stream is not None and stream.num_calls else reason
 
     # ---- whole ----
 
@@ -94,12 +121,13 @@ class ChatFormat:
         tokenizer, choices = self._service.tokenizer, []
         for index, output in enumerate(outputs):
             logprobs = chat_logprobs(tokenizer, output.logprobs or [], self._num_top_logprobs)
+            message = whole_message(self._pieces(index, output.text, is_last=True))
             choices.append(
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": output.text, "refusal": None},
+                    "message": {**message, "refusal": None},
                     "logprobs": logprobs if self._body.logprobs else None,
-                    "finish_reason": output.finish_reason,
+                    "finish_reason": self._finish_reason(index, output.finish_reason),
                 }
             )
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
@@ -116,23 +144,30 @@ class ChatFormat:
         return self._event_starts[index] + role + b"}]" + usage + b"}\n\n"
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        said = self._said(index, delta)
         logprobs = b"null"
         if self._body.logprobs and delta.token_ids:
             rows = (delta.output.logprobs or [])[-len(delta.token_ids) :]
             logprobs = encode_json(chat_logprobs(self._service.tokenizer, rows, self._num_top_logprobs))
-        elif not delta.text and usage in (b"", b"null") and delta.finish_reason is None:
+        elif not said and usage in (b"", b"null") and delta.finish_reason is None:
             return b""
         return b"".join(
             (
                 self._event_starts[index],
-                b'"content":' + encode_json(delta.text) if delta.text else b"",
+                said,
                 b'},"logprobs":',
                 logprobs,
                 b',"finish_reason":',
-                encode_json(delta.finish_reason),
+                encode_json(self._finish_reason(index, delta.finish_reason)),
                 b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n",
             )
         )
+
+    def _said(self, index: int, delta: Delta) -> bytes:
+        """The inside of an event's delta."""
+        if self._tool_streams[index] is None:  # nearly all tokens go this way
+            return b'"content":' + encode_json(delta.text) if delta.text else b""
+        return encode_json(as_delta(self._pieces(index, delta.text, delta.finish_reason is not None)))[1:-1]
 
     def usage_event(self, usage: bytes) -> bytes:
         return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")

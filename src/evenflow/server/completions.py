@@ -66,7 +66,9 @@ class CompletionFormat:
             service.check_length(len(token_ids), body.max_tokens, "prompt")
             for _ in range(body.num_answers):
                 index = len(requests)
-                sampling = body.sampling(max_tokens=max(self._max_tokens, 1), index=index, logprobs=body.logprobs)
+                sampling = body.sampling(
+                    max_tokens=max(self._max_tokens, 1), index=index, logprobs=body.logprobs, grammar=body.grammar
+                )
                 if body.echo and body.logprobs is not None:
                     sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
                 request_id = self._id if self.num_answers == 1 else f"{self._id}-{index}"

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from evenflow.core.grammar import Grammar
 from evenflow.core.request import SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
+from evenflow.server.response_format import GrammarFields
+from evenflow.server.tools import ToolFields
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -49,7 +52,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, GrammarFields):
     """What a chat and a completion share."""
 
     model: str | None = Field(default=None, description="A name of /v1/models; without it, the first of them.")
@@ -103,7 +106,7 @@ class GenerationBody(Body):
         """How the answer is streamed; None: it is wanted whole."""
         return (self.stream_options or StreamOptions()) if self.stream else None
 
-    def sampling(self, *, max_tokens: int, index: int, logprobs: int | None) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, index: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """How to sample the answer of this index: each has a seed of its own."""
         stop = self.stop or ()
         given: dict[str, Any] = {
@@ -126,6 +129,7 @@ class GenerationBody(Body):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},
         )
 
@@ -142,10 +146,8 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = Field(default=None, description="Put the model's first token before a text.")
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A piece of a message's content; pieces are joined."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text"]
     text: str
@@ -158,24 +160,21 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1)]
     content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
-        if self.content is None and self.role in ("user", "system", "developer", "tool"):
+        if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of the role {self.role!r} needs content")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is one text, and what is not said is not there."""
-        message = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
-        if self.role == "developer":  # OpenAI's newer word; templates know the older
-            message["role"] = "system"
-        return message
+        """As chat templates expect it: what is not said is not there."""
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer word; templates know the older
+        return {**self.model_dump(exclude_none=True), "role": role}
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ToolFields):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
