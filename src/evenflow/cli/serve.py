@@ -61,6 +61,9 @@ def serve(
     drain_time: Annotated[
         float, Option(parser=parse_duration, metavar="DURATION", help="Time for open requests to end after SIGTERM.")
     ] = "30s",  # type: ignore[assignment]
+    otlp_endpoint: Annotated[
+        str | None, Option(metavar="URL", help="Send traces there, to an OTLP collector over HTTP.")
+    ] = None,
     record: Annotated[
         Path | None,
         Option(parser=parse_new_file, metavar="PATH", help="Write every step's plan and seconds there, as JSON lines."),
@@ -94,6 +97,7 @@ def serve(
             max_tenant_requests=max_tenant_requests,
         ),
         drain_s=drain_time,
+        otlp_endpoint=otlp_endpoint,
     )
     listener = bind(host, port)
     if config.model == "default":

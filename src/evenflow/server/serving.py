@@ -26,6 +26,7 @@ from evenflow.server.engine_process import EngineFactory
 from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
 from evenflow.server.service import Service
+from evenflow.server.tracing import make_tracer
 
 logger = logging.getLogger("evenflow")
 
@@ -45,6 +46,7 @@ class ServerSettings:
     allowed_origins: Sequence[str] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to end after SIGTERM
+    otlp_endpoint: str | None = None  # where traces are sent
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -78,8 +80,11 @@ async def serve(
 ) -> None:
     """Serve until a signal comes. Errors of the engine's first start are raised."""
     keys = ApiKeys(settings.api_keys)
+    tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
     tokenizer = await asyncio.to_thread(load_tokenizer)
     observer = Observer(settings.model_names[0])
+    if tracer is not None:
+        observer.listen(tracer)
     client = EngineClient(factory, tokenizer, observer)
     try:
         await client.start()
@@ -92,6 +97,8 @@ async def serve(
     finally:
         await client.close()
         listener.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 class Server(uvicorn.Server):
