@@ -15,9 +15,12 @@ from typing import Annotated, cast
 import typer
 
 from evenflow import __version__
+from evenflow.cli.analyze import analyze
+from evenflow.cli.ab import ab
 from evenflow.cli.bench import bench
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
+from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
 from evenflow.cli.output import show_warnings_only
 from evenflow.cli.serve import serve
@@ -28,6 +31,9 @@ app.command()(generate)
 app.command()(demo)
 app.command()(serve)
 app.add_typer(bench)
+app.command()(ab)
+app.command()(analyze)
+app.command()(explain)
 app.command()(doctor)
 
 # The base of typer's complaints about a command line. It has a different home in each version, and no public name.

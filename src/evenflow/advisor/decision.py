@@ -1,0 +1,83 @@
+"""Whether cutting prompts into chunks is worth it for inputs of these lengths, from which length on, and why.
+
+Must not know: files, vLLM; lengths are tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+SHORT_TOKENS = 1000  # when no input is longer, there is nothing to cut
+DEFAULT_THRESHOLD = 2048
+LONG_CONTEXT_TOKENS = 8000
+
+_BANDS = (
+    (SHORT_TOKENS, "skip"),
+    (2000, "optional"),
+    (4000, "consider"),
+    (LONG_CONTEXT_TOKENS, "recommended"),
+)
+
+
+class Chunking(StrEnum):
+    """For which inputs prompts should be cut."""
+
+    DISABLED = "disabled"
+    SELECTIVE = "selective"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`threshold` is the length from which on cutting pays, or None where all inputs are short."""
+
+    decision: Chunking
+    threshold: int | None
+    band: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """One cause to switch chunking on, whether it is there, and how that is known."""
+
+    name: str
+    active: bool
+    reason: str
+
+
+def should_enable_chunked_prefill(input_length: int, threshold: int = DEFAULT_THRESHOLD) -> bool:
+    """Whether one input is long enough to be cut: over the threshold, not at it."""
+    return input_length > threshold
+
+
+def automatic_threshold(longest: int, p95: int) -> int | None:
+    """None where all are short; 2,048 where 95 of 100 are under that; else four fifths of the 95th percentile."""
+    if longest < SHORT_TOKENS:
+        return None
+    return DEFAULT_THRESHOLD if p95 < DEFAULT_THRESHOLD else 4 * p95 // 5
+
+
+def band_of(longest: int) -> str:
+    """How much chunking is called for by the longest input."""
+    return next((band for limit, band in _BANDS if longest < limit), "required")
+
+
+def decide(longest: int, p95: int, shortest: int | None = None) -> Decision:
+    """The decision for a set of inputs; without the shortest it is not known that all are long."""
+    threshold = automatic_threshold(longest, p95)
+    if threshold is None:
+        chunking = Chunking.DISABLED
+        reason = f"the longest input has {longest:,} tokens, under {SHORT_TOKENS:,}: no step is long enough to stall"
+    elif not should_enable_chunked_prefill(longest, threshold):
+        chunking = Chunking.DISABLED
+        reason = f"no input is over the threshold of {threshold:,} tokens; the longest has {longest:,}"
+    elif shortest is not None and should_enable_chunked_prefill(shortest):
+        chunking = Chunking.ALWAYS
+        reason = f"every input is over {DEFAULT_THRESHOLD:,} tokens; the shortest has {shortest:,}"
+    else:
+        chunking = Chunking.SELECTIVE
+        others = "whether all are long is not known" if shortest is None else f"the shortest has {shortest:,}"
+        reason = f"inputs go over the threshold of {threshold:,} tokens (the longest has {longest:,}); {others}"
+    return Decision(chunking, threshold, band_of(longest), reason)

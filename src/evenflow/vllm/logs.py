@@ -1,0 +1,226 @@
+"""Finds the lines that say something in a server's log: of vLLM 0.10 to 0.32, and of evenflow.
+
+The log is read once, line by line, and may be of any size and hold any bytes. Must not know: what the facts mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_MAX_LINE_BYTES = 1 << 20
+_SHOWN = 200  # characters of a line that are kept
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that a line of the log says."""
+
+    name: str
+    value: Any
+    line_number: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The figures of one periodic line; None for those that it does not have."""
+
+    prompt_tokens_per_s: float
+    generation_tokens_per_s: float
+    running: int
+    waiting: int
+    kv_cache_usage: float | None
+    prefix_hit_rate: float | None
+    preemptions: int
+    line_number: int
+    line: str
+
+    def fact(self, name: str, value: Any) -> Fact:
+        return Fact(name, value, self.line_number, self.line)
+
+
+@dataclass(slots=True)
+class LogFacts:
+    """What a log says. Of a setting the last line counts, because a log may hold several starts."""
+
+    settings: dict[str, Fact] = field(default_factory=dict)
+    ranks: dict[int, Fact] = field(default_factory=dict)
+    problems: dict[str, Fact] = field(default_factory=dict)  # the first line of each kind
+    num_intervals: int = 0
+    num_preemptions: int = 0
+    last: Interval | None = None
+    highest: dict[str, Interval] = field(default_factory=dict)  # by the figure that is highest there
+
+    def __bool__(self) -> bool:
+        return bool(self.settings or self.ranks or self.problems or self.num_intervals)
+
+    def value(self, name: str) -> Any:
+        """What a setting was, or None where the log does not say."""
+        fact = self.settings.get(name)
+        return None if fact is None else fact.value
+
+    def peak(self, figure: str) -> Any:
+        """The highest value of a periodic figure, or None where the log has none."""
+        interval = self.highest.get(figure)
+        return None if interval is None else getattr(interval, figure)
+
+
+# A setting's name and the text around its value. Where a line has several, each is a pattern of its own.
+_SETTINGS = tuple(
+    (name, needle, re.compile(pattern))
+    for name, needle, pattern in (
+        ("version", "with config", r"LLM engine \(v([^)\s]+)\) with config"),
+        ("version", "version", r"(?:API server|█  *)version (\d+\.\d+\S*)"),
+        ("model", "with config", r" model='([^']+)'"),
+        ("max_model_len", "max_seq_len", r"max_seq_len=(\d+)"),
+        ("max_model_len", "max model len", r"Using max model len (\d+)"),
+        ("tensor_parallel_size", "with config", r"tensor_parallel_size=(\d+)"),
+        ("pipeline_parallel_size", "with config", r"pipeline_parallel_size=(\d+)"),
+        ("data_parallel_size", "with config", r"data_parallel_size=(\d+)"),
+        ("device", "with config", r"device_config=(\w+)"),
+        ("prefix_caching", "enable_prefix_caching", r"enable_prefix_caching=(True|False)"),
+        ("chunked_prefill", "with config", r"chunked_prefill(?:_enabled)?=(True|False)"),
+        ("chunk_budget", "Chunked prefill is enabled", r"max_num_batched_tokens=(\d+)"),
+        ("compiled_tokens", "compile_ranges", r"'compile_ranges_(?:endpoints|split_points)': \[(?:\d+, )*(\d+)\]"),
+        ("budget_asked_for", "non-default args", r"'max_num_batched_tokens': (\d+)"),
+        ("max_num_seqs", "non-default args", r"'max_num_seqs': (\d+)"),
+        ("long_prefill_token_threshold", "non-default args", r"'long_prefill_token_threshold': (\d+)"),
+        ("chunking_asked_for", "non-default args", r"'enable_chunked_prefill': (True|False)"),
+        ("latency_target", "Chunked prefill is enabled", r"with tbt_target=(\S+?)\.?$"),
+        ("latency_target", "latency target", r"evenflow: latency target ([\d.]+ ms) on vLLM"),
+        ("late_tokens", "tokens later than", r"([\d.]+% of \d+ tokens later than \d+ ms, longest gap of these \d+ ms)"),
+        ("unchunked_budget", "Chunked prefill is disabled", r"in one step of up to (\d+) tokens"),
+        ("attention_backend", "ackend", r"Using (?:AttentionBackendEnum\.)?([A-Z][\w ]*?) (?:attention )?backend"
+         r"(?: on V1 engine| out of potential| \(selected|\.?$)"),
+        ("kv_cache_tokens", "KV cache size", r"KV cache size: ([\d,]+) tokens"),
+        ("kv_cache_tokens", "The KV cache holds", r"The KV cache holds (\d+) tokens"),
+        ("max_concurrency", "Maximum concurrency", r"tokens per request: ([\d.]+)x"),
+        ("kv_cache_gib", "Available KV cache memory", r"Available KV cache memory: ([\d.]+) GiB"),
+        ("scheduler_class", "custom scheduler class", r"Using custom scheduler class (\S+?)\.? "),
+        ("async_scheduling", "Asynchronous scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
+    )
+)  # fmt: skip
+
+_PROBLEMS = tuple(
+    (name, needle, re.compile(pattern))
+    for name, needle, pattern in (
+        ("out of memory", "emory", r"(out of memory|OutOfMemoryError|Memory ran out)"),
+        ("no memory for the KV cache", "No available memory", r"No available memory for the cache blocks"),
+        ("context over the KV cache", "max seq len", r"To serve at least one request.*max seq len \((\d+)\)"),
+        ("budget under the context", "is smaller than max_model_len", r"max_num_batched_tokens \((\d+)\) is smaller"),
+        ("budget under max_num_seqs", "must be greater", r"max_num_batched_tokens \((\d+)\) must be greater"),
+        ("threshold over the context", "cannot be greater", r"long_prefill_token_threshold \((\d+)\) cannot be"),
+        ("unknown flags", "unrecognized arguments", r"unrecognized arguments: (.+)"),
+        ("partial prefills", "oncurrent", r"[Cc]oncurrent [Pp]artial [Pp]refill"),
+        ("chunking off is not supported", "disabling chunked", r"does not officially support disabling chunked"),
+        ("target too low", "cannot be kept", r"(?:target|Policy) .*cannot be kept"),
+        ("preemption", "preempted by", r"is preempted by"),
+    )
+)
+
+_TEXTS = ("version", "model")  # even where they look like numbers
+
+_RANK = re.compile(
+    r"rank (\d+) in world size (\d+) is assigned as DP rank (\d+), PP rank (\d+),(?: PCP rank \d+,)? TP rank (\d+)"
+)
+_INTERVAL = re.compile(
+    r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, Running: (\d+) reqs"
+    r"(?:, Swapped: \d+ reqs)?, (?:Waiting|Pending): (\d+) reqs"
+)
+_KV_USAGE = re.compile(r"KV cache usage: ([\d.]+)%")
+_HIT_RATE = re.compile(r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+)%")
+_PREEMPTIONS = re.compile(r"Preemptions: (\d+)")
+_FIGURES = ("prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting", "kv_cache_usage")
+
+
+def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
+    """What a log says, a file's or a stream's; its bytes need not all be text."""
+    if isinstance(log, str | Path):
+        with Path(log).open("rb") as file:
+            return read_facts(file)
+    return find_facts(_lines(log))
+
+
+def find_facts(lines: Iterable[str]) -> LogFacts:
+    found = LogFacts()
+    for number, line in enumerate(lines, 1):
+        _read_line(_COLOURS.sub("", line).rstrip(), number, found)
+    return found
+
+
+def _lines(log: IO[bytes]) -> Iterator[str]:
+    # What has no line ends is no log; a limit keeps it from being read whole.
+    for line in iter(lambda: log.readline(_MAX_LINE_BYTES), b""):
+        yield line.decode("utf-8", "replace")
+
+
+def _read_line(line: str, number: int, found: LogFacts) -> None:
+    if "Avg prompt throughput" in line:
+        _read_interval(line, number, found)
+        return
+    if "in world size" in line and (rank := _RANK.search(line)):
+        names = ("rank", "world_size", "dp_rank", "pp_rank", "tp_rank")
+        value = dict(zip(names, map(int, rank.groups()), strict=True))
+        found.ranks[value["rank"]] = Fact("rank", value, number, _excerpt(line, rank))
+    for name, needle, pattern in _SETTINGS:
+        if needle in line and (match := pattern.search(line)):
+            found.settings[name] = Fact(name, _value(name, match[1]), number, _excerpt(line, match))
+    for name, needle, pattern in _PROBLEMS:
+        if needle in line and name not in found.problems and (match := pattern.search(line)):
+            said = match[1] if pattern.groups else None
+            found.problems[name] = Fact(name, said, number, _excerpt(line, match))
+
+
+def _read_interval(line: str, number: int, found: LogFacts) -> None:
+    match = _INTERVAL.search(line)
+    if match is None:
+        return
+    usage, hit_rate, preemptions = (pattern.search(line) for pattern in (_KV_USAGE, _HIT_RATE, _PREEMPTIONS))
+    interval = Interval(
+        prompt_tokens_per_s=float(match[1]),
+        generation_tokens_per_s=float(match[2]),
+        running=int(match[3]),
+        waiting=int(match[4]),
+        kv_cache_usage=float(usage[1]) / 100 if usage else None,
+        prefix_hit_rate=float(hit_rate[1]) / 100 if hit_rate else None,
+        preemptions=int(preemptions[1]) if preemptions else 0,
+        line_number=number,
+        line=_excerpt(line, match),
+    )
+    found.num_intervals += 1
+    found.num_preemptions += interval.preemptions
+    found.last = interval
+    for figure in _FIGURES:
+        known = found.highest.get(figure)
+        if getattr(interval, figure) is not None and (known is None or _rank(interval, figure) > _rank(known, figure)):
+            found.highest[figure] = interval
+
+
+def _rank(interval: Interval, figure: str) -> tuple[float, float]:
+    """Of intervals with an equal figure the one in which most was generated tells most."""
+    return getattr(interval, figure), interval.generation_tokens_per_s
+
+
+def _excerpt(line: str, match: re.Match[str]) -> str:
+    """The line, or of a very long one its beginning and what was found in it."""
+    if len(line) <= 2 * _SHOWN:
+        return line
+    start = max(_SHOWN // 2, match.start() - _SHOWN // 2)
+    return f"{line[: _SHOWN // 2]} ... {line[start : start + _SHOWN]} ..."
+
+
+def _value(name: str, text: str) -> Any:
+    """Numbers and truth values as such; all else is text."""
+    if name in _TEXTS:
+        return text
+    if text in ("True", "False"):
+        return text == "True"
+    digits = text.replace(",", "")
+    if digits.isdecimal():
+        return int(digits)
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text

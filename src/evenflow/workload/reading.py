@@ -1,0 +1,178 @@
+"""Reads the inputs of a dataset one after the other, whatever its format, without ever holding a whole data file.
+
+A dataset is a file or a folder: JSONL, JSON, CSV or Parquet (the first three also gzipped), or texts. What cannot be
+used is counted, never fatal. Must not know: which field of a record matters, tokenizers.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.workload.inputs import Input, TextInput
+from evenflow.workload.json_array import iterate_json
+from evenflow.workload.records import KNOWN_FIELDS, UnusableRecordError, input_of
+
+_MAX_TEXT_BYTES = 1 << 28  # one text is one prompt and is read whole: far above any context
+_MAX_CSV_CELL = (1 << 31) - 1
+_PARQUET_ROWS = 256
+
+
+@dataclass(slots=True)
+class ReadTally:
+    """How far a dataset has been read, and what in it could not be used."""
+
+    num_bytes: int = 0  # of all its files
+    num_bytes_read: int = 0  # 0 for formats that do not tell
+    unusable: Counter[str] = field(default_factory=Counter)  # by what is wrong
+
+    @property
+    def num_unusable(self) -> int:
+        return self.unusable.total()
+
+
+def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
+    """The inputs of one dataset."""
+    files = _files_of(path)
+    tally.num_bytes = sum(file.stat().st_size for file in files)
+    as_texts = not all(_format_of(file) in _RECORD_READERS for file in files)
+    for file in files:
+        try:
+            if as_texts:
+                yield from _read_text(file, tally)
+            else:
+                yield from _read_records(file, prompt_field, tally)
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file that breaks off
+            tally.unusable[f"a file that cannot be read ({getattr(error, 'strerror', None) or error})"] += 1
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A folder stands for all files in it, hidden ones apart."""
+    if not path.exists():
+        raise InvalidInput(f"Got {str(path)!r} but there is no such file or folder.")
+    if path.is_file():
+        return [path]
+    visible = (
+        file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    files = sorted(file for file in visible if file.is_file())
+    if not files:
+        raise InvalidInput(f"Got {str(path)!r} but the folder holds no files.")
+    return files
+
+
+def _format_of(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    return suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+
+
+def _read_text(file: Path, tally: ReadTally) -> Iterator[Input]:
+    size = file.stat().st_size
+    tally.num_bytes_read += size
+    if size > _MAX_TEXT_BYTES:
+        tally.unusable[f"a text over {_MAX_TEXT_BYTES >> 20} MiB"] += 1
+        return
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        tally.unusable["a file that is not UTF-8 text"] += 1
+        return
+    if not text:
+        tally.unusable["an empty file"] += 1
+        return
+    yield TextInput(text)
+
+
+def _read_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
+    for record in _RECORD_READERS[_format_of(file)](file, prompt_field, tally):
+        try:
+            yield input_of(record, prompt_field)
+        except UnusableRecordError as error:
+            tally.unusable[str(error)] += 1
+
+
+def _open(file: Path, tally: ReadTally) -> gzip.GzipFile | io.BufferedReader:
+    if file.suffix.lower() == ".gz":
+        return gzip.GzipFile(file)
+    return io.BufferedReader(_CountedFile(file, tally), buffer_size=1 << 18)
+
+
+class _CountedFile(io.FileIO):
+    """Tells the tally how much of it has been read."""
+
+    def __init__(self, file: Path, tally: ReadTally) -> None:
+        super().__init__(file)
+        self._tally = tally
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        num_bytes = super().readinto(buffer)
+        self._tally.num_bytes_read += num_bytes or 0
+        return num_bytes
+
+
+def _jsonl_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
+    with _open(file, tally) as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError):
+                tally.unusable["a line that is not JSON"] += 1
+
+
+def _json_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
+    with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig") as text:
+        try:
+            yield from iterate_json(text)
+        except (ValueError, RecursionError):
+            tally.unusable["JSON that breaks off or is none"] += 1
+
+
+def _csv_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
+    csv.field_size_limit(_MAX_CSV_CELL)
+    with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as text:
+        try:
+            yield from csv.DictReader(text)
+        except csv.Error:
+            tally.unusable["CSV that breaks off or is none"] += 1
+
+
+def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingDependency(
+            f"{file}: Parquet needs pyarrow, which is not installed: pip install pyarrow"
+        ) from error
+    wanted = KNOWN_FIELDS if prompt_field is None else {prompt_field.partition(".")[0]}
+    try:
+        with parquet.ParquetFile(file) as table:
+            columns = [name for name in table.schema_arrow.names if name in wanted]
+            if not columns:
+                tally.unusable[f"no column {', '.join(sorted(wanted))}"] += 1
+                return
+            for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException:
+        tally.unusable["Parquet that breaks off or is none"] += 1
+
+
+_Reader = Callable[[Path, str | None, ReadTally], Iterator[Any]]
+_RECORD_READERS: dict[str, _Reader] = {
+    ".jsonl": _jsonl_records,
+    ".ndjson": _jsonl_records,
+    ".json": _json_records,
+    ".csv": _csv_records,
+    ".parquet": _parquet_records,
+}
