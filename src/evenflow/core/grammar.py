@@ -41,7 +41,7 @@ class Grammar:
             raise InvalidRequest("the grammar is not valid Unicode: it holds half of a surrogate pair")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that is valid by this schema, which may be given as an object or as its text."""
         return cls("json_schema", schema if isinstance(schema, str) else _to_json(schema))
 

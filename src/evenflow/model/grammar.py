@@ -35,6 +35,8 @@ _MOST_COMPILED = 64  # grammars kept for the next request that sends the same
 # Room for any usual indentation, and none for a small model to write blanks for ever.
 BLANKS_IN_JSON = r"[\x20\x0A\x09]{1,32}"
 
+_STAND_IN = "\x02"  # a text that no vocabulary joins with another
+
 
 class Vocabulary(Protocol):
     """What is needed of a tokenizer."""
@@ -65,7 +67,7 @@ class Grammars:
 
     def constrain(self, grammar: Grammar) -> Constraint:
         """For one answer. Returns at once; the first token waits for the grammar where it must."""
-        return Constraint(self._compile_soon(grammar), self._num_logits)
+        return Constraint(self._compile_soon(grammar), self._num_logits, self._vocabulary.eos_token_ids)
 
     def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
         with self._lock:
@@ -98,9 +100,10 @@ class Grammars:
 class Constraint:
     """Follows one answer through its grammar."""
 
-    def __init__(self, compiled: Future[LLMatcher], num_logits: int) -> None:
+    def __init__(self, compiled: Future[LLMatcher], num_logits: int, eos_token_ids: tuple[int, ...]) -> None:
         self._compiled = compiled
         self._num_logits = num_logits
+        self._eos_token_ids = eos_token_ids
         self._num_taken = 0
 
     @cached_property
@@ -113,11 +116,14 @@ class Constraint:
         An answer may have grown or been cut back since the last call: a recomputed request starts with several tokens,
         a failed step takes its own away.
         """
-        matcher, num_output = self._matcher, len(tokens) - num_prompt_tokens
+        matcher, end = self._matcher, len(tokens)
+        while end > num_prompt_tokens and tokens[end - 1] in self._eos_token_ids:
+            end -= 1  # a step in flight asks for what follows the end of an answer; nobody sees it
+        num_output = end - num_prompt_tokens
         if num_output < self._num_taken:
             matcher.rollback(self._num_taken - num_output)
         else:
-            matcher.consume_tokens(list(tokens[num_prompt_tokens + self._num_taken :]))
+            matcher.consume_tokens(list(tokens[num_prompt_tokens + self._num_taken : end]))
         self._num_taken = num_output
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
@@ -136,7 +142,16 @@ class _TokenizerView:
         self.special_token_ids = [token_id for token_id in range(num_logits) if vocabulary.is_special(token_id)]
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text, add_special_tokens=False)
+        """How this text is usually written inside of a longer one."""
+        encode, is_special = self._vocabulary.encode, self._vocabulary.is_special
+        token_ids = encode(text, add_special_tokens=False)
+        if len(text) > 1 and any(map(is_special, token_ids)):
+            # The name of a special token is text here; a character at a time it is not taken for the token.
+            return [token_id for character in text for token_id in self(character)]
+        if b"".join(map(self._vocabulary.token_bytes, token_ids)) == text.encode():
+            return token_ids
+        # Sentencepiece begins every text with a space.
+        return encode(_STAND_IN + text, add_special_tokens=False)[len(encode(_STAND_IN, add_special_tokens=False)) :]
 
 
 def _source(grammar: Grammar) -> str:
