@@ -10,7 +10,8 @@ EvenflowError
 │       └── BrokenModel            a truncated or inconsistent file
 ├── MissingDependency              an extra that is not installed: says which to install
 ├── OutOfMemory                    says which settings to lower
-└── EngineFailed                   a step failed: exit code 1 on the command line
+├── EngineFailed                   a step failed: exit code 1 on the command line
+└── EndpointFailed                 a server that was asked does not answer as it should
 """
 
 
@@ -56,3 +57,7 @@ class OutOfMemory(EvenflowError, MemoryError):
 
 class EngineFailed(EvenflowError, RuntimeError):
     """A step failed in a way that no single request caused."""
+
+
+class EndpointFailed(EvenflowError, RuntimeError):
+    """A server that evenflow is the client of does not answer as it should."""

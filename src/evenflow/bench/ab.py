@@ -1,0 +1,244 @@
+"""Two endpoints or settings under the same requests, in pairs of rounds; what differs, and how sure that is.
+
+In each pair both sides answer the same requests, one after the other, in an order drawn by lot, so that a machine that
+grows slower or a neighbour that comes hits both alike. Must not know: how endpoints work, how figures are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import fmean
+from typing import NamedTuple
+
+from evenflow.bench.endpoints import Answer, Ask, Endpoint
+from evenflow.bench.figures import percentile
+from evenflow.errors import EndpointFailed, InvalidConfig
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+_SHOWN_CHARACTERS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """When a request counts as served well."""
+
+    ttft_s: float
+    tbt_s: float  # for 99 of 100 of its gaps
+
+    def are_met(self, answer: Answer) -> bool:
+        if answer.error is not None or answer.ttft_s is None or answer.ttft_s > self.ttft_s:
+            return False
+        gaps = sorted(answer.gaps_s)
+        return not gaps or percentile(gaps, 99) <= self.tbt_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One side's answers to all requests, in their order."""
+
+    answers: Sequence[Answer]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    a: Round
+    b: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure on both sides, and the ratio b/a with its confidence interval where a side is not zero."""
+
+    name: str
+    a: float
+    b: float
+    interval: tuple[float, float] | None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.b / self.a if self.a else None
+
+    @property
+    def differs(self) -> bool:
+        """The interval leaves no room for "no difference"."""
+        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A request whose greedy answers differ: where, and how each goes on."""
+
+    pair: int
+    request: int
+    character: int
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    pairs: Sequence[Pair]
+    estimates: Sequence[Estimate]
+    num_answers: int  # pairs of answers, both without error
+    differences: Sequence[Difference]
+    errors: Sequence[str]
+
+
+def make_asks(prompts: Sequence[str], max_tokens: int, rate: float, seed: int) -> list[Ask]:
+    """Prompts that arrive at random, so many a second on average; a rate of 0 sends all at once."""
+    if not prompts:
+        raise InvalidConfig("Got no prompts but expected at least one.")
+    generator, at, asks = random.Random(seed), 0.0, []
+    for prompt in prompts:
+        asks.append(Ask(prompt, max_tokens, at))
+        at += generator.expovariate(rate) if rate else 0.0
+    return asks
+
+
+async def compare(
+    a: Endpoint,
+    b: Endpoint,
+    asks: Sequence[Ask],
+    *,
+    num_pairs: int,
+    goals: Goals,
+    seed: int = 0,
+    keep_prompts: bool = False,
+    on_round: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Run all pairs and sum up.
+
+    Unless prompts are to be kept, each pair's begin with a line of their own: answers must not come from a cache that
+    the pair before has filled.
+    """
+    order, pairs = random.Random(seed), []
+    async with a.open(), b.open():
+        for endpoint in (a, b):
+            on_round(f"warming up {endpoint.name}")
+            await _warm_up(endpoint, asks[0])
+        for number in range(num_pairs):
+            own = asks if keep_prompts else [replace(ask, prompt=f"[{seed}-{number}]\n{ask.prompt}") for ask in asks]
+            rounds = {}
+            for endpoint in order.sample((a, b), 2):
+                on_round(f"pair {number + 1} of {num_pairs}: {endpoint.name}")
+                rounds[endpoint is a] = await _run_round(endpoint, own)
+            pairs.append(Pair(rounds[True], rounds[False]))
+    return summarise(pairs, goals, seed)
+
+
+async def _warm_up(endpoint: Endpoint, ask: Ask) -> None:
+    await endpoint.begin_round()
+    answer = await endpoint.answer(replace(ask, max_tokens=2))
+    if answer.error is not None:
+        raise EndpointFailed(f"{endpoint.name}: {answer.error}")
+
+
+async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
+    await endpoint.begin_round()
+    start = time.perf_counter()
+
+    async def send(ask: Ask) -> Answer:
+        await asyncio.sleep(max(0.0, start + ask.at - time.perf_counter()))
+        return await endpoint.answer(ask)
+
+    answers = await asyncio.gather(*(send(ask) for ask in asks))
+    return Round(answers, time.perf_counter() - start)
+
+
+def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
+    """The figures, and confidence intervals by resampling pairs, and in each pair the requests."""
+    both = [
+        (number, request, a, b)
+        for number, pair in enumerate(pairs)
+        for request, (a, b) in enumerate(zip(pair.a.answers, pair.b.answers, strict=True))
+        if a.error is None and b.error is None
+    ]
+    differences = [_difference(number, request, a.text, b.text) for number, request, a, b in both if a.text != b.text]
+    errors = [answer.error for pair in pairs for side in (pair.a, pair.b) for answer in side.answers if answer.error]
+    return Outcome(pairs, _estimates(pairs, goals, random.Random(seed)), len(both), differences, errors)
+
+
+def _difference(pair: int, request: int, a: str, b: str) -> Difference:
+    same = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    shown = slice(same, same + _SHOWN_CHARACTERS)
+    return Difference(pair, request, same, a[shown], b[shown])
+
+
+class _Served(NamedTuple):
+    """What counts of one answer, worked out once: it is resampled a thousand times."""
+
+    ttfts: list[float]  # one or, after an error, none
+    gaps: list[float]
+    num_tokens: int
+    is_good: bool
+
+
+_Side = tuple[Sequence[_Served], float]  # a round's answers, and its seconds
+
+
+def _side(one: Round, goals: Goals) -> _Side:
+    served = [
+        _Served(
+            ttfts=[answer.ttft_s] if answer.error is None and answer.ttft_s is not None else [],
+            gaps=answer.gaps_s if answer.error is None else [],
+            num_tokens=answer.num_tokens,
+            is_good=goals.are_met(answer),
+        )
+        for answer in one.answers
+    ]
+    return served, one.seconds
+
+
+def _estimates(pairs: Sequence[Pair], goals: Goals, generator: random.Random) -> list[Estimate]:
+    sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]
+    seen_a, seen_b = _both_figures(sides)
+    ratios: dict[str, list[float]] = {name: [] for name in seen_a}
+    for _ in range(RESAMPLES):
+        a, b = _both_figures([_resample(pair, generator) for pair in generator.choices(sides, k=len(sides))])
+        for name, values in ratios.items():
+            if a[name] and b[name]:
+                values.append(b[name] / a[name])
+    return [Estimate(name, seen_a[name], seen_b[name], _interval(values)) for name, values in ratios.items()]
+
+
+def _interval(values: list[float]) -> tuple[float, float] | None:
+    if len(values) < RESAMPLES / 2:
+        return None
+    values.sort()
+    tail = 50 * (1 - CONFIDENCE)
+    return percentile(values, tail), percentile(values, 100 - tail)
+
+
+def _resample(pair: tuple[_Side, _Side], generator: random.Random) -> tuple[_Side, _Side]:
+    """Requests drawn with replacement, the same ones on both sides: what they have in common drops out of the ratio."""
+    (a, a_seconds), (b, b_seconds) = pair
+    places = generator.choices(range(len(a)), k=len(a))
+    return ([a[place] for place in places], a_seconds), ([b[place] for place in places], b_seconds)
+
+
+def _both_figures(sides: Sequence[tuple[_Side, _Side]]) -> tuple[dict[str, float], dict[str, float]]:
+    return _figures([a for a, _ in sides]), _figures([b for _, b in sides])
+
+
+def _figures(rounds: Sequence[_Side]) -> dict[str, float]:
+    """Of one side; 0 where there is nothing to measure."""
+    answers = [answer for served, _ in rounds for answer in served]
+    ttfts = sorted(chain.from_iterable(answer.ttfts for answer in answers))
+    gaps = sorted(chain.from_iterable(answer.gaps for answer in answers))
+    seconds = sum(seconds for _, seconds in rounds)
+    return {
+        "TTFT p50, s": percentile(ttfts, 50) if ttfts else 0.0,
+        "TTFT p99, s": percentile(ttfts, 99) if ttfts else 0.0,
+        "TTFT mean, s": fmean(ttfts) if ttfts else 0.0,
+        "TBT p50, s": percentile(gaps, 50) if gaps else 0.0,
+        "TBT p99, s": percentile(gaps, 99) if gaps else 0.0,
+        "output tokens/s": sum(answer.num_tokens for answer in answers) / seconds,
+        "requests/s served well": sum(answer.is_good for answer in answers) / seconds,
+    }

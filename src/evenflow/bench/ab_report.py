@@ -1,0 +1,109 @@
+"""An A/B comparison as a page or a picture: the figures with their intervals, and how the answers' gaps are spread.
+
+matplotlib is imported when the first picture is wanted. Must not know: how figures are measured.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from evenflow.bench.ab import CONFIDENCE, Estimate, Outcome
+from evenflow.bench.plots import pyplot
+
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #8884 }
+th:first-child, td:first-child { text-align: left }
+img { max-width: 100%; background: white }
+"""
+
+
+def draw(target: Path | BinaryIO, names: tuple[str, str], outcome: Outcome) -> None:
+    """Left: each figure's ratio with its interval. Right: the share of gaps longer than so many seconds."""
+    plt = pyplot()
+    figure, (ratios, tails) = plt.subplots(1, 2, figsize=(12, 4.5))
+    _draw_ratios(ratios, names, outcome.estimates)
+    _draw_tails(tails, names, outcome)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130, format="png")
+    plt.close(figure)
+
+
+def _draw_ratios(axis: Any, names: tuple[str, str], estimates: Sequence[Estimate]) -> None:
+    for place, estimate in enumerate(reversed(estimates)):
+        if estimate.interval is not None:
+            color = "tab:red" if estimate.differs else "tab:gray"
+            axis.plot(estimate.interval, [place, place], color=color)
+            axis.plot([estimate.ratio], [place], "o", color=color)
+    axis.set_yticks(range(len(estimates)), [estimate.name for estimate in reversed(estimates)])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_xlabel(f"B / A, with {CONFIDENCE:.0%} intervals (red: they differ)")
+    axis.set_title(f"A: {names[0]}   B: {names[1]}", fontsize=9)
+
+
+def _draw_tails(axis: Any, names: tuple[str, str], outcome: Outcome) -> None:
+    for name, rounds in zip(
+        names, ([pair.a for pair in outcome.pairs], [pair.b for pair in outcome.pairs]), strict=True
+    ):
+        gaps = sorted(gap for one in rounds for answer in one.answers for gap in answer.gaps_s)
+        axis.plot(gaps, [1 - place / len(gaps) for place in range(len(gaps))], label=name)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("gap between pieces of an answer, s")
+    axis.set_ylabel("share of gaps longer than that")
+    axis.legend(fontsize=8)
+
+
+def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
+    """One file that needs nothing else."""
+    picture = BytesIO()
+    draw(picture, names, outcome)
+    encoded = base64.b64encode(picture.getvalue()).decode()
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(estimate)) + "</tr>"
+        for estimate in outcome.estimates
+    )
+    a, b = map(html.escape, names)
+    path.write_text(
+        f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{a} against {b}</title><style>{_STYLE}</style>
+<h1>{a} against {b}</h1>
+<p>{len(outcome.pairs)} pairs of rounds; A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
+<table><tr><th>figure<th>A<th>B<th>B / A<th>{CONFIDENCE:.0%} interval<th>differ</tr>{rows}</table>
+<img alt="Ratios with their intervals, and the spread of gaps on both sides" src="data:image/png;base64,{encoded}">
+</html>
+""",
+        encoding="utf-8",
+    )
+
+
+def cells(estimate: Estimate) -> list[str]:
+    """A row of the table: name, A, B, ratio, interval, whether they differ."""
+    ratio = "-" if estimate.ratio is None else f"{estimate.ratio:.3f}"
+    interval = "-" if estimate.interval is None else "{:.3f} to {:.3f}".format(*estimate.interval)
+    return [
+        estimate.name,
+        f"{estimate.a:.4g}",
+        f"{estimate.b:.4g}",
+        ratio,
+        interval,
+        "yes" if estimate.differs else "no",
+    ]
+
+
+def same_outputs(outcome: Outcome) -> str:
+    """One sentence on whether both sides said the same."""
+    num_same = outcome.num_answers - len(outcome.differences)
+    failed = f" {len(outcome.errors)} requests failed." if outcome.errors else ""
+    if not outcome.differences:
+        return f"All {num_same} greedy answers are the same on both sides.{failed}"
+    return f"{num_same} of {outcome.num_answers} greedy answers are the same on both sides.{failed}"

@@ -1,0 +1,179 @@
+"""Where a benchmark's requests go: an OpenAI-compatible server, or the embedded engine under one policy.
+
+A request's answer comes back with the moment of each of its pieces. Must not know: what is compared, how figures are
+shown.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from evenflow.errors import EndpointFailed
+
+if TYPE_CHECKING:
+    import httpx
+
+    from evenflow.engine.async_llm import AsyncLLM
+
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One greedy completion; `at` is when it is sent, in seconds since the round began."""
+
+    prompt: str
+    max_tokens: int
+    at: float = 0.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request. Times are seconds since it was sent."""
+
+    text: str = ""
+    piece_times_s: list[float] = field(default_factory=list)  # a piece is a token, or several that came at once
+    num_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.piece_times_s[0] if self.piece_times_s else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.piece_times_s, self.piece_times_s[1:], strict=False)]
+
+
+class Endpoint(Protocol):
+    """Answers requests; `open` is entered once, around all rounds."""
+
+    name: str
+
+    def open(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def begin_round(self) -> None:
+        """Be ready for requests: what is left of other work does not disturb them."""
+        ...
+
+    async def answer(self, ask: Ask) -> Answer: ...
+
+
+@dataclass(slots=True)
+class HttpEndpoint:
+    """A server that speaks OpenAI's completions API: evenflow's, vLLM's, or another."""
+
+    name: str  # its address, such as http://127.0.0.1:8000
+    model: str | None = None  # None: the first that the server lists
+    api_key: str | None = None
+    ignore_eos: bool = True
+    timeout_s: float = 600.0
+    _client: httpx.AsyncClient | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(self.timeout_s, connect=_CONNECT_S)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.name, headers=headers, timeout=timeout, limits=limits) as client:
+            self._client = client
+            await self._choose_model(client)
+            yield
+
+    async def _choose_model(self, client: httpx.AsyncClient) -> None:
+        import httpx
+
+        try:
+            response = await client.get("/v1/models")
+            response.raise_for_status()
+            models = [model["id"] for model in response.json()["data"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise EndpointFailed(
+                f"{self.name} does not list its models at /v1/models: {error or type(error)}"
+            ) from error
+        if self.model is None and not models:
+            raise EndpointFailed(f"{self.name} lists no model.")
+        if self.model is not None and self.model not in models:
+            raise EndpointFailed(f"{self.name} has no model {self.model!r} but {', '.join(models)}.")
+        self.model = self.model or models[0]
+
+    async def begin_round(self) -> None:
+        """Each request is a connection's own; there is nothing to prepare."""
+
+    async def answer(self, ask: Ask) -> Answer:
+        import httpx
+
+        assert self._client is not None, "an endpoint answers only while it is open"
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        answer, start = Answer(), time.perf_counter()
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    answer.error = f"status {response.status_code}: {' '.join(text.split())[:200]}"
+                    return answer
+                async for line in response.aiter_lines():
+                    _take_line(answer, line, start)
+        except httpx.HTTPError as error:
+            answer.error = str(error) or type(error).__name__
+        return answer
+
+
+def _take_line(answer: Answer, line: str, start: float) -> None:
+    """One line of a server-sent event stream."""
+    if not line.startswith("data:") or line.endswith("[DONE]"):
+        return
+    event = json.loads(line.removeprefix("data:"))
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+    for choice in event.get("choices") or ():
+        # A token may add no text: half of a character, or what could still become a stop string.
+        if choice.get("text") or choice.get("finish_reason") is None:
+            answer.piece_times_s.append(time.perf_counter() - start)
+            answer.text += choice.get("text") or ""
+    if event.get("usage"):
+        answer.num_tokens = event["usage"]["completion_tokens"]
+
+
+@dataclass(slots=True)
+class PolicyEndpoint:
+    """The embedded engine under one policy; several of these share one engine, and take turns."""
+
+    name: str  # the policy
+    llm: AsyncLLM
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        yield  # whoever made the engine closes it
+
+    async def begin_round(self) -> None:
+        self.llm.set_policy(self.name)
+
+    async def answer(self, ask: Ask) -> Answer:
+        from evenflow.core.request import SamplingParams
+
+        answer, start = Answer(), time.perf_counter()
+        sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True)
+        async for delta in self.llm.stream(ask.prompt, sampling):
+            if delta.token_ids:
+                answer.piece_times_s.append(time.perf_counter() - start)
+            answer.num_tokens += len(delta.token_ids)
+            answer.text += delta.text
+            answer.error = delta.output.error
+        return answer

@@ -1,0 +1,95 @@
+"""The benchmark's own client, against a real HTTP server and against an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from evenflow.bench.endpoints import Answer, Ask, HttpEndpoint
+from evenflow.errors import EndpointFailed
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Speaks as much of the API as the client needs, in pieces that include one without text."""
+
+    seen: list[tuple[dict[str, Any], str | None]]
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": "small"}, {"id": "large"}]}).encode(), "application/json")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).seen.append((body, self.headers["Authorization"]))
+        if body["prompt"] == "bad":
+            self._send(400, b'{"error": {"message": "no such prompt"}}', "application/json")
+            return
+        events: list[dict[str, Any]] = [
+            {"choices": [{"text": "on", "finish_reason": None}]},
+            {"choices": [{"text": "", "finish_reason": None}]},
+            {"choices": [{"text": "ce", "finish_reason": "length"}]},
+            {"choices": [], "usage": {"completion_tokens": 3}},
+        ]
+        if body["prompt"] == "broken":
+            events[2] = {"error": {"message": "the engine stopped"}}
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self._send(200, lines.encode(), "text/event-stream")
+
+    def _send(self, status: int, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Handler.seen = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def ask(endpoint: HttpEndpoint, prompt: str) -> Answer:
+    async def run() -> Answer:
+        async with endpoint.open():
+            await endpoint.begin_round()
+            return await endpoint.answer(Ask(prompt, 3))
+
+    return asyncio.run(run())
+
+
+def test_pieces_text_and_tokens_of_an_answer(address: str) -> None:
+    answer = ask(HttpEndpoint(address, api_key="secret"), "go")
+    assert (answer.text, answer.num_tokens, len(answer.piece_times_s), answer.error) == ("once", 3, 3, None)
+    assert len(answer.gaps_s) == 2
+    body, authorization = Handler.seen[0]
+    assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("small", "go", 3, 0)
+    assert authorization == "Bearer secret"
+
+
+def test_a_refusal_and_a_failure_on_the_way_are_errors_of_the_answer(address: str) -> None:
+    assert "status 400" in (ask(HttpEndpoint(address), "bad").error or "")
+    assert ask(HttpEndpoint(address), "broken").error == "the engine stopped"
+
+
+def test_the_model_asked_for_must_be_there(address: str) -> None:
+    assert ask(HttpEndpoint(address, model="large"), "go").error is None
+    assert Handler.seen[0][0]["model"] == "large"
+    with pytest.raises(EndpointFailed, match="no model 'huge' but small, large"):
+        ask(HttpEndpoint(address, model="huge"), "go")
+
+
+def test_nobody_at_the_address() -> None:
+    with pytest.raises(EndpointFailed, match="does not list its models"):
+        ask(HttpEndpoint("http://127.0.0.1:9"), "go")
