@@ -1,0 +1,141 @@
+"""Runs one long call of a causal language model as several shorter ones over the model's own KV cache.
+
+The result is what the whole call would have given, in the model's own class. Must not know: how chunk sizes are chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenflow.compile.model_call import Model, forward_parameters, hugging_face_module, input_shape, num_cached_tokens
+from evenflow.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTime:
+    """One chunk that ran."""
+
+    start: int  # tokens before it, those of a given cache included
+    length: int
+    seconds: float
+
+
+ChooseLength = Callable[[int, int], int]  # (tokens before the chunk, tokens left) -> tokens of the chunk
+
+
+def run_in_chunks(
+    model: Model, call: Mapping[str, Any], choose_length: ChooseLength, on_chunk: Callable[[ChunkTime], None]
+) -> Any:
+    """The model's output for `call`, whose arguments are given by name and can be cut."""
+    num_cached, (_, total) = num_cached_tokens(call), input_shape((), call)
+    rows = _LogitRows(call.get("logits_to_keep"), total, "logits_to_keep" in forward_parameters(model))
+    chunk_call = {name: value for name, value in call.items() if name not in ("logits_to_keep", "return_dict")}
+    chunk_call |= {"use_cache": True, "return_dict": True}
+    parts: list[dict[str, Any]] = []
+    start = 0
+    while start < total:
+        end = start + min(max(1, choose_length(num_cached + start, total - start)), total - start)
+        started = time.perf_counter()
+        output = model(**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end))
+        on_chunk(ChunkTime(num_cached + start, end - start, time.perf_counter() - started))
+        if output.past_key_values is None:
+            raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
+        chunk_call["past_key_values"] = output.past_key_values
+        parts.append(_kept(output, rows, start, end))
+        start = end
+    config = hugging_face_module(model).config
+    joined = _joined(output, parts, rows, keep_cache=call.get("use_cache", getattr(config, "use_cache", True)))
+    return joined if call.get("return_dict", config.return_dict) else joined.to_tuple()
+
+
+def _slice_call(call: Mapping[str, Any], start: int, end: int, num_cached: int) -> dict[str, Any]:
+    """The same arguments for the tokens [start, end); the mask also covers all that is cached."""
+    sliced = dict(call)
+    for name in ("input_ids", "position_ids", "cache_position"):
+        if name in call:
+            sliced[name] = call[name][..., start:end]
+    if "inputs_embeds" in call:
+        sliced["inputs_embeds"] = call["inputs_embeds"][..., start:end, :]
+    if "attention_mask" in call:
+        sliced["attention_mask"] = call["attention_mask"][:, : num_cached + end]
+    return sliced
+
+
+class _LogitRows:
+    """Which rows of a call's logits are wanted, split by chunk."""
+
+    def __init__(self, logits_to_keep: int | Tensor | None, total: int, model_can_choose: bool) -> None:
+        self._model_can_choose = model_can_choose
+        self._wanted: Tensor | None = None  # None: every row
+        if isinstance(logits_to_keep, Tensor):
+            self._wanted = torch.arange(total, device=logits_to_keep.device)[logits_to_keep]
+        elif logits_to_keep:
+            self._wanted = torch.arange(max(0, total - logits_to_keep), total)
+
+    def within(self, start: int, end: int) -> Tensor | None:
+        """The wanted rows of a chunk, counted from its start, in rising order."""
+        if self._wanted is None:
+            return None
+        rows = self._wanted.sort().values
+        return rows[(rows >= start) & (rows < end)] - start
+
+    def asked(self, start: int, end: int) -> dict[str, Any]:
+        """What to tell the model: it always computes one row, so that a chunk nobody asks of costs one."""
+        rows = self.within(start, end)
+        if rows is None or not self._model_can_choose:
+            return {}
+        if len(rows) == 0:
+            return {"logits_to_keep": 1}
+        if torch.equal(rows, torch.arange(end - start - len(rows), end - start, device=rows.device)):
+            return {"logits_to_keep": len(rows)}
+        return {"logits_to_keep": rows}
+
+    def kept(self, logits: Tensor, start: int, end: int) -> Tensor | None:
+        """The wanted rows of what the model returned for a chunk."""
+        rows = self.within(start, end)
+        if rows is None:
+            return logits
+        if len(rows) == 0:
+            return None
+        return logits if self._model_can_choose else logits[..., rows.to(logits.device), :]
+
+    def in_order(self, logits: Tensor) -> Tensor:
+        """Rows as they were asked for, from rows in rising order."""
+        if self._wanted is None:
+            return logits
+        places = self._wanted.argsort().argsort()
+        rising = torch.equal(places, torch.arange(len(places), device=places.device))
+        return logits if rising else logits[..., places.to(logits.device), :]
+
+
+def _kept(output: Any, rows: _LogitRows, start: int, end: int) -> dict[str, Any]:
+    """What of a chunk's output is part of the whole; the rest is freed before the next chunk."""
+    kept: dict[str, Any] = {}
+    for name, value in output.items():
+        if name == "logits":
+            kept[name] = rows.kept(value, start, end)
+        elif name == "hidden_states":
+            kept[name] = value
+        elif name != "past_key_values" and value is not None:
+            raise UnsupportedModel(f"{type(output).__name__}.{name} cannot be put together from chunks")
+    return kept
+
+
+def _joined(last: Any, parts: list[dict[str, Any]], rows: _LogitRows, keep_cache: bool) -> Any:
+    fields: dict[str, Any] = {}
+    for name, value in last.items():
+        if name == "logits":
+            logits = [part["logits"] for part in parts if part["logits"] is not None]
+            fields[name] = rows.in_order(torch.cat(logits, dim=-2))
+        elif name == "hidden_states":
+            layers = zip(*(part["hidden_states"] for part in parts), strict=True)
+            fields[name] = tuple(torch.cat(layer, dim=-2) for layer in layers)
+        elif name != "past_key_values" or keep_cache:
+            fields[name] = value
+    return type(last)(**fields)

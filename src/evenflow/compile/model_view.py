@@ -1,0 +1,73 @@
+"""Something that is called in a model's place and has all of the model's interface, `generate` included.
+
+Must not know: what is done differently in the call.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evenflow.compile.model_call import Model, hugging_face_module
+
+
+class ModelInterface:
+    """A callable with the interface of the transformers model in `wrapped_module`; subclasses define `__call__`.
+
+    Attributes come from the model. `generate` runs the model's own, on a view of the model whose forward pass is this
+    call: the model itself is never changed.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.wrapped_module = hugging_face_module(model)
+        self._view: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped_module":  # not set yet: asking the model would ask for itself
+            raise AttributeError(name)
+        return getattr(self.wrapped_module, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own `generate`."""
+        if self._view is None:
+            self._view = self._make_view()
+        self._view.training = self.wrapped_module.training
+        return self._view.generate(*args, **kwargs)
+
+    def prepares_own_mask(self, num_new_tokens: int) -> bool:
+        """Whether a call of so many tokens wants its mask as it was given, not one drawn up for the whole call."""
+        return False
+
+    def _make_view(self) -> Any:
+        view = copy.copy(self.wrapped_module)  # a new module over the same parameters and submodules
+        plain_forward = self.wrapped_module.forward
+
+        @functools.wraps(plain_forward)  # generate() reads the signature to check its arguments
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain_forward(*args, **kwargs)
+            return self(*args, **kwargs)
+
+        view.forward = forward
+        view.prepare_inputs_for_generation = self._prepare_inputs(view.prepare_inputs_for_generation)
+        return view
+
+    def _prepare_inputs(self, plain: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        @functools.wraps(plain)
+        def prepare(input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            cache = kwargs.get("past_key_values")
+            num_new_tokens = kwargs.get("next_sequence_length") or input_ids.shape[-1]
+            if cache is None or not cache.is_compileable or not self.prepares_own_mask(num_new_tokens):
+                return plain(input_ids, *args, **kwargs)
+            # A static cache would have masks made for the whole prompt, of which no chunk could use its part.
+            inputs = plain(input_ids, *args, **{**kwargs, "past_key_values": None})
+            return {**inputs, "past_key_values": cache}
+
+        return prepare
