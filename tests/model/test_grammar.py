@@ -114,9 +114,11 @@ def test_a_digit_is_an_ascii_digit_and_blanks_have_an_end() -> None:
     first = allowed_ids(grammars.constrain(Grammar.regex(r"\d")), [])
     assert sorted(tokenizer.decode([token]) for token in first) == list("0123456789")
     constraint = grammars.constrain(Grammar.json_object())
-    output = follow(tokenizer, constraint, "{" + " " * 32)
-    [space] = tokenizer.encode(" ", add_special_tokens=False)
-    assert space not in allowed_ids(constraint, output)
+    [space], [line] = (tokenizer.encode(blank, add_special_tokens=False) for blank in " \n")
+    for start, follows in (("{", True), ("{ ", False), ("{\n ", True), ("{\n" + " " * 32, False)):
+        output = follow(tokenizer, constraint, start)
+        assert (space in allowed_ids(constraint, output)) is follows
+        assert (line in allowed_ids(constraint, output)) is (start == "{")
 
 
 def test_special_tokens_are_no_text() -> None:

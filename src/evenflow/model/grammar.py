@@ -32,9 +32,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MOST_COMPILED = 64  # grammars kept for the next request that sends the same
-# Room for any usual indentation, and none for a small model to write blanks for ever.
-BLANKS_IN_JSON = r"[\x20\x0A\x09]{1,32}"
-
+# A space, or a new line with its indentation: small models given more room write blanks for ever.
+BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
 _STAND_IN = "\x02"  # a text that no vocabulary joins with another
 
 
