@@ -1,0 +1,167 @@
+"""Calls found in text: what is one and what is not, and that how the text was cut does not matter."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenflow.model.chat_template import ToolStyle
+from evenflow.server.tool_stream import CallArguments, CallStart, Content, Event, ToolStream, as_delta, whole_message
+
+HERMES, LLAMA, MISTRAL = ToolStyle.HERMES, ToolStyle.LLAMA, ToolStyle.MISTRAL
+CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]\\"{"}]}}'
+ARGUMENTS = '{"a": [1, {"b": "}]\\"{"}]}'
+
+Parsed = tuple[str, list[tuple[str, str]]]
+
+
+def events_of(style: ToolStyle, pieces: list[str], parallel: bool = True) -> list[Event]:
+    stream = ToolStream(style, {"f", "g"}, parallel=parallel)
+    events = [event for piece in pieces for event in stream.push(piece)]
+    return events + stream.finish()
+
+
+def parsed(events: list[Event]) -> Parsed:
+    message = whole_message(events)
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["content"] or "", [(function["name"], function["arguments"]) for function in calls]
+
+
+CASES: list[tuple[ToolStyle, str, str, list[tuple[str, str]]]] = [
+    (HERMES, "Plain <b>text</b> \n", "Plain <b>text</b> \n", []),
+    (HERMES, "", "", []),
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", ARGUMENTS)]),
+    (HERMES, f"Let me see.\n<tool_call>{CALL}</tool_call>", "Let me see.", [("f", ARGUMENTS)]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "h"}</tool_call>\n',
+        "",
+        [("f", "{}"), ("h", "{}")],
+    ),
+    (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("f", '{"x": 1}')]),
+    (HERMES, '<tool_call>{"id": 7, "name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\n\nDone.", "Done.", [("f", ARGUMENTS)]),
+    (HERMES, f"<<tool_call>{CALL}", "<", [("f", ARGUMENTS)]),
+    (HERMES, "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+    (HERMES, '<tool_call>{"city": "Rome"}</tool_call>', '<tool_call>{"city": "Rome"}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+    (HERMES, "a <tool_call", "a <tool_call", []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": ', "", [("f", '{"a": ')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {} oops', "oops", [("f", "{}")]),
+    (HERMES, CALL, "", [("f", ARGUMENTS)]),  # the mark forgotten
+    (LLAMA, '{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
+    (LLAMA, '<|python_tag|>{"name": "h", "parameters": {}}', "", [("h", "{}")]),
+    (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+    (LLAMA, '{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
+    (LLAMA, '{"name": "f", "age": 7}', '{"name": "f", "age": 7}', []),
+    (LLAMA, f"As in {CALL}", f"As in {CALL}", []),
+    (LLAMA, f'{CALL} {{"x": 1}}', '{"x": 1}', [("f", ARGUMENTS)]),
+    (MISTRAL, f'[TOOL_CALLS] [{CALL}, {{"name": "h", "arguments": {{}}}}]', "", [("f", ARGUMENTS), ("h", "{}")]),
+    (MISTRAL, f"[{CALL}]", "", [("f", ARGUMENTS)]),  # special tokens are no text
+    (MISTRAL, "[1, 2] and [TOOL", "[1, 2] and [TOOL", []),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
+def test_calls_and_content(style: ToolStyle, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed(events_of(style, [text])) == (content, calls)
+
+
+PIECES = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CALL, '{"name": "f"', '"arguments": ', "{",
+        "}", "[", "]", ", ", ": ", '"', "\\", "\n", " ", "text", '{"name": "g", "parameters": {"x": "y"}}', "null", ";",
+        "<",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(
+    style=st.sampled_from(ToolStyle),
+    text=st.one_of(st.lists(PIECES, max_size=12).map("".join), st.sampled_from([text for _, text, _, _ in CASES])),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    parallel=st.booleans(),
+)
+def test_how_the_text_was_cut_does_not_matter(style: ToolStyle, text: str, cuts: list[int], parallel: bool) -> None:
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(ends)]
+    assert parsed(events_of(style, pieces, parallel)) == parsed(events_of(style, [text], parallel))
+    assert parsed(events_of(style, list(text), parallel)) == parsed(events_of(style, [text], parallel))
+
+
+@given(style=st.sampled_from(ToolStyle), text=st.text(st.sampled_from('ab<>{}[]"/_tolc \n\\:')))
+def test_text_without_calls_comes_out_whole(style: ToolStyle, text: str) -> None:
+    assert parsed(events_of(style, [text])) == (text, [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    style=st.sampled_from(ToolStyle),
+    calls=st.lists(
+        st.tuples(st.sampled_from("fg"), st.dictionaries(st.text(max_size=5), JSON, max_size=3)), min_size=1, max_size=3
+    ),
+)
+def test_what_a_model_writes_is_what_a_client_gets(style: ToolStyle, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    key = "parameters" if style is LLAMA else "arguments"
+    written = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
+    text = {
+        HERMES: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
+        LLAMA: "; ".join(written),
+        MISTRAL: f"[TOOL_CALLS][{', '.join(written)}]",
+    }[style]
+    content, found = parsed(events_of(style, list(text)))
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+def test_nothing_is_held_longer_than_it_must() -> None:
+    stream = ToolStream(HERMES, {"f"})
+    assert stream.push("Hello") == [Content("Hello")]
+    assert stream.push(" ") == []
+    assert stream.push("<b>") == [Content(" <b>")]
+    assert stream.push("<tool_") == []
+    assert stream.push('call>{"name": "f", "arguments": ') == []
+    [start, first] = stream.push('{"a"')
+    assert isinstance(start, CallStart)
+    assert (start.index, start.name, first) == (0, "f", CallArguments(0, '{"a"'))
+    assert stream.push(": 1") == [CallArguments(0, ": 1")]
+    assert stream.push("}}</tool_call>") == [CallArguments(0, "}")]
+    assert stream.finish() == []
+    assert stream.num_calls == 1
+
+
+def test_deltas_have_the_shape_of_openais() -> None:
+    stream = ToolStream(MISTRAL, {"f"})
+    assert as_delta(stream.push("Well.")) == {"content": "Well."}
+    [call] = as_delta(stream.push('[TOOL_CALLS][{"name": "f", "arguments": {"a"'))["tool_calls"]
+    assert call.pop("id").isalnum()
+    assert call == {"index": 0, "type": "function", "function": {"name": "f", "arguments": '{"a"'}}
+    assert as_delta(stream.push(": 1}}]")) == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
+    assert as_delta(stream.finish()) == {}
+
+
+def test_ids_differ_and_fit_the_models_template() -> None:
+    two = '[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+    for style, length in ((HERMES, 29), (MISTRAL, 9)):
+        ids = [event.id for event in events_of(style, [two]) if isinstance(event, CallStart)]
+        assert len(set(ids)) == 2
+        assert {len(call_id) for call_id in ids} == {length}
+
+
+def test_only_the_first_call_where_one_was_asked_for() -> None:
+    two = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    assert parsed(events_of(HERMES, [two], parallel=False)) == ("", [("f", ARGUMENTS)])
