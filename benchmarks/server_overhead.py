@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.executors.fake import FakeExecutor
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.serving import ServerSettings, bind, serve
+from evenflow.server.serving import Server, ServerSettings, bind, serve
 
 _NUM_WORDS = 900
 _MAX_MODEL_LEN = 20_000
@@ -72,7 +73,7 @@ class TickingExecutor(FakeExecutor):
         return result
 
     def close(self) -> None:
-        self._log.write_text(json.dumps(self._token_times))
+        self._log.write_text(json.dumps({"token_times": self._token_times, "cpu_s": time.process_time()}))
 
 
 def ticking_engine(period_s: float, num_streams: int, log: Path) -> Engine:
@@ -84,9 +85,17 @@ def ticking_engine(period_s: float, num_streams: int, log: Path) -> Engine:
 def run_server(port: int, period_s: float, num_streams: int, log: Path) -> None:
     settings = ServerSettings(model_names=("words",), port=port)
     factory = partial(ticking_engine, period_s, num_streams, log)
+    began = [0.0]
+
+    def on_ready(server: Server) -> None:
+        gc.collect()
+        gc.freeze()  # as `evenflow serve` does
+        began[0] = time.process_time()
+
     asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-        serve(settings, bind("127.0.0.1", port), factory, word_tokenizer)
+        serve(settings, bind("127.0.0.1", port), factory, word_tokenizer, on_ready)
     )
+    log.with_suffix(".front").write_text(str(time.process_time() - began[0]))
 
 
 @dataclass
@@ -159,7 +168,9 @@ def measure(rate: float, num_streams: int, seconds: float) -> dict[str, float]:
         client.join()
         server.terminate()
         server.join()
-        sent: dict[str, list[float]] = json.loads(log.read_text())
+        engine = json.loads(log.read_text())
+        front_cpu_s = float(log.with_suffix(".front").read_text())
+        sent: dict[str, list[float]] = engine["token_times"]
         received: list[tuple[str, list[float], int]] = json.loads(results.read_text())
     latencies = sorted(
         there - here for request_id, times, _ in received for here, there in zip(sent[request_id], times, strict=True)
@@ -171,6 +182,8 @@ def measure(rate: float, num_streams: int, seconds: float) -> dict[str, float]:
         "events_per_token": sum(events for _, _, events in received) / total,
         "p50_ms": 1000 * statistics.median(latencies),
         "p99_ms": 1000 * latencies[int(0.99 * len(latencies))],
+        "front_us": 1e6 * front_cpu_s / total,
+        "engine_us": 1e6 * engine["cpu_s"] / total,
     }
 
 
@@ -181,12 +194,12 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[5000, 20000, 30000])
     options = parser.parse_args()
     print(f"{options.streams} streams, {os.cpu_count()} cores")
-    print(f"{'offered/s':>10} {'received/s':>10} {'events/token':>12} {'p50 ms':>8} {'p99 ms':>8}")
+    print(f"{'offered/s':>10} {'received/s':>10} {'events/token':>12} {'p50 ms':>8} {'p99 ms':>8} {'front':>6} {'engine us CPU/token':>20}")
     for rate in options.rates:
         found = measure(rate, options.streams, options.seconds)
         print(
             f"{rate:10.0f} {found['received']:10.0f} {found['events_per_token']:12.3f} "
-            f"{found['p50_ms']:8.2f} {found['p99_ms']:8.2f}"
+            f"{found['p50_ms']:8.2f} {found['p99_ms']:8.2f} {found['front_us']:6.0f} {found['engine_us']:20.0f}"
         )
         sys.stdout.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import signal
@@ -113,7 +114,10 @@ def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig
         logger.setLevel(logging.INFO)
     host, port = listener.getsockname()[:2]
 
-    def say_ready(server: Server) -> None:
+    def on_ready(server: Server) -> None:
+        # What is loaded now stays: without it a full collection makes every stream wait.
+        gc.collect()
+        gc.freeze()
         names, policy = ", ".join(settings.model_names), server.service.client.policy
         logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
 
@@ -126,7 +130,7 @@ def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig
             listener,
             functools.partial(build_served_engine, config, record),
             functools.partial(_load_tokenizer, config.model),
-            say_ready,
+            on_ready,
         )
 
     try:

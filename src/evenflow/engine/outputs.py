@@ -133,7 +133,7 @@ class OutputBuilder:
         if self._decoder is None:
             return "", False
         # A token that ends the request is no part of its text.
-        text = "".join(self._decoder.push(token) for token in tokens if token not in stop_tokens)
+        text = "".join([self._decoder.push(token) for token in tokens if token not in stop_tokens])
         certain, stopped = self._stop_finder.push(text)
         self.output.text += certain
         return certain, stopped

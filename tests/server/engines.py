@@ -1,0 +1,66 @@
+"""Engines that tests start in a process of their own: what is imported here, that process imports."""
+
+from __future__ import annotations
+
+import time
+
+from evenflow.core.plan import Admission, RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Limits
+from evenflow.executors.fake import FakeExecutor
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 1000
+
+
+class ScriptedExecutor(FakeExecutor):
+    """Takes real time, and where a script is given answers with its tokens, over and over, instead of made-up ones."""
+
+    def __init__(self, step_s: float, script: tuple[int, ...], poison: int | None) -> None:
+        super().__init__(vocab_size=VOCAB_SIZE)
+        self._prompt_lengths: dict[int, int] = {}
+        self._step_s = step_s
+        self._script = script
+        self._poison = poison  # a prompt's first token that makes its step fail
+
+    def wait(self) -> StepResult:
+        plan: StepPlan = self._queue[0][0]
+        positions = [*plan.decodes.positions, *(chunk.end - 1 for chunk in plan.chunks)]
+        slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
+        result = super().wait()
+        time.sleep(self._step_s)
+        if self._script:
+            starts = [self._prompt_lengths[slot] for slot in slots]
+            tokens = tuple(
+                (self._script[(position + 1 - start) % len(self._script)],) if given else ()
+                for position, start, given in zip(positions, starts, result.tokens, strict=True)
+            )
+        else:
+            tokens = result.tokens
+        errors = {
+            row: "the prompt is poison" for row, slot in enumerate(slots) if self._slots[slot].tokens[0] == self._poison
+        }
+        rows = {
+            row: (RowLogprobs(TokenLogprob(given[0], -0.5), (TokenLogprob(given[0], -0.5), TokenLogprob(9, -2.0))),)
+            for row, given in enumerate(tokens)
+            if given
+        }
+        return StepResult(plan.step_id, tokens, result.seconds, errors=errors, logprobs=rows)
+
+    def _admit(self, admission: Admission) -> None:
+        super()._admit(admission)
+        self._prompt_lengths[admission.slot] = admission.num_prompt_tokens
+
+
+def scripted_engine(
+    step_s: float = 0.0,
+    script: tuple[int, ...] = (),
+    policy: str = "fixed:256",
+    max_num_seqs: int = 64,
+    num_blocks: int = 8000,
+    poison: int | None = None,
+) -> Engine:
+    config = SchedulerConfig(num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
+    executor = ScriptedExecutor(step_s, script, poison)
+    return Engine(Scheduler(config, executor.caps), executor, Limits(MAX_MODEL_LEN, VOCAB_SIZE))

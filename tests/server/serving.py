@@ -1,0 +1,139 @@
+"""A real server on a free port, its engine in a real process, over the fake executor or a small model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import uvloop
+
+from evenflow.config import EngineConfig
+from evenflow.engine.engine import Engine
+from evenflow.model.chat_template import ChatTemplate
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import ServerLimits
+from evenflow.server.engine_client import EngineClient
+from evenflow.server.engine_process import build_served_engine
+from evenflow.server.serving import Server, ServerSettings, bind, serve
+from tests.models import byte_level_tokenizer
+from tests.server.engines import scripted_engine
+
+MODEL = "a-model"
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def small_tokenizer() -> Tokenizer:
+    """512 tokens, among them all bytes: the fake executor's answers are full of broken characters."""
+    return Tokenizer(
+        byte_level_tokenizer(),
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        chat_template=ChatTemplate({"default": _TEMPLATE}, {}),
+    )
+
+
+class RunningServer:
+    """What tests do with a server."""
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server = server
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def client(self) -> EngineClient:
+        return self.server.service.client
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """All events of a stream, the last of which must be the end."""
+        with httpx.stream("POST", self.url + path, json={**body, "stream": True}, timeout=30) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def until(self, is_so: Callable[[], bool], seconds: float = 20) -> None:
+        """Wait for something that must come; the limit is only there to fail instead of hanging."""
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.005)
+
+
+@contextmanager
+def running_server(
+    factory: Callable[[], Engine], tokenizer: Callable[[], Tokenizer] = small_tokenizer, **settings: Any
+) -> Iterator[RunningServer]:
+    """Serve in a thread of this process until the context ends."""
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    ready = threading.Event()
+    found: list[Server] = []
+
+    def on_ready(server: Server) -> None:
+        found.append(server)
+        ready.set()
+
+    def run() -> None:
+        limits = ServerLimits(**settings.pop("limits", {}))
+        chosen = ServerSettings(
+            **{"model_names": (MODEL, "another-name"), "drain_s": 0.0, "limits": limits, **settings}
+        )
+        try:
+            asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
+                serve(chosen, listener, factory, tokenizer, on_ready)
+            )
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    assert found, "the server did not start"
+    running = RunningServer(found[0], port)
+    running.until(lambda: running.server.started)
+    try:
+        yield running
+    finally:
+        running.server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def scripted_server(
+    *, step_s: float = 0.0, script: str = "", settings: dict[str, Any] | None = None, **engine: Any
+) -> Iterator[RunningServer]:
+    """A server whose answers repeat the text of a script, or are noise where there is none."""
+    token_ids = tuple(small_tokenizer().encode(script, add_special_tokens=False)) if script else ()
+    with running_server(partial(scripted_engine, step_s, token_ids, **engine), **(settings or {})) as server:
+        yield server
+
+
+@contextmanager
+def model_server(folder: str, **knobs: Any) -> Iterator[RunningServer]:
+    """A server over a real model."""
+    from evenflow.model.loader import load_model
+
+    config = EngineConfig(model=folder, kv_cache_memory=64 << 20, threads=1, **knobs)
+    with running_server(partial(build_served_engine, config), lambda: load_model(folder).tokenizer) as server:
+        yield server

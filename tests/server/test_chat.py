@@ -1,0 +1,133 @@
+"""/v1/chat/completions through the official client and as plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.serving import MODEL, RunningServer, scripted_server, small_tokenizer
+
+SCRIPT = "It is 20° in Zürich, they say. "
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with scripted_server(script=SCRIPT) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[RunningServer]:
+    """Its model does nothing but call a function."""
+    with scripted_server(script=CALL + "<|end|>") as running:
+        yield running
+
+
+def num_tokens(text: str) -> int:
+    return len(small_tokenizer().encode(text, add_special_tokens=False))
+
+
+def test_the_openai_client_gets_a_whole_answer(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=num_tokens(SCRIPT)
+    )
+    assert answer.choices[0].message.content == SCRIPT
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + num_tokens(SCRIPT)
+
+
+def test_the_openai_client_streams(server: RunningServer) -> None:
+    stream = server.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=num_tokens(SCRIPT), n=2, stream=True
+    )
+    texts = ["", ""]
+    roles = []
+    for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        roles += [choice.delta.role] if choice.delta.role else []
+    assert texts == [SCRIPT, SCRIPT]
+    assert roles == ["assistant", "assistant"]
+
+
+def test_logprobs_have_the_shape_that_clients_know(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].logprobs is not None
+    rows = answer.choices[0].logprobs.content
+    assert rows is not None
+    assert (
+        bytes(b for row in rows for b in row.bytes or []).decode(errors="replace") == answer.choices[0].message.content
+    )
+    assert all(row.logprob == -0.5 and len(row.top_logprobs) == 2 for row in rows)
+
+
+def test_an_answer_without_max_tokens_ends_with_the_context(server: RunningServer) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": MESSAGES}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 1000
+
+
+def test_parts_of_text_are_joined_and_roles_known(server: RunningServer) -> None:
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]},
+    ]
+    counts = [server.post("/tokenize", {"messages": messages}).json()["tokens"] for messages in (plain, parts)]
+    assert counts[0] == counts[1]
+
+
+def test_a_call_of_a_function_comes_whole(caller: RunningServer) -> None:
+    answer = caller.openai().chat.completions.create(model=MODEL, messages=MESSAGES, tools=[WEATHER])
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Bern"}
+    follow_up = [
+        *MESSAGES,
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    response = caller.post("/v1/chat/completions", {"messages": follow_up, "max_tokens": 3})
+    assert response.status_code == 200, response.text
+
+
+def test_a_call_of_a_function_streams(caller: RunningServer) -> None:
+    stream = caller.openai().chat.completions.create(model=MODEL, messages=MESSAGES, tools=[WEATHER], stream=True)
+    arguments, names, reason = "", [], None
+    for chunk in stream:
+        choice = chunk.choices[0]
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None
+            arguments += call.function.arguments or ""
+            names += [call.function.name] if call.function.name else []
+        reason = choice.finish_reason or reason
+    assert (names, reason) == (["get_weather"], "tool_calls")
+    assert json.loads(arguments) == {"city": "Bern"}
+
+
+def test_without_tools_the_same_text_is_content(caller: RunningServer) -> None:
+    answer = caller.post("/v1/chat/completions", {"messages": MESSAGES}).json()
+    assert answer["choices"][0]["message"]["content"] == CALL
+    assert answer["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,190 @@
+"""/v1/completions through the official client and as plain HTTP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from evenflow.executors.fake import fake_continuation
+from tests.models import tiny_llama
+from tests.server.engines import VOCAB_SIZE
+from tests.server.serving import MODEL, RunningServer, model_server, scripted_server, small_tokenizer
+
+SCRIPT = "Hello, wörld 😀! the end"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with scripted_server(script=SCRIPT) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def noise() -> Iterator[RunningServer]:
+    with scripted_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[RunningServer]:
+    with model_server(str(tiny_llama())) as running:
+        yield running
+
+
+def num_tokens(text: str) -> int:
+    return len(small_tokenizer().encode(text, add_special_tokens=False))
+
+
+def test_the_openai_client_gets_a_whole_answer(server: RunningServer) -> None:
+    answer = server.openai().completions.create(model=MODEL, prompt="hi", max_tokens=num_tokens(SCRIPT))
+    assert answer.choices[0].text == SCRIPT
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == num_tokens(SCRIPT)
+    assert answer.usage.prompt_tokens == num_tokens("hi") + 1  # the model's first token
+
+
+def test_the_openai_client_streams_characters_of_several_tokens_whole(server: RunningServer) -> None:
+    stream = server.openai().completions.create(
+        model=MODEL, prompt="hi", max_tokens=num_tokens(SCRIPT), stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == SCRIPT
+    assert "�" not in "".join(chunk.choices[0].text for chunk in chunks)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.usage is not None
+    assert last.usage.completion_tokens == num_tokens(SCRIPT)
+
+
+def test_a_stop_string_over_several_tokens_ends_the_text_before_it(server: RunningServer) -> None:
+    for stop in ("d 😀", ["nothing", "rld 😀! t"], "wörld"):
+        body = {"prompt": "hi", "max_tokens": 100, "stop": stop}
+        wanted = SCRIPT[: SCRIPT.index(stop if isinstance(stop, str) else stop[1])]
+        [choice] = server.post("/v1/completions", body).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
+        events = server.events("/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in events) == wanted
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    server.until(lambda: server.client.num_open == 0)
+
+
+def test_a_stop_token_ends_the_answer_and_is_no_text(server: RunningServer) -> None:
+    token = small_tokenizer().encode(SCRIPT, add_special_tokens=False)[3]
+    body = {"prompt": "hi", "max_tokens": 100, "stop_token_ids": [token]}
+    answer = server.post("/v1/completions", body).json()
+    before = small_tokenizer().decode(small_tokenizer().encode(SCRIPT, add_special_tokens=False)[:3])
+    assert answer["choices"][0]["text"] == before
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_batches_of_texts_and_of_token_ids_answer_in_order(noise: RunningServer) -> None:
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    answer = noise.post("/v1/completions", {"prompt": prompts, "max_tokens": 6, "n": 2}).json()
+    tokenizer = small_tokenizer()
+    wanted = [tokenizer.decode(fake_continuation(prompt, 6, VOCAB_SIZE)) for prompt in prompts for _ in range(2)]
+    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert answer["usage"]["completion_tokens"] == 36
+
+
+def test_several_answers_stream_side_by_side(noise: RunningServer) -> None:
+    events = noise.events("/v1/completions", {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 20, "n": 2})
+    texts = ["", "", "", ""]
+    reasons: list[str] = []
+    for event in events:
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    tokenizer = small_tokenizer()
+    wanted = [tokenizer.decode(fake_continuation(prompt, 20, VOCAB_SIZE)) for prompt in ([5, 6, 7], [8, 9])]
+    assert texts == [wanted[0], wanted[0], wanted[1], wanted[1]]
+    assert reasons == ["length"] * 4
+
+
+def test_cached_tokens_are_reported_and_belong_to_their_tenant(noise: RunningServer) -> None:
+    prompt = list(range(100, 180))
+
+    def cached(**fields: object) -> int:
+        answer = noise.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, **fields}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert cached() == 64
+    assert cached(tenant="another") == 0
+    assert cached(tenant="another") == 64
+
+
+def test_usage_can_be_said_with_every_chunk(server: RunningServer) -> None:
+    body = {"prompt": "hi", "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
+    events = server.events("/v1/completions", body)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+
+
+def test_echo_with_logprobs_and_no_answer_scores_a_prompt(llama: RunningServer) -> None:
+    """What evaluation harnesses ask for to get the likelihood of a text."""
+    prompt = [5, 17, 200, 33, 8]
+    body = {"prompt": [prompt, [9, 4]], "max_tokens": 0, "echo": True, "logprobs": 2, "temperature": 0}
+    answer = llama.post("/v1/completions", body).json()
+    first = answer["choices"][0]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert first["text"] == "".join(first["logprobs"]["tokens"])
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert first["logprobs"]["top_logprobs"][0] is None
+    assert len(first["logprobs"]["token_logprobs"]) == len(prompt)
+    for logprob, top in zip(
+        first["logprobs"]["token_logprobs"][1:], first["logprobs"]["top_logprobs"][1:], strict=True
+    ):
+        assert logprob <= max(top.values()) < 0
+        assert len(top) in (2, 3)
+
+
+def test_echo_with_one_token_adds_it_behind_the_prompt(llama: RunningServer) -> None:
+    body = {"prompt": [5, 17, 200], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    whole = llama.post("/v1/completions", body).json()["choices"][0]
+    alone = llama.post("/v1/completions", {**body, "echo": False}).json()["choices"][0]
+    assert len(whole["logprobs"]["tokens"]) == 4
+    assert whole["logprobs"]["tokens"][-1] == alone["logprobs"]["tokens"][0]
+    assert math.isclose(whole["logprobs"]["token_logprobs"][-1], alone["logprobs"]["token_logprobs"][0], rel_tol=1e-4)
+    assert whole["text"].endswith(alone["text"])
+    offsets = whole["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    streamed = llama.events("/v1/completions", body)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == whole["text"]
+    assert [t for event in streamed for t in event["choices"][0]["logprobs"]["tokens"]] == whole["logprobs"]["tokens"]
+
+
+def test_prompt_logprobs_by_token_id(llama: RunningServer) -> None:
+    body = {"prompt": [5, 17, 200], "max_tokens": 1, "prompt_logprobs": 1}
+    rows = llama.post("/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert rows[0] is None
+    assert "17" in rows[1]
+    assert "200" in rows[2]
+    assert any(entry["rank"] == 1 for entry in rows[1].values())
+
+
+def test_a_seed_repeats_and_gives_each_answer_its_own(llama: RunningServer) -> None:
+    body = {"prompt": "the", "max_tokens": 12, "n": 2, "seed": -7, "ignore_eos": True}
+    first, second = (llama.post("/v1/completions", body).json()["choices"] for _ in range(2))
+    assert [choice["text"] for choice in first] == [choice["text"] for choice in second]
+    assert first[0]["text"] != first[1]["text"]
+
+
+def test_min_tokens_and_ignore_eos_keep_an_answer_going(llama: RunningServer) -> None:
+    answer = llama.post("/v1/completions", {"prompt": "the", "max_tokens": 30, "min_tokens": 30}).json()
+    assert answer["usage"]["completion_tokens"] == 30
+
+
+def test_a_failed_request_says_so_and_the_others_go_on() -> None:
+    with scripted_server(poison=77) as running:
+        response = running.post("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
+        assert response.status_code == 500
+        assert "poison" in response.json()["error"]["message"]
+        [event] = running.events("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
+        assert "poison" in event["error"]["message"]
+        assert running.post("/v1/completions", {"prompt": [5], "max_tokens": 4}).status_code == 200

@@ -1,0 +1,156 @@
+"""Everything that is refused: with the right status, in OpenAI's shape, and without harm to the server."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.serving import MODEL, RunningServer, scripted_server
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with scripted_server(settings={"limits": {"max_body_bytes": 100_000, "max_n": 8}}) as running:
+        yield running
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHAT, {"messages": MESSAGES, "model": "no-such-model"}, 404, "no-such-model"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "needs content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 400, "content"),
+    (CHAT, {"messages": MESSAGES, "temperature": 2.1}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": -0.1}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": "1"}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "n": 0}, 400, "n:"),
+    (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 answers"),
+    (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "context of 1000"),
+    (CHAT, {"messages": MESSAGES, "priority": 1}, 400, "priority"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, 400, "logprobs=true"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream=true"),
+    (CHAT, {"messages": MESSAGES, "stop": ""}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "temprature": 1}, 400, "temprature"),
+    (CHAT, {"messages": MESSAGES, "tbt_target": 0.05}, 400, "only the policy 'target'"),
+    (CHAT, {"messages": MESSAGES, "tbt_target": "soon"}, 400, "tbt_target"),
+    (CHAT, {"messages": MESSAGES, "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "no tools"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "poem"}}, 400, "response_format"),
+    (COMPLETION, {"prompt": ""}, 400, "prompt"),
+    (COMPLETION, {"prompt": []}, 400, "prompt"),
+    (COMPLETION, {"prompt": [[]]}, 400, "prompt"),
+    (COMPLETION, {"prompt": [["a"]]}, 400, "prompt"),
+    (COMPLETION, {"prompt": [512]}, 400, "0 to 511"),
+    (COMPLETION, {"prompt": [-1]}, 400, "prompt"),
+    (COMPLETION, {"prompt": [True]}, 400, "prompt"),
+    (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 answers"),
+    (COMPLETION, {"prompt": [5] * 1000}, 400, "1000 tokens"),
+    (COMPLETION, {"prompt": "a", "stop_token_ids": [512]}, 400, "512"),
+    (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    (COMPLETION, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (COMPLETION, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (COMPLETION, {"prompt": "a", "seed": 2**63}, 400, "seed"),
+    ("/tokenize", {}, 400, "prompt or messages"),
+    ("/tokenize", {"prompt": "a", "model": "other"}, 404, "other"),
+    ("/detokenize", {"tokens": [600]}, 400, "600"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), REFUSED)
+def test_it_is_refused_with_a_reason(
+    server: RunningServer, path: str, body: dict[str, Any], status: int, words: str
+) -> None:
+    response = server.post(path, body)
+    check_error(response, status)
+    assert words in response.json()["error"]["message"]
+    if "stream" not in body and path.startswith("/v1") and "stream_options" not in body:
+        check_error(server.post(path, {**body, "stream": True}), status)
+
+
+def check_error(response: httpx.Response, status: int) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+
+
+def test_bodies_that_are_no_json(server: RunningServer) -> None:
+    headers = {"content-type": "application/json"}
+    contents = (b"", b"{", b"[]", b"null", b'{"messages": [', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 50_000)
+    for content in contents:
+        for path in (CHAT, COMPLETION, "/tokenize", "/detokenize"):
+            check_error(server.post(path, content=content, headers=headers), 400)
+
+
+def test_other_types_and_larger_bodies_are_refused_unread(server: RunningServer) -> None:
+    check_error(server.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
+    check_error(server.post(COMPLETION, {"prompt": "a" * 200_000}), 413)
+
+    def parts() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(30):
+            yield b"a" * 10_000
+        yield b'"}'
+
+    check_error(server.post(COMPLETION, content=parts(), headers={"content-type": "application/json"}), 413)
+
+
+def test_unknown_paths_and_methods(server: RunningServer) -> None:
+    check_error(server.get("/v1/nothing"), 404)
+    check_error(server.get(CHAT), 405)
+    check_error(server.get("/v1/models/other"), 404)
+
+
+def test_the_openai_client_raises_its_own_errors(server: RunningServer) -> None:
+    client = server.openai()
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=MODEL, prompt="a", temperature=3)
+
+
+def test_hundreds_of_mutated_bodies_harm_nothing(server: RunningServer) -> None:
+    """Any body is either answered or refused, and the server is as well behind them as before."""
+    random_source = random.Random(5)
+    seeds: list[dict[str, Any]] = [
+        {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logprobs": True},
+        {"prompt": [3, 4, 5], "max_tokens": 2, "n": 2, "echo": True, "logprobs": 1, "seed": 1},
+        {"prompt": "text", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+    ]
+    odd: list[Any] = [
+        None, True, -1, 0, 2**70, 1e308, "", "x" * 300, [], {}, [[]], [None], {"a": 1}, "\u0000", -0.0, [1, "a"],
+    ]  # fmt: skip
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for number in range(300):
+            body = json.loads(json.dumps(random_source.choice(seeds)))
+            for _ in range(random_source.randint(1, 3)):
+                key = random_source.choice([*body, "tools", "response_format", "tenant", "tbt_target", "unknown"])
+                body[key] = random_source.choice(odd)
+            content = json.dumps(body).encode()
+            if number % 3 == 0:
+                cut = random_source.randrange(len(content))
+                content = content[:cut] + bytes([random_source.randrange(256)]) + content[cut + 1 :]
+            path = random_source.choice([CHAT, COMPLETION, "/tokenize", "/detokenize"])
+            response = client.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (content, response.text)
+            if response.status_code != 200:
+                check_error(response, response.status_code)
+    server.until(lambda: server.client.num_open == 0 and server.server.service.gate.num_inside == 0)
+    assert server.get("/health").status_code == 200
