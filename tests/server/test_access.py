@@ -1,0 +1,99 @@
+"""Keys, origins, limits: who may ask for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from evenflow.errors import InvalidConfig
+from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
+from tests.server.serving import MODEL, RunningServer, scripted_server
+
+OPEN = ("/health", "/ready", "/version")
+CLOSED = ("/v1/models", "/v1/target", "/metrics", "/live/feed")
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[RunningServer]:
+    settings = {"api_keys": ["first key", "second"], "allowed_origins": ["https://example.org"]}
+    with scripted_server(settings=settings) as running:
+        yield running
+
+
+def with_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_only_what_watches_the_server_needs_no_key(locked: RunningServer) -> None:
+    for path in OPEN:
+        assert locked.get(path).status_code == 200
+    for path in CLOSED:
+        response = locked.get(path)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert locked.post(path, {"prompt": "a"}).status_code == 401
+        assert locked.post(path, content=b"{").status_code == 401
+
+
+def test_every_key_opens_and_no_other(locked: RunningServer) -> None:
+    for key in ("first key", "second"):
+        assert locked.get("/v1/models", headers=with_key(key)).status_code == 200
+    for key in ("third", "first", "second ey", "sécond"):
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        assert httpx.get(locked.url + "/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
+    assert locked.get("/v1/models", headers={"Authorization": "Basic second"}).status_code == 401
+    assert locked.openai(api_key="second").models.list().data[0].id == MODEL
+    with pytest.raises(openai.AuthenticationError):
+        locked.openai(api_key="third").completions.create(model=MODEL, prompt="a")
+
+
+def test_keys_do_not_share_a_prefix_cache(locked: RunningServer) -> None:
+    def cached(key: str) -> int:
+        body = {"prompt": list(range(200, 300)), "max_tokens": 1}
+        usage = locked.post("/v1/completions", body, headers=with_key(key)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("first key"), cached("first key"), cached("second"), cached("second")] == [0, 96, 0, 96]
+
+
+def test_only_pages_of_allowed_origins_may_ask(locked: RunningServer) -> None:
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, is_allowed in (("https://example.org", True), ("https://example.com", False)):
+        response = httpx.options(locked.url + "/v1/completions", headers={"Origin": origin, **asking})
+        assert (response.headers.get("access-control-allow-origin") == origin) is is_allowed
+    with scripted_server() as unlocked:
+        response = unlocked.get("/v1/models", headers={"Origin": "https://example.org"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n one \n\ntwo\n")
+    assert read_key_file(path) == ["one", "two"]
+    path.write_text("# none\n")
+    with pytest.raises(InvalidConfig, match="holds no key"):
+        read_key_file(path)
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        read_key_file(tmp_path / "absent")
+    with pytest.raises(InvalidConfig, match="empty API key"):
+        ApiKeys([" "])
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    for name in ("max_body_bytes", "max_n", "max_waiting", "max_prompt_tokens", "max_tenant_requests"):
+        with pytest.raises(InvalidConfig, match=name):
+            ServerLimits(**{name: -1})
+
+
+def test_a_server_may_take_shorter_prompts_than_the_model() -> None:
+    with scripted_server(settings={"limits": {"max_prompt_tokens": 10}}) as server:
+        assert server.post("/v1/completions", {"prompt": [5] * 10, "max_tokens": 1}).status_code == 200
+        refused = server.post("/v1/completions", {"prompt": [5] * 11, "max_tokens": 1})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,198 @@
+"""Streams that end early, engines that die, servers that are full or shut down: everybody is told, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+from evenflow.core.request import SamplingParams
+from evenflow.server.engine_process import EngineServer
+from evenflow.server.events import StepEvent
+from evenflow.server.metrics import Listener
+from evenflow.server.wire import Abort, Add, Command, Event, Ready, SetTarget, StepDone, Stop, StopAfter
+from tests.engine.fakes import fake_engine
+from tests.server.serving import MODEL, RunningServer, scripted_server
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "stream": True}
+
+
+@contextmanager
+def open_stream(server: RunningServer, **fields: object) -> Iterator[Iterator[str]]:
+    """A stream that has given its first event."""
+    body = {**LONG, **fields}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+class LastStep(Listener):
+    def __init__(self) -> None:
+        self.events: list[StepEvent] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        self.events.append(event)
+
+
+def test_a_client_that_goes_away_ends_its_request() -> None:
+    with scripted_server(step_s=0.01) as server:
+        steps = LastStep()
+        server.client._observer.listen(steps)
+        with open_stream(server) as staying:
+            with open_stream(server, prompt=[1, 2]):
+                server.until(lambda: steps.events[-1].num_running == 2)
+            server.until(lambda: steps.events[-1].num_running == 1)
+            assert server.client.num_open == 1
+            assert next(staying)
+        server.until(lambda: server.client.num_open == 0)
+        whole = threading.Thread(target=lambda: _give_up_after(server, 0.1))
+        whole.start()
+        whole.join()
+        server.until(lambda: server.client.num_open == 0 and server.server.service.gate.num_inside == 0)
+
+
+def _give_up_after(server: RunningServer, seconds: float) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}, timeout=seconds)
+
+
+def test_an_abort_is_obeyed_before_the_next_step() -> None:
+    """The engine process itself, without a process: commands in, steps out."""
+    engine = fake_engine(with_text=False)
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    events: list[Event] = []
+
+    def send(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepDone) and event.event.step_id == 3:
+            commands.put(Abort("a"))
+            commands.put(StopAfter("b", 2))
+        if isinstance(event, StepDone) and event.event.step_id == 6:
+            commands.put(SetTarget(0.2, True))
+        if isinstance(event, StepDone) and event.event.step_id == 8:
+            commands.put(Stop())
+
+    for name in "abc":
+        request = engine.prepare([1, 2, ord(name)], SamplingParams(max_tokens=200), request_id=name)
+        commands.put(Add.of(request))
+    EngineServer(engine, commands, send).run()
+    assert isinstance(events[0], Ready)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert [step.ids for step in steps] == [["a", "b", "c"]] * 4 + [["c"]] * 5
+    assert steps[0].started.keys() == {0, 1, 2}
+    assert [step.event.policy for step in steps[-2:]] == ["target:200ms,paced"] * 2
+    assert steps[-1].event.num_running == 1
+
+
+def test_when_the_engine_is_killed_streams_end_with_an_error_and_it_comes_back() -> None:
+    with scripted_server(step_s=0.01, policy="target:50ms") as server:
+        assert httpx.put(server.url + "/v1/target", json={"tbt_target": "80ms", "paced": True}).status_code == 200
+        with open_stream(server) as lines:
+            process = server.client._process
+            assert process is not None
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            *_, error, done = lines
+        assert "died" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        refused = server.post("/v1/completions", {"prompt": [1]})
+        if refused.status_code != 200:  # it may be back already
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert server.get("/health").status_code in (200, 503)
+        server.until(lambda: server.get("/health").status_code == 200)
+        assert server.get("/ready").status_code == 200
+        answer = server.openai().completions.create(model=MODEL, prompt=[5, 6], max_tokens=3)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        assert server.get("/v1/target").json() == {"policy": "target:80ms,paced", "tbt_target": 0.08, "paced": True}
+        assert "evenflow:engine_restarts" in server.get("/metrics").text
+        assert server.client.num_open == 0
+
+
+def test_health_is_red_while_the_engine_is_down() -> None:
+    with scripted_server(step_s=0.01) as server:
+        client = server.client
+        link, client._link = client._link, None
+        for path in ("/health", "/ready"):
+            assert server.get(path).status_code == 503
+        assert server.post("/v1/completions", {"prompt": [1]}).status_code == 503
+        assert server.get("/version").status_code == 200
+        client._link = link
+        assert server.get("/health").status_code == 200
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    limits = {"max_waiting": 2}
+    with scripted_server(step_s=0.01, max_num_seqs=1, settings={"limits": limits}) as server:
+        with open_stream(server):
+            body = {"prompt": [1], "max_tokens": 2}
+            waiting = [threading.Thread(target=server.post, args=("/v1/completions", body)) for _ in range(2)]
+            for thread in waiting:
+                thread.start()
+            server.until(lambda: server.server.service.gate.num_inside == 3)
+            refused = server.post("/v1/completions", {"prompt": [1]})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "overloaded"
+            with pytest.raises(openai.InternalServerError):
+                server.openai().completions.create(model=MODEL, prompt="a")
+        for thread in waiting:
+            thread.join()
+        assert server.server.service.gate.num_inside == 0
+
+
+def test_one_tenant_cannot_take_all_places() -> None:
+    with scripted_server(step_s=0.01, settings={"limits": {"max_tenant_requests": 2}}) as server:
+        with open_stream(server, tenant="one"):
+            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 429
+            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "two"}).status_code == 200
+        server.until(lambda: server.server.service.gate.num_inside == 0)
+        assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 200
+
+
+def test_a_shutdown_lets_open_streams_end() -> None:
+    with (
+        scripted_server(step_s=0.005, settings={"drain_s": 30.0}) as server,
+        open_stream(server, max_tokens=100) as lines,
+    ):
+        server.server.should_exit = True
+        received = list(lines)
+    assert received[-1] == "data: [DONE]"
+    assert json.loads(received[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_shutdown_tells_streams_that_do_not_end_in_time() -> None:
+    with scripted_server(step_s=0.01, settings={"drain_s": 0.1}) as server, open_stream(server) as lines:
+        server.server.should_exit = True
+        received = list(lines)
+    assert received[-1] == "data: [DONE]"
+    assert "shutting down" in json.loads(received[-2].removeprefix("data: "))["error"]["message"]
+
+
+def test_hundreds_of_streams_at_once_are_all_answered() -> None:
+    async def count_events(client: httpx.AsyncClient, number: int) -> int:
+        body = {"prompt": [number, 3, 4], "max_tokens": 20, "stream": True, "logprobs": 0}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            return sum([line.count('"tokens"') async for line in response.aiter_lines()])
+
+    async def main(url: str) -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(count_events(client, number) for number in range(200)))
+
+    with scripted_server(step_s=0.001, max_num_seqs=300) as server:
+        counts = asyncio.run(main(server.url))
+        assert len(counts) == 200
+        assert all(0 < count <= 20 for count in counts)
+        assert server.client.num_open == 0
