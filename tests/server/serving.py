@@ -55,6 +55,9 @@ class RunningServer:
     def client(self) -> EngineClient:
         return self.server.service.client
 
+    def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        return httpx.request(method, self.url + path, json=body, timeout=30)
+
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=30, **options)
 

@@ -17,6 +17,8 @@ from evenflow.server.access import ApiKeys
 from evenflow.server.api_errors import add_error_handlers
 from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
+from evenflow.server.openapi import describe_bodies, refusals
+from evenflow.server.protocol import BODIES
 from evenflow.server.routes import answer_routes, model_routes, state_routes
 from evenflow.server.service import Service
 
@@ -39,9 +41,8 @@ def make_app(
     if keys.are_needed:
         with_key.append(Depends(HTTPBearer(auto_error=False)))
     app.include_router(state_routes(service))
-    app.include_router(answer_routes(service), dependencies=with_key)
-    app.include_router(model_routes(service), dependencies=with_key)
-    app.include_router(metrics.router(observer), dependencies=with_key)
+    for routes in (answer_routes(service), model_routes(service), metrics.router(observer)):
+        app.include_router(routes, dependencies=with_key, responses=refusals(401) if keys.are_needed else None)
     app.include_router(live.router(feed, feed_dependencies=with_key))
-    app.include_router(live.router(feed, with_key))
+    describe_bodies(app, BODIES)
     return app

@@ -227,3 +227,6 @@ class TargetBody(Body):
 
     tbt_target: Duration = Field(description="Time between a stream's tokens: seconds, or '50ms'; 1 ms or more.")
     paced: bool | None = Field(default=None, description="Streams that are ahead lend their slack; null: as before.")
+
+
+BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TargetBody)

@@ -11,15 +11,19 @@ from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
 from evenflow.core.policies import target_of
+from evenflow.server import answers
 from evenflow.server.access import Caller
 from evenflow.server.answering import Answering, encode_json
 from evenflow.server.api_errors import ApiError, overloaded
 from evenflow.server.chat import ChatFormat, encode_messages
 from evenflow.server.completions import CompletionFormat
 from evenflow.server.logprobs import token_text
+from evenflow.server.openapi import described
 from evenflow.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody, seconds_of
 from evenflow.server.requests import read_body
 from evenflow.server.service import Service
+
+_ANSWER_ERRORS = (404, 429, 500, 503)
 
 
 def _json(content: object) -> Response:
@@ -31,14 +35,22 @@ def answer_routes(service: Service) -> APIRouter:
     routes = APIRouter()
     max_bytes = service.limits.max_body_bytes
 
-    @routes.post("/v1/completions")
+    @routes.post(
+        "/v1/completions",
+        summary="Continue prompts",
+        **described(answers.Completion, body=CompletionBody, errors=_ANSWER_ERRORS, streams=True),
+    )
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes)
         caller: Caller = request.state.caller
         salt = caller.tenant(body.tenant)
         return Answering(service, CompletionFormat(service, body, salt), tenant=body.tenant or "", salt=salt)
 
-    @routes.post("/v1/chat/completions")
+    @routes.post(
+        "/v1/chat/completions",
+        summary="Answer a conversation",
+        **described(answers.ChatCompletion, body=ChatBody, errors=_ANSWER_ERRORS, streams=True),
+    )
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes)
         caller: Caller = request.state.caller
@@ -52,19 +64,19 @@ def state_routes(service: Service) -> APIRouter:
     """Whether the server is well: for whoever watches it, without a key."""
     routes = APIRouter()
 
-    @routes.get("/health")
+    @routes.get("/health", summary="Whether the engine is up", **described(answers.Status, errors=(503,)))
     async def health() -> Response:
         if not service.client.is_up:
             raise overloaded("The engine is down; it is being started again.")
         return _json({"status": "ok"})
 
-    @routes.get("/ready")
+    @routes.get("/ready", summary="Whether requests are taken", **described(answers.Status, errors=(503,)))
     async def ready() -> Response:
         if not service.client.is_up or service.gate.is_draining:
             raise overloaded("The server takes no requests now.")
         return _json({"status": "ready"})
 
-    @routes.get("/version")
+    @routes.get("/version", summary="evenflow's version", **described(answers.Version))
     async def version() -> Response:
         return _json({"version": __version__})
 
@@ -86,15 +98,15 @@ def model_routes(service: Service) -> APIRouter:
             "max_model_len": client.limits.max_model_len,
         }
 
-    @routes.get("/v1/models")
+    @routes.get("/v1/models", summary="What is served", **described(answers.ModelList))
     async def models() -> Response:
         return _json({"object": "list", "data": [model_card(name) for name in service.model_names]})
 
-    @routes.get("/v1/models/{name:path}")
+    @routes.get("/v1/models/{name:path}", summary="One model", **described(answers.ModelCard, errors=(404,)))
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", summary="Text to tokens", **described(answers.Tokens, body=TokenizeBody, errors=(404,)))
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, max_bytes)
         service.model_name(body.model)
@@ -104,7 +116,11 @@ def model_routes(service: Service) -> APIRouter:
             answer["token_strs"] = [token_text(tokenizer, token) for token in tokens]
         return _json(answer)
 
-    @routes.post("/detokenize")
+    @routes.post(
+        "/detokenize",
+        summary="Tokens to text",
+        **described(answers.PlainText, body=DetokenizeBody, errors=(404,)),
+    )
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, max_bytes)
         service.model_name(body.model)
@@ -115,11 +131,11 @@ def model_routes(service: Service) -> APIRouter:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
 
-    @routes.get("/v1/target")
+    @routes.get("/v1/target", summary="The latency target", **described(answers.CurrentTarget))
     async def get_target() -> Response:
         return _json(_target(client.policy))
 
-    @routes.put("/v1/target")
+    @routes.put("/v1/target", summary="Change the latency target", **described(answers.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, max_bytes)
         client.set_target(seconds_of(body.tbt_target), body.paced)

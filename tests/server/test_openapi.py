@@ -1,0 +1,90 @@
+"""/openapi.json is true: what is answered is as it says, and so is what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from evenflow.server import answers
+from evenflow.server.api_errors import ErrorBody
+from tests.server.serving import RunningServer, scripted_server
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with scripted_server(policy="target:50ms") as running:
+        yield running
+
+
+ANSWERED: list[tuple[str, str, Any, type[BaseModel]]] = [
+    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3}, answers.Completion),
+    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 2}, answers.Completion),
+    ("post", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3}, answers.ChatCompletion),
+    (
+        "post",
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 1},
+        answers.ChatCompletion,
+    ),
+    ("post", "/tokenize", {"prompt": "a"}, answers.Tokens),
+    ("post", "/tokenize", {"messages": MESSAGES, "return_token_strs": True}, answers.Tokens),
+    ("post", "/detokenize", {"tokens": [70, 71]}, answers.PlainText),
+    ("get", "/v1/models", None, answers.ModelList),
+    ("get", "/v1/models/another-name", None, answers.ModelCard),
+    ("get", "/v1/target", None, answers.CurrentTarget),
+    ("put", "/v1/target", {"tbt_target": 0.06}, answers.CurrentTarget),
+    ("get", "/health", None, answers.Status),
+    ("get", "/ready", None, answers.Status),
+    ("get", "/version", None, answers.Version),
+    ("put", "/v1/target", {"tbt_target": 0}, ErrorBody),
+    ("get", "/v1/models/other", None, ErrorBody),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "model"), ANSWERED)
+def test_answers_are_as_described(
+    server: RunningServer, method: str, path: str, body: Any, model: type[BaseModel]
+) -> None:
+    response = server.request(method, path, body)
+    model.model_validate_json(response.content, strict=True)
+    documented = server.get("/openapi.json").json()["paths"]
+    template = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    told = documented[template][method]["responses"][str(response.status_code)]
+    schema = told["content"]["application/json"]["schema"]
+    assert schema == {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def test_every_reference_has_its_schema_and_bodies_are_strict(server: RunningServer) -> None:
+    document = server.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    text = str(document)
+    names = {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names <= schemas.keys()
+    assert schemas["ChatBody"]["additionalProperties"] is False
+    assert {"messages"} == set(schemas["ChatBody"]["required"])
+    assert "422" not in text
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        told = document["paths"][path]["post"]
+        assert told["responses"].keys() == {"200", "400", "404", "413", "415", "429", "500", "503"}
+        assert "text/event-stream" in told["responses"]["200"]["content"]
+
+
+def test_tokens_and_text_are_there_and_back(server: RunningServer) -> None:
+    text = "Grüße, 世界! <|im_start|>"
+    tokens = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    with_start = server.post("/tokenize", {"prompt": text}).json()
+    assert with_start["tokens"] == [1, *tokens]
+    assert with_start["count"] == len(tokens) + 1
+
+
+def test_a_changed_target_is_kept(server: RunningServer) -> None:
+    told = server.request("put", "/v1/target", {"tbt_target": "70ms", "paced": True}).json()
+    assert told == {"policy": "target:70ms,paced", "tbt_target": 0.07, "paced": True}
+    assert server.get("/v1/target").json() == told
+    assert server.post("/v1/completions", {"prompt": "a", "tbt_target": "20ms", "ttft_target": 1.5}).status_code == 200
