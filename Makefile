@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow lint format bench clean
+.PHONY: help install demo test test-browser test-slow lint format bench clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -22,7 +22,10 @@ demo: $(STAMP)  ## Run both demos on the default model (fetched on the first run
 	$(BIN)/evenflow demo
 
 test: lint  ## Lint, type-check and test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not browser" -n 2 --dist worksteal $(PYTEST_ARGS)
+
+test-browser: $(STAMP)  ## The live page in a real Chromium
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## The default model against transformers: several minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

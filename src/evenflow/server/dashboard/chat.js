@@ -19,16 +19,16 @@ export class Chat {
     this.stopper = null;
     this.answer = document.getElementById("answer");
     this.note = document.getElementById("chat-note");
-    this.sendButton = document.getElementById("send");
-    this.stopButton = document.getElementById("stop");
+    this.button = document.getElementById("send"); // and stops what it sent
     document.getElementById("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.stopper === null) this.run();
+      else this.stopper.abort();
     });
     document.getElementById("message").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
+      const isSending = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+      if (isSending && this.stopper === null) event.target.form.requestSubmit();
     });
-    this.stopButton.addEventListener("click", () => this.stopper?.abort());
   }
 
   async run() {
@@ -47,8 +47,7 @@ export class Chat {
   }
 
   setBusy(isBusy) {
-    this.sendButton.disabled = isBusy;
-    this.stopButton.hidden = !isBusy;
+    this.button.textContent = isBusy ? "Stop" : "Send";
     if (isBusy) this.note.textContent = "Waiting for the first token…";
   }
 

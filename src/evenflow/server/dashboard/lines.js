@@ -22,8 +22,9 @@ export class LineChart {
   draw() {
     const { context, width, height } = sizeToBox(this.canvas);
     const colours = palette();
-    const highest = Math.max(this.unit, this.mark ?? 0, ...this.values.flat().filter((value) => value !== null));
-    const scale = this.top ?? roundUp(highest, this.unit);
+    const highest = Math.max(this.unit, ...this.values.flat().filter((value) => value !== null));
+    const isMarkNear = this.mark !== null && this.mark <= 3 * highest;
+    const scale = this.top ?? roundUp(isMarkNear ? Math.max(highest, 1.1 * this.mark) : highest, this.unit);
     const y = (value) => height - 4 - (value / scale) * (height - 20);
     context.fillStyle = colours.line;
     context.fillRect(0, height - 3, width, 1);
@@ -32,7 +33,7 @@ export class LineChart {
     context.fillStyle = colours.muted;
     context.textBaseline = "bottom";
     context.fillText(this.label(scale), 0, y(scale) - 1);
-    if (this.mark !== null) this.drawMark(context, width, y(this.mark), colours.ink);
+    if (isMarkNear) this.drawMark(context, width, y(this.mark), colours.ink);
     this.series.forEach((line, index) => this.drawLine(context, width, y, this.values[index], line));
   }
 

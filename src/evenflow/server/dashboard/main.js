@@ -41,11 +41,11 @@ function setText(id, text) {
 }
 
 function setState(state) {
+  if (state === "locked") askForKey(() => feed.connect());
   const node = element("state");
   if (node.dataset.state === state) return;
   node.dataset.state = state;
   node.textContent = stateWords[state];
-  if (state === "locked") askForKey(() => feed.connect());
 }
 
 function showStep(number) {

@@ -102,7 +102,7 @@ export class StepPicture {
     this.drawnEnd = this.heldEnd ?? NaN;
     this.drawnChoice = this.chosen;
     const { context, width, height } = sizeToBox(this.canvas);
-    const view = { context, left: LEFT, right: width, bottom: height - 2, top: 14, end: this.end };
+    const view = { context, left: LEFT, right: width, bottom: height - 2, top: 18, end: this.end };
     view.perSecond = (view.right - view.left) / this.windowS;
     this.setScale(view);
     view.perHeight = (view.bottom - view.top) / this.scale;
@@ -111,15 +111,18 @@ export class StepPicture {
     this.drawTarget(view);
   }
 
+  // The steps decide the scale, and the target is within it unless it is far above them.
   setScale(view) {
     const { store } = this;
-    let highest = 1.3 * (this.target ?? 0.005);
+    let highest = 0;
     for (let number = store.end - 1; number >= store.first; number--) {
       const slot = store.slot(number);
       if (store.at[slot] < view.end - this.windowS) break;
       highest = Math.max(highest, store.seconds[slot]);
     }
-    this.scale = roundUp(highest);
+    const target = this.target ?? 0;
+    const reach = highest ? Math.min(1.3 * target, 2.5 * highest) : 1.3 * target;
+    this.scale = roundUp(Math.max(highest, reach, 0.001));
   }
 
   drawScale({ context, left, right, bottom, top }) {
@@ -161,8 +164,9 @@ export class StepPicture {
     const slot = store.slot(number);
     const right = Math.min(view.right - (view.end - store.at[slot]) * view.perSecond, view.right);
     const start = view.right - (view.end - store.at[slot] + store.seconds[slot]) * view.perSecond;
-    const left = Math.max(Math.min(start, right - 1), view.left);
-    const width = Math.max(right - left - (right - left > 4 ? 1 : 0), 1);
+    const isThin = right - start < 1;
+    const left = Math.max(isThin ? Math.floor(right) : start, view.left);
+    const width = isThin ? 1 : right - left - (right - left > 4 ? 1 : 0);
     let y = view.bottom;
     const stack = (seconds, colour) => {
       const height = seconds * view.perHeight;
@@ -185,10 +189,15 @@ export class StepPicture {
     }
   }
 
-  drawTarget({ context, left, right, bottom, perHeight }) {
+  drawTarget({ context, left, right, bottom, top, perHeight }) {
     if (this.target === null) return;
-    const y = Math.round(bottom - this.target * perHeight) + 0.5;
+    const isAbove = this.target > this.scale;
+    const y = isAbove ? top + 0.5 : Math.round(bottom - this.target * perHeight) + 0.5;
     context.strokeStyle = context.fillStyle = palette().ink;
+    context.textAlign = "left";
+    context.textBaseline = "bottom";
+    context.fillText(`target ${duration(this.target)}${isAbove ? ", above this picture" : ""}`, left + 6, y - 2);
+    if (isAbove) return;
     context.lineWidth = 1.5;
     context.setLineDash([6, 4]);
     context.beginPath();
@@ -196,8 +205,5 @@ export class StepPicture {
     context.lineTo(right, y);
     context.stroke();
     context.setLineDash([]);
-    context.textAlign = "left";
-    context.textBaseline = "bottom";
-    context.fillText(`target ${duration(this.target)}`, left + 6, y - 3);
   }
 }
