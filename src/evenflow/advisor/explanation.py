@@ -15,7 +15,8 @@ from evenflow.vllm.logs import Fact, LogFacts
 _BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")
 _FULL = 0.9  # of the KV cache: the next long prompt has to wait for somebody to end
 _ROOMY = 0.5
-_TARGET = (
+_TARGET = "give --tbt-target instead for a bound in milliseconds"
+_TARGET_IN_VLLM = (
     "for a bound in milliseconds there is evenflow's own scheduler for vLLM: evenflow serve --engine vllm "
     "--tbt-target 50ms, or --scheduler-cls evenflow.vllm.LatencyTargetScheduler"
 )
@@ -201,10 +202,11 @@ def _advice_on_problems(facts: LogFacts) -> Iterator[Statement]:
 def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
     tokens = budget(facts)
     if facts.value("latency_target") is None and tokens is not None and tokens > 512:
+        target = _TARGET if facts.value("written_by") == "evenflow" else _TARGET_IN_VLLM
         yield Statement(
             f"If streams stutter while long prompts arrive: a step of {tokens:,} tokens is what they wait for. A lower "
             "--max-num-batched-tokens (512, say) shortens it, and lengthens the time to a long prompt's first token; "
-            f"{_TARGET}.",
+            f"{target}.",
             _lines(facts, *_BUDGET_SOURCES),
         )
     if facts.value("prefix_caching") is False:

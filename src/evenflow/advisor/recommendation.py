@@ -38,7 +38,7 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
     longest, p95 = analysis.tokens.max, analysis.tokens.p95
     if decision.decision is Chunking.DISABLED:
         budget = max(DEFAULT_BUDGET, _rounded_up(longest + (streams or 0)))
-        why = f"the longest input ({longest:,} tokens) fits into one step, so that none is cut"
+        why = f"the longest input ({longest:,} tokens) fits into one step, so that none needs to be cut"
         return Recommendation(budget, {"max_num_batched_tokens": budget}, {"max_num_batched_tokens": why})
     chunk = chunk_size_for_prompt(p95)
     is_selective = decision.decision is Chunking.SELECTIVE
@@ -52,14 +52,14 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
         "enable_chunked_prefill": "the default of every generative model; written out so that nobody wonders",
         "max_num_batched_tokens": (
             f"{chunk:,} tokens of prefill (by the 95th percentile of {p95:,}, which takes "
-            f"{math.ceil(p95 / most_of_one_prompt)} steps) and one for each stream that decodes ({assumed}), in multiples "
-            f"of {_BUDGET_MULTIPLE}"
+            f"{math.ceil(p95 / most_of_one_prompt)} steps) and one for each stream that decodes ({assumed}), "
+            f"in multiples of {_BUDGET_MULTIPLE}"
         ),
     }
     if is_selective:
         settings["long_prefill_token_threshold"] = most_of_one_prompt
         reasons["long_prefill_token_threshold"] = (
-            "the most that one prompt gets of a step: a quarter of the prefill stays free for short prompts that arrive "
+            "the most that one prompt gets of a step: a quarter of the prefill stays free for short prompts that come "
             "meanwhile. It caps chunks; it is not the length from which on prompts are cut"
         )
     return Recommendation(chunk, settings, reasons)

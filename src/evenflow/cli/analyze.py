@@ -5,7 +5,6 @@ Needs neither a model nor vLLM: what is estimated or assumed without them is sai
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -142,7 +141,8 @@ def _vllm_advice(
     notes = []
     if chunking is Chunking.DISABLED:
         notes.append(
-            "chunked prefill is left on, as it is for every generative model: with this budget it cuts nothing. "
+            "chunked prefill is left on, as it is for every generative model: with this budget a prompt is cut only "
+            "where several fill a step. "
             "--no-enable-chunked-prefill exists, but vLLM (0.12 and newer) warns that it may crash or answer wrongly"
         )
     python, version, source = _which_vllm(options)
@@ -153,7 +153,7 @@ def _vllm_advice(
     with tempfile.TemporaryDirectory(prefix="evenflow-") as folder:
         local = Path(folder) if model is None else find_model(model)
         if model is None:
-            _write_config(Path(folder), shape)
+            checking.write_model_config(Path(folder), shape)
         checked = checking.check(python, local, args)
     return VllmAdvice(
         version=checked.version,
@@ -182,21 +182,3 @@ def _which_vllm(options: VllmOptions) -> tuple[str | None, str, str]:
         newest_version(),
         "from a table of versions: none is installed here, --vllm-python names one that is",
     )
-
-
-def _write_config(folder: Path, shape: ModelShape) -> None:
-    """A model for vLLM to configure itself for, where none is at hand: it needs the sizes only."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json_format.dumps(config), encoding="utf-8")

@@ -34,13 +34,10 @@ def explain(
 
 
 def _facts(log: str) -> LogFacts:
-    try:
-        with progress("Reading"):
-            found = read_facts(sys.stdin.buffer if log == "-" else log)
-    except OSError as error:
-        raise InvalidInput(f"Got {log!r} but it cannot be read: {error.strerror}.") from error
+    with progress("Reading"):
+        found = read_facts(sys.stdin.buffer if log == "-" else log)
     if not found:
-        raise InvalidInput(f"Got {log!r} but no line in it is one that vLLM or evenflow writes.")
+        raise InvalidInput(f"Got the log {log!r} but no line in it is one that vLLM or evenflow writes.")
     return found
 
 

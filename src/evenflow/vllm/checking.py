@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evenflow.advisor.memory import ModelShape
 from evenflow.errors import InvalidInput
 from evenflow.vllm import check_config
 from evenflow.vllm.flags import PACKAGES, EngineArgs, command_flags
@@ -65,6 +66,24 @@ def check(python: str, model: Path, args: EngineArgs) -> Checked:
         answer = _ask(python, model, args)
     version = answer.get("version") or version_in(python)
     return Checked(version, args, answer.get("refused"), answer.get("scheduler", {}))
+
+
+def write_model_config(folder: Path, shape: ModelShape) -> None:
+    """A model for vLLM to configure itself for, where none is at hand: it needs the sizes only."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _ask(python: str, model: Path, args: EngineArgs) -> dict[str, Any]:

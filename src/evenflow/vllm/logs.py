@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from evenflow.errors import InvalidInput
+
 _MAX_LINE_BYTES = 1 << 20
 _SHOWN = 200  # characters of a line that are kept
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -75,7 +77,7 @@ _SETTINGS = tuple(
     (name, needle, re.compile(pattern))
     for name, needle, pattern in (
         ("version", "with config", r"LLM engine \(v([^)\s]+)\) with config"),
-        ("version", "version", r"(?:API server|█  *)version (\d+\.\d+\S*)"),
+        ("version", "version", r"(?:API server|█ ) *version (\d+\.\d+\S*)"),
         ("model", "with config", r" model='([^']+)'"),
         ("max_model_len", "max_seq_len", r"max_seq_len=(\d+)"),
         ("max_model_len", "max model len", r"Using max model len (\d+)"),
@@ -94,6 +96,7 @@ _SETTINGS = tuple(
         ("latency_target", "Chunked prefill is enabled", r"with tbt_target=(\S+?)\.?$"),
         ("latency_target", "latency target", r"evenflow: latency target ([\d.]+ ms) on vLLM"),
         ("late_tokens", "tokens later than", r"([\d.]+% of \d+ tokens later than \d+ ms, longest gap of these \d+ ms)"),
+        ("written_by", "evenflow: Chunked prefill", r"(evenflow): Chunked prefill is"),
         ("unchunked_budget", "Chunked prefill is disabled", r"in one step of up to (\d+) tokens"),
         ("attention_backend", "ackend", r"Using (?:AttentionBackendEnum\.)?([A-Z][\w ]*?) (?:attention )?backend"
          r"(?: on V1 engine| out of potential| \(selected|\.?$)"),
@@ -140,10 +143,13 @@ _FIGURES = ("prompt_tokens_per_s", "generation_tokens_per_s", "running", "waitin
 
 def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
     """What a log says, a file's or a stream's; its bytes need not all be text."""
-    if isinstance(log, str | Path):
+    if not isinstance(log, str | Path):
+        return find_facts(_lines(log))
+    try:
         with Path(log).open("rb") as file:
-            return read_facts(file)
-    return find_facts(_lines(log))
+            return find_facts(_lines(file))
+    except OSError as error:
+        raise InvalidInput(f"Got the log {str(log)!r} but it cannot be read: {error.strerror}.") from error
 
 
 def find_facts(lines: Iterable[str]) -> LogFacts:

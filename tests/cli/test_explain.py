@@ -1,0 +1,66 @@
+"""`evenflow explain` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenflow.advisor.folk_rules import FOLK_RULES
+from tests.cli.running import run_cli, run_process
+
+LOGS = Path(__file__).parent.parent / "vllm" / "logs"
+LOG = LOGS / "vllm-0.32-cpu-default.log"
+
+
+def test_facts_meaning_advice_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys, "explain", LOG)
+    assert finished.code == 0
+    for part in ("Facts", "Meaning", "Advice", "Often said"):
+        assert f"{part}\n" in finished.out
+    assert "chunk budget 2,048" in finished.out
+    assert "last prefix hit rate 47.8%" in finished.out
+    assert "--scheduler-cls evenflow.vllm.LatencyTargetScheduler" in finished.out
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("*.log")), ids=lambda path: path.stem)
+def test_each_log_is_explained(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run_cli(capsys, "explain", path, "--json", "-").out)
+    assert report.keys() == {"facts", "meaning", "advice", "rules"}
+    assert all(fact["line_number"] >= 1 and fact["line"] for fact in report["facts"])
+
+
+def test_a_stream_is_read_like_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run_cli(capsys, "explain", LOG, "--json", "-").out)
+    streamed = run_process("explain", "-", "--json", "-", stdin=LOG.read_bytes())
+    assert json.loads(streamed.out) == report
+
+
+def test_all_rules_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    some = json.loads(run_cli(capsys, "explain", LOG, "--json", "-").out)["rules"]
+    every = json.loads(run_cli(capsys, "explain", LOG, "--all-rules", "--json", "-").out)["rules"]
+    assert 0 < len(some) < len(every) == len(FOLK_RULES)
+    assert all(rule["verdict"] and rule["truth"] for rule in every)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"hello\nworld\n", "no line in it"),
+        (b"", "no line in it"),
+        (b"\x00\xff" * 9, "no line in it"),
+        (None, "No such file"),
+    ],
+)
+def test_a_log_that_is_none(
+    content: bytes | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "server.log"
+    if content is not None:
+        path.write_bytes(content)
+    finished = run_cli(capsys, "explain", path)
+    assert (finished.code, finished.out) == (2, "")
+    assert str(path) in finished.err
+    assert named in finished.err
+    assert finished.err.count("\n") == 1
