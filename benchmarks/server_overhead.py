@@ -92,9 +92,10 @@ def run_server(port: int, period_s: float, num_streams: int, log: Path) -> None:
         gc.freeze()  # as `evenflow serve` does
         began[0] = time.process_time()
 
-    asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-        serve(settings, bind("127.0.0.1", port), factory, word_tokenizer, on_ready)
-    )
+    with bind("127.0.0.1", port) as listener:
+        asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
+            serve(settings, listener, factory, word_tokenizer, on_ready)
+        )
     log.with_suffix(".front").write_text(str(time.process_time() - began[0]))
 
 
@@ -194,7 +195,9 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[5000, 20000, 30000])
     options = parser.parse_args()
     print(f"{options.streams} streams, {os.cpu_count()} cores")
-    print(f"{'offered/s':>10} {'received/s':>10} {'events/token':>12} {'p50 ms':>8} {'p99 ms':>8} {'front':>6} {'engine us CPU/token':>20}")
+    print(
+        f"{'offered/s':>10} {'received/s':>10} {'events/token':>12} {'p50 ms':>8} {'p99 ms':>8} {'front':>6} {'engine us CPU/token':>20}"
+    )
     for rate in options.rates:
         found = measure(rate, options.streams, options.seconds)
         print(

@@ -120,6 +120,7 @@ def running_server(
     finally:
         running.server.should_exit = True
         thread.join()
+        listener.close()
 
 
 @contextmanager

@@ -100,10 +100,10 @@ def serve(
         drain_s=drain_time,
         otlp_endpoint=otlp_endpoint,
     )
-    listener = bind(host, port)
-    if config.model == "default":
-        default_model_path()  # fetched here, where it can show how far it is
-    _run(settings, listener, config, record)
+    with bind(host, port) as listener:
+        if config.model == "default":
+            default_model_path()  # fetched here, where it can show how far it is
+        _run(settings, listener, config, record)
 
 
 def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:

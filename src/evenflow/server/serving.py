@@ -78,7 +78,7 @@ async def serve(
     load_tokenizer: Callable[[], Tokenizer],
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Serve until a signal comes. Errors of the engine's first start are raised."""
+    """Serve on a bound socket until a signal comes. Errors of the engine's first start are raised."""
     keys = ApiKeys(settings.api_keys)
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
     tokenizer = await asyncio.to_thread(load_tokenizer)
@@ -96,7 +96,6 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         await client.close()
-        listener.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

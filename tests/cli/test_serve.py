@@ -1,0 +1,91 @@
+"""`evenflow serve` as users run it: a process, a port, signals."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.running import command_line, run_cli
+from tests.models import tiny_llama
+
+BAD_SERVE = {
+    "unknown policy": (["--policy", "fastest"], "policy='fastest'"),
+    "no port": (["--port", 70000], "--port 70000"),
+    "no address": (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+    "empty key": (["--api-key", " "], "empty API key"),
+    "missing key file": (["--api-key-file", "/no/such/keys"], "/no/such/keys"),
+    "no answers": (["--max-n", 0], "max_n=0"),
+    "no size": (["--max-body-size", "much"], "'much'"),
+    "no duration": (["--drain-time", "soon"], "'soon'"),
+    "empty name": (["--served-model-name", ""], "--served-model-name"),
+    "missing model": (["--model", "/no/such/model"], "/no/such/model"),
+    "too little memory, said by the engine": (["--kv-cache-memory", "1KiB"], "1024 bytes"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), BAD_SERVE.values(), ids=BAD_SERVE)
+def test_bad_input(arguments: list[object], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [] if "--model" in arguments else ["--model", tiny_llama()]
+    finished = run_cli(capsys, "serve", "--port", 0, *model, *arguments)
+    assert (finished.code, finished.out) == (2, "")
+    assert named in finished.err
+    assert finished.err.splitlines()[-1].startswith("evenflow: ")
+    assert "Traceback" not in finished.err
+
+
+def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        finished = run_cli(capsys, "serve", "--port", taken.getsockname()[1], "--model", tiny_llama())
+    assert finished.code == 1
+    assert re.fullmatch(r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use.*\n", finished.err)
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command on a free port, from its ready line on."""
+    line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            seen = ""
+            while (found := re.search(r"http://[\d.:]+", seen)) is None:
+                seen += (said := process.stderr.readline())
+                assert said, f"it ended: {seen}"
+            yield process, found[0]
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_and_ends_well_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    record = tmp_path / "steps.jsonl"
+    with serving("--served-model-name", "tiny", "--record", record) as (process, url):
+        assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
+        answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        process.send_signal(number)
+        assert process.wait(30) == 0
+    assert record.read_text().count('"event":"step"') == 5
+
+
+def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_API_KEY", "from the environment")
+    keys = tmp_path / "keys"
+    keys.write_text("from the file\n")
+    with serving("--api-key-file", keys, "--api-key", "from the line") as (_, url):
+        assert httpx.get(url + "/v1/models").status_code == 401
+        for key in ("from the environment", "from the file", "from the line"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(url + "/v1/models", headers=headers).status_code == 200
