@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-browser test-slow lint format bench clean
+.PHONY: help install demo serve test test-browser test-slow lint format bench clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Run both demos on the default model (fetched on the first run, 93 MB)
 	$(BIN)/evenflow demo
+
+serve: $(STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." adds options
+	$(BIN)/evenflow serve $(SERVE_ARGS)
 
 test: lint  ## Lint, type-check and test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not browser" -n 2 --dist worksteal $(PYTEST_ARGS)
