@@ -253,6 +253,11 @@ def test_any_bytes_are_survived() -> None:
 def test_of_several_starts_the_last_counts() -> None:
     found = find_facts(["Using max model len 4096", "Using max model len 8192"])
     assert (found.value("max_model_len"), found.settings["max_model_len"].line_number) == (8192, 2)
+    starts = ("vllm-0.32-cpu-budget-512", "vllm-0.32-cpu-default")
+    both = "".join((LOGS / f"{log}.log").read_text(encoding="utf-8") for log in starts)
+    explained = {fact.name: fact.value for fact in explain(find_facts(both.splitlines())).facts}
+    assert (explained["chunk_budget"], explained["chunk_budget_is"]) == (2048, "the default")
+    assert "long_prefill_token_threshold" not in explained
 
 
 def test_memory_pressure_is_seen_three_ways() -> None:

@@ -147,8 +147,9 @@ def _vllm_advice(
         )
     python, version, source = _which_vllm(options)
     args = accepted_by(recommendation.settings, version)
+    name = str(find_model(model)) if model == "default" else model or "MODEL"
     if python is None:
-        command = command_line(model or "MODEL", args)
+        command = command_line(name, args)
         return VllmAdvice(version, source, command, dict(args), [*notes, *args.notes.values()])
     with tempfile.TemporaryDirectory(prefix="evenflow-") as folder:
         local = Path(folder) if model is None else find_model(model)
@@ -158,7 +159,7 @@ def _vllm_advice(
     return VllmAdvice(
         version=checked.version,
         source=source,
-        command=command_line(model or "MODEL", checked.args),
+        command=command_line(name, checked.args),
         engine_args=dict(checked.args),
         notes=[*notes, *checked.args.notes.values()],
         accepted=checked.accepted,
