@@ -225,6 +225,7 @@ def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         (["data.jsonl", "--vllm-python", "python", "--vllm-version", "0.32"], "not both"),
         (["data.jsonl", "--plot", "/no/such/folder/x.png"], "'/no/such/folder/x.png'"),
         (["data.jsonl", "--log", "/no/such.log"], "/no/such.log"),
+        (["data.jsonl", "--log", "data.jsonl"], "no line in it"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -135,6 +135,7 @@ def test_a_real_vllm_takes_what_the_table_says(vllm_python: str, tmp_path: Path)
     assert answer.refusal is None
     assert answer.version.split("+")[0] == version.split("+")[0]
     assert answer.args == args
+    assert answer.scheduler is not None
     assert answer.scheduler["max_num_batched_tokens"] == 1088
     assert answer.scheduler["long_prefill_token_threshold"] == 768
 

@@ -18,6 +18,7 @@ from evenflow.vllm.logs import LogFacts, find_facts, read_facts
 
 LOGS = Path(__file__).parent / "logs"
 SERVERS = (
+    "vllm-0.32-cpu-offline",
     "vllm-0.32-cpu-default",
     "vllm-0.32-cpu-budget-512",
     "vllm-0.10-cuda-tp4-reconstructed",
@@ -85,7 +86,14 @@ def test_a_real_log_with_settings_of_its_own() -> None:
     assert "last_prefix_hit_rate" not in found
     assert "--max-num-seqs 3 is what limits" in advice("vllm-0.32-cpu-budget-512")
     assert "leave out --no-enable-prefix-caching" in advice("vllm-0.32-cpu-budget-512")
-    assert "takes 16" in meaning("vllm-0.32-cpu-budget-512")
+    assert "takes 16 of them" in meaning("vllm-0.32-cpu-budget-512")
+
+
+def test_a_real_log_of_a_program_without_a_server() -> None:
+    found = named("vllm-0.32-cpu-offline")
+    assert (found["chunk_budget"], found["chunk_budget_is"]) == (4096, "the default")
+    assert found["prefix_caching"] is False
+    assert "takes 2 of them" in meaning("vllm-0.32-cpu-offline")
 
 
 def test_a_real_log_of_a_start_that_was_refused() -> None:

@@ -115,9 +115,10 @@ def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
         )
     elif tokens is not None:
         why = "as asked for" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
-        steps = f" A prompt of the whole context ({context:,} tokens) takes {-(-context // tokens)}." if context else ""
+        num_steps = -(-context // tokens) if context else 0
+        longest = f" A prompt of the whole context ({context:,} tokens) takes {num_steps} of them." if context else ""
         yield Statement(
-            f"A step holds at most {tokens:,} tokens ({why}), decodes and chunks together.{steps}",
+            f"A step holds at most {tokens:,} tokens ({why}), decodes and chunks together.{longest}",
             _lines(facts, *_BUDGET_SOURCES, "max_model_len"),
         )
     yield from _meaning_of_ranks(facts)

@@ -28,12 +28,13 @@ def explain(
     json: JsonTarget = None,
 ) -> None:
     """Say what a server's log means, and which common advice about it holds today."""
-    explanation = explain_facts(_facts(log), all_rules=all_rules)
+    explanation = explain_facts(read_log(log), all_rules=all_rules)
     _print(table_console(json), explanation)
     write_json(json, explanation.as_json())
 
 
-def _facts(log: str) -> LogFacts:
+def read_log(log: str) -> LogFacts:
+    """The facts in a log, of which there must be some; - stands for standard input."""
     with progress("Reading"):
         found = read_facts(sys.stdin.buffer if log == "-" else log)
     if not found:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,17 @@ _TIMEOUT_S = 600  # importing vLLM from a cold disk takes minutes
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """vLLM's answer: the scheduler settings that it made of the arguments, or why it refuses them."""
+    """vLLM's answer: the scheduler settings that it made of the arguments, or why it refuses them, or none."""
 
     version: str
     args: EngineArgs
     refusal: str | None = None
-    scheduler: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None
 
     @property
-    def accepted(self) -> bool:
-        return self.refusal is None
+    def accepted(self) -> bool | None:
+        """None where it was not asked."""
+        return None if self.refusal is None and self.scheduler is None else self.refusal is None
 
 
 def version_in(python: str) -> str:
@@ -65,7 +66,7 @@ def check(python: str, model: Path, args: EngineArgs) -> Checked:
         args = EngineArgs(kept, args.notes | notes)
         answer = _ask(python, model, args)
     version = answer.get("version") or version_in(python)
-    return Checked(version, args, answer.get("refused"), answer.get("scheduler", {}))
+    return Checked(version, args, answer.get("refused"), answer.get("scheduler"))
 
 
 def write_model_config(folder: Path, shape: ModelShape) -> None:
