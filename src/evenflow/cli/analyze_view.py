@@ -175,6 +175,7 @@ def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:
     if decision.threshold is not None:
         axis.axvline(decision.threshold, color="tab:red", linewidth=0.8, label=f"threshold {decision.threshold:,}")
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda length, _: f"{length:,.0f}")
     axis.set_xlabel("tokens of an input")
     axis.set_ylabel("share of the inputs that have at most so many")
     axis.set_ylim(0, 1.02)
