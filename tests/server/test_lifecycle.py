@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import queue
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -196,3 +197,42 @@ def test_hundreds_of_streams_at_once_are_all_answered() -> None:
         assert len(counts) == 200
         assert all(0 < count <= 20 for count in counts)
         assert server.client.num_open == 0
+
+
+def test_after_many_that_left_early_nothing_is_left_behind() -> None:
+    """Requests that end, are aborted at any moment, or are stopped by text: all places and blocks are free again."""
+    source = random.Random(3)
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "prompt": [number % 400, *range(source.randint(1, 60))],
+            "max_tokens": source.randint(1, 60),
+            "stream": number % 3 > 0,
+            "n": source.randint(1, 3),
+            "stop": ["a", "."] if number % 5 == 0 else [],
+        }
+        patience = source.choice([None, 0.001, 0.02, 0.1])
+        try:
+            async with asyncio.timeout(patience), client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                async for _ in response.aiter_lines():
+                    pass
+        except (TimeoutError, httpx.HTTPError):
+            assert patience is not None
+
+    async def main(url: str) -> None:
+        limits = httpx.Limits(max_connections=50)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            await asyncio.gather(*(one(client, number) for number in range(300)))
+
+    with scripted_server(step_s=0.0005, max_num_seqs=16, num_blocks=100) as server:
+        steps = LastStep()
+        server.client._observer.listen(steps)
+        asyncio.run(main(server.url))
+        server.until(lambda: server.server.service.gate.num_inside == 0)
+        assert server.client.num_open == 0
+        assert not server.client._observer.requests
+        assert server.post("/v1/completions", {"prompt": [1] * 20, "max_tokens": 1}).status_code == 200
+        last = steps.events[-1]
+        assert (last.num_running, last.num_waiting) == (0, 0)
+        assert last.kv_cache_usage == 0
