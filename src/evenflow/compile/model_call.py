@@ -14,22 +14,13 @@ from torch import Tensor
 
 Model: TypeAlias = Callable[..., Any]  # a transformers model, or anything that is called as one
 
+# Arguments of a step that gives logits and a cache, nothing else.
+STEP_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+)
 # Arguments that chunks can honour. Whatever else a call brings (images, token types, encoder states) belongs to the
 # whole prompt in a way that only the model knows.
-_HONOURED = frozenset(
-    {
-        "input_ids",
-        "inputs_embeds",
-        "attention_mask",
-        "position_ids",
-        "cache_position",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "output_hidden_states",
-        "return_dict",
-    }
-)
+_HONOURED = STEP_ARGUMENTS | {"inputs_embeds", "cache_position", "output_hidden_states"}
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 
@@ -23,6 +23,7 @@ class ModelInterface:
     """
 
     def __init__(self, model: Model) -> None:
+        self.inner_model = model
         self.wrapped_module = hugging_face_module(model)
         self._view: Any = None
 
@@ -39,11 +40,22 @@ class ModelInterface:
         if self._view is None:
             self._view = self._make_view()
         self._view.training = self.wrapped_module.training
-        return self._view.generate(*args, **kwargs)
+        return self._view.generate(*args, **{**self.generation_defaults(kwargs), **kwargs})
+
+    def eval(self) -> Self:
+        """As the model's own, which would return itself and so lose what is around it."""
+        self.wrapped_module.eval()
+        return self
+
+    def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What `generate` is called with where its caller does not say."""
+        inner = self.inner_model
+        return inner.generation_defaults(kwargs) if isinstance(inner, ModelInterface) else {}
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
         """Whether a call of so many tokens wants its mask as it was given, not one drawn up for the whole call."""
-        return False
+        inner = self.inner_model
+        return isinstance(inner, ModelInterface) and inner.prepares_own_mask(num_new_tokens)
 
     def _make_view(self) -> Any:
         view = copy.copy(self.wrapped_module)  # a new module over the same parameters and submodules

@@ -1,0 +1,166 @@
+"""Records a model's decoding step as a CUDA graph and replays it: one launch instead of hundreds.
+
+A graph holds addresses, so that it serves one static cache. Must not know: how the step's kernels were compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+from transformers.masking_utils import create_masks_for_generate
+
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
+from evenflow.compile.model_view import ModelInterface
+
+logger = logging.getLogger("evenflow")
+
+_WARM_UP_STEPS = 3  # kernels choose their algorithms and libraries allocate their workspaces before a graph is recorded
+
+
+class GraphedModel(ModelInterface):
+    """Called as the model is. A step of one token over a static cache is replayed; all else runs in `inner_model`.
+
+    `step` runs the same step kernel by kernel: the model itself or a compiled form of it. `generate` uses a static
+    cache unless told otherwise.
+    """
+
+    def __init__(self, model: Model, step: Model) -> None:
+        super().__init__(model)
+        self._step = step
+        self._graph: _Graph | None = None
+        self._reason: str | None = _why_no_graph(self.wrapped_module)
+        if self._reason is not None:
+            logger.warning("No CUDA graphs: %s.", self._reason)
+        self.num_replays = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = named_arguments(self.wrapped_module, args, kwargs)
+        if self._reason is None and _is_decode(call):
+            try:
+                output = self._replay(call)
+            except Exception as error:  # whatever CUDA cannot record must not cost an answer
+                self._reason = f"recording failed: {error}"
+                logger.warning("No CUDA graphs: %s.", self._reason)
+            else:
+                self.num_replays += 1
+                return output
+        return self.inner_model(**call)
+
+    forward = __call__
+
+    def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = super().generation_defaults(kwargs)
+        if self._reason is not None or "past_key_values" in kwargs or kwargs.get("num_beams", 1) > 1:
+            return defaults
+        return {**defaults, "cache_implementation": "static", "disable_compile": True}
+
+    def _replay(self, call: dict[str, Any]) -> Any:
+        call = self._with_fixed_mask(call)
+        if self._graph is None or not self._graph.serves(call):
+            self._graph = None  # its memory is free before the next one takes some
+            self._graph = _Graph(self._step, call)
+        return self._graph.replay(call)
+
+    def _with_fixed_mask(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A mask over all of the cache, since one of (batch, tokens) grows from step to step."""
+        mask = call.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return call
+        module, tokens = self.wrapped_module, call["input_ids"]
+        fixed = create_masks_for_generate(
+            config=module.config,
+            inputs_embeds=torch.empty((*tokens.shape, 0), dtype=module.dtype, device=tokens.device),
+            attention_mask=mask,
+            past_key_values=call["past_key_values"],
+            position_ids=call.get("position_ids"),
+        )
+        return {**call, "attention_mask": fixed}
+
+
+def _why_no_graph(module: Any) -> str | None:
+    if next(module.parameters()).device.type != "cuda":
+        return "the model is not on a CUDA device"
+    layers = StaticCache(config=module.config.get_text_config(), max_cache_len=8).layers
+    kinds = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
+    return f"its cache has layers that move ({', '.join(sorted(kinds))})" if kinds else None
+
+
+def _is_decode(call: Mapping[str, Any]) -> bool:
+    tokens, cache = call.get("input_ids"), call.get("past_key_values")
+    return (
+        tokens is not None
+        and tokens.ndim == 2
+        and tokens.shape[1] == 1
+        and cache is not None
+        and all(type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers)
+        and all(name in STEP_ARGUMENTS or value is False for name, value in call.items())
+        and call.get("return_dict", True)
+        and not torch.is_grad_enabled()
+    )
+
+
+class _Graph:
+    """One recorded step, its inputs and outputs at fixed addresses."""
+
+    def __init__(self, step: Callable[..., Any], call: dict[str, Any]) -> None:
+        cache = call["past_key_values"]
+        self._cache = weakref.ref(cache)
+        self._addresses = _addresses(cache)
+        leaves, self._structure = _flatten(call)
+        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fixed_call = {**pytree.tree_unflatten(self._inputs, self._structure), "past_key_values": cache}
+        lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+
+        def rewind() -> None:  # a trial step must leave the cache as long as it was
+            for layer, length in zip(cache.layers, lengths, strict=True):
+                layer.cumulative_length.copy_(length)
+
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_STEPS):
+                step(**fixed_call)
+                rewind()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = step(**fixed_call)
+        rewind()
+
+    def serves(self, call: dict[str, Any]) -> bool:
+        cache = call["past_key_values"]
+        if self._cache() is not cache or _addresses(cache) != self._addresses:
+            return False
+        leaves, structure = _flatten(call)
+        return structure == self._structure and all(map(_is_alike, leaves, self._inputs))
+
+    def replay(self, call: dict[str, Any]) -> Any:
+        leaves, _ = _flatten(call)
+        for place, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(leaf)
+        self._graph.replay()
+        # The next replay writes to the same place.
+        return type(self._output)(logits=self._output.logits.clone(), past_key_values=call["past_key_values"])
+
+
+def _flatten(call: dict[str, Any]) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten({name: value for name, value in call.items() if name != "past_key_values"})
+
+
+def _is_alike(leaf: Any, place: Any) -> bool:
+    if isinstance(place, Tensor):
+        return isinstance(leaf, Tensor) and leaf.shape == place.shape and leaf.dtype == place.dtype
+    return bool(leaf == place)
+
+
+def _addresses(cache: Any) -> list[int]:
+    return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]

@@ -1,0 +1,96 @@
+"""Makes a model's compiled step, or finds it on disk: what is stale, damaged or wrong is made anew.
+
+Must not know: chunks, CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenflow.compile.artifacts import Artifact, ArtifactStore, DamagedArtifact
+from evenflow.compile.checking import WrongAnswer, largest_difference
+from evenflow.compile.compiled_model import CompiledModel, positions_by_mask, positions_by_order
+from evenflow.compile.model_call import Model, hugging_face_module
+from evenflow.compile.progress import Stages
+from evenflow.compile.step_graph import StepGraph, compile_step, export_step, layers_are_sliding, lifted_constants
+from evenflow.compile.step_runner import StepRunner
+
+logger = logging.getLogger("evenflow")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A compiled model that was seen to give the plain one's answers."""
+
+    model: CompiledModel
+    from_disk: bool
+    package_bytes: int
+    difference: float
+
+
+class PackageMaker:
+    """Compiles one model for calls like `example`."""
+
+    def __init__(self, model: Model, example: dict[str, Tensor], options: dict[str, Any], stages: Stages) -> None:
+        self._model = model
+        self._example = example
+        self._options = options
+        self._stages = stages
+        with stages.stage("running the plain model"), torch.no_grad():
+            output = model(**example, use_cache=True, logits_to_keep=1)
+        self._output_class, self._cache = type(output), output.past_key_values
+        self._graph = StepGraph(hugging_face_module(model), layers_are_sliding(self._cache))
+
+    def load_or_compile(self, store: ArtifactStore, key: str) -> CheckedModel:
+        try:
+            artifact = store.find(key)
+            if artifact is not None:
+                return self._checked(artifact, from_disk=True)
+        except (DamagedArtifact, WrongAnswer, RuntimeError, OSError, ValueError) as error:
+            logger.warning("A compiled model in the cache cannot be used and is made anew: %s.", error)
+        with tempfile.TemporaryDirectory(prefix="evenflow-compile-", ignore_cleanup_errors=True) as scratch:
+            return self._checked(self._compile(store, key, Path(scratch) / "step.pt2"), from_disk=False)
+
+    def _compile(self, store: ArtifactStore, key: str, package: Path) -> Artifact:
+        with self._stages.stage("exporting"):
+            program = export_step(self._graph, self._cache)
+        notes = {"constants": _to_plain(lifted_constants(self._graph, program))}
+        with self._stages.stage("compiling"):
+            compile_step(program, package, self._options)
+        try:
+            return store.put(key, package, notes)
+        except OSError as error:  # a full disk, a folder that cannot be written: this process can use it all the same
+            logger.warning("The compiled model is not kept for the next start: %s.", error)
+            return Artifact(package, notes)
+
+    def _checked(self, artifact: Artifact, *, from_disk: bool) -> CheckedModel:
+        with self._stages.stage("loading"):
+            device = self._cache.layers[0].keys.device
+            lifted = _from_plain(artifact.notes["constants"], device)
+            runner = StepRunner(self._graph, artifact.package, lifted, self._cache)
+        with self._stages.stage("checking"):
+            try:
+                model = CompiledModel(self._model, runner, self._output_class, positions_by_order)
+                difference = largest_difference(self._model, model, self._example)
+            except WrongAnswer:  # a model that counts positions by its mask is right the other way, or not at all
+                model = CompiledModel(self._model, runner, self._output_class, positions_by_mask)
+                difference = largest_difference(self._model, model, self._example)
+        return CheckedModel(model, from_disk, artifact.package.stat().st_size, difference)
+
+
+def _to_plain(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: [str(tensor.dtype).removeprefix("torch."), tensor.tolist()] for name, tensor in tensors.items()}
+
+
+def _from_plain(constants: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(values, dtype=getattr(torch, dtype), device=device)
+        for name, (dtype, values) in constants.items()
+    }
