@@ -155,9 +155,9 @@ class LiveFeed(Listener):
             for batch in count():
                 if self._is_closed:
                     return
-                if num_told < self._num_steps:
-                    yield _message("steps", self._columns(self._num_steps - num_told))
-                    num_told = self._num_steps
+                num_new, num_told = self._num_steps - num_told, self._num_steps
+                if num_new:
+                    yield _message("steps", self._columns(num_new))
                 if batch % _BATCHES_PER_FIGURES == 0:
                     yield _message("figures", self._figures())
                 await asyncio.sleep(BATCH_S)

@@ -1,0 +1,52 @@
+"""The Grafana dashboard asks for metrics that exist, with labels that they have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.server.stepping import ObservedEngine
+
+DASHBOARD = Path(__file__).parents[2] / "dashboards" / "grafana.json"
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def samples() -> dict[str, set[str]]:
+    """The name of every sample that a server shows after a request and a refusal, with its labels."""
+    observed = ObservedEngine("target:40")
+    observed.add("one", 30, tenant="someone")
+    observed.run()
+    observed.observer.on_request_rejected("queue_full")
+    return {
+        sample.name: set(sample.labels) for family in observed.observer.registry.collect() for sample in family.samples
+    }
+
+
+def test_every_query_is_answered() -> None:
+    known = samples()
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    assert len(queries) > 30
+    for query in queries:
+        names = re.findall(r"\b(?:vllm|evenflow):\w+", query)
+        assert names, query
+        for name in names:
+            assert name in known, f"{name} in {query}"
+        for label in re.findall(r"by \((\w+)\)", query):
+            assert label in known[names[0]], f"{label} in {query}"
+
+
+def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    ids = [panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
+    assert len(ids) == len(set(ids))
