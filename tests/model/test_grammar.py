@@ -182,11 +182,22 @@ def test_what_cannot_be_used_says_why_on_one_line(grammar: Grammar, message: str
 
 
 def test_a_hostile_schema_is_stopped_by_a_limit() -> None:
-    tokenizer, grammars = byte_level()
+    _, grammars = byte_level()
     names = {f"k{number}": {"type": "string", "pattern": "^[a-z]{1,500}$"} for number in range(1500)}
-    grammar = Grammar.json_schema({"type": "object", "properties": names})
-    with pytest.raises(InvalidRequest, match="items; max is"):
-        random_answer(tokenizer, grammars.constrain(grammar), 0)
+    with pytest.raises(InvalidRequest, match="Too many items"):
+        grammars.check(Grammar.json_schema({"type": "object", "properties": names}))
+
+
+def test_a_grammar_that_turns_out_to_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, grammars = byte_level()
+    constraint = grammars.constrain(Grammar.regex("[0-9]*"))
+    constraint.allowed([7], 1)
+    monkeypatch.setattr("evenflow.model.grammar._MOST_MASK_S", -1.0)
+    with pytest.raises(InvalidRequest, match="after 0 tokens: it takes too long"):
+        constraint.allowed([7], 1)
+    monkeypatch.setattr("evenflow.model.grammar._MOST_COMPILE_S", -1.0)
+    with pytest.raises(InvalidRequest, match="too long to compile"):
+        grammars.check(Grammar.regex("[0-9]+"))
 
 
 def test_a_model_that_cannot_end_an_answer_takes_no_grammar() -> None:

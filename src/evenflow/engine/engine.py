@@ -24,7 +24,7 @@ from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stalls import StallLog
 from evenflow.engine.stats import Stats
-from evenflow.errors import EngineFailed
+from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
 
 logger = logging.getLogger("evenflow")
@@ -70,6 +70,8 @@ class Engine:
         return self.intake.prepare(prompt, sampling, policy=policy, request_id=request_id, tenant=tenant)
 
     def add(self, request: Request) -> None:
+        if request.sampling.grammar is not None and self.check_grammar is None:
+            raise InvalidRequest("Got a grammar but this engine cannot constrain answers.")
         prompt = list(request.tokens)
         self.scheduler.add(request)
         if self.recorder is not None:

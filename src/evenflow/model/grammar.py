@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,17 +21,20 @@ from numpy.typing import NDArray
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
-# A schema comes from anyone. These let through what people write, and bound what one grammar can take: about
-# 100 ms to compile, 10 ms a token, 20 MB.
+# A schema comes from anyone. These let through what people write, and bound what one grammar can take.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
-    step_max_items=50_000,
+    step_max_items=10_000,
     max_items_in_row=2_000,
-    max_lexer_states=10_000,
+    max_lexer_states=10_000,  # of up to 2 kB each
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+# Some grammars take longer than their counts say. Seconds of the processor, so that a busy machine refuses no more.
+_MOST_COMPILE_S = 0.5
+_MOST_MASK_S = 0.1
+_TRIAL_TOKENS = 4
 _MOST_COMPILED = 64  # grammars kept for the next request that sends the same
 # A space, or a new line with its indentation: small models given more room write blanks for ever.
 BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
@@ -78,14 +82,11 @@ class Grammars:
             return self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
-        # Some limits show only when the first token is looked for.
-        trial = matcher.deep_copy()
-        if not matcher.is_error():
-            trial.compute_bitmask()
-        for compiled in (matcher, trial):
-            if compiled.is_error():
-                raise InvalidRequest(f"the {grammar.kind} cannot be used: {_reason(compiled)}")
+        tokenizer, began = self._tokenizer, time.thread_time()
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        _try_out(matcher.deep_copy(), grammar.kind)
+        if time.thread_time() - began > _MOST_COMPILE_S:
+            raise InvalidRequest(f"the {grammar.kind} cannot be used: it takes too long to compile")
         return matcher
 
     @cached_property
@@ -124,9 +125,12 @@ class Constraint:
         else:
             matcher.consume_tokens(list(tokens[num_prompt_tokens + self._num_taken : end]))
         self._num_taken = num_output
+        began = time.thread_time()
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot go on after {num_output} tokens: {_reason(matcher)}")
+        if time.thread_time() - began > _MOST_MASK_S:
+            raise InvalidRequest(f"the grammar cannot go on after {num_output} tokens: it takes too long")
         return np.unpackbits(bits, count=self._num_logits, bitorder="little").view(np.bool_)
 
 
@@ -169,6 +173,18 @@ def _source(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:  # not even JSON
         raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
+
+
+def _try_out(matcher: LLMatcher, kind: str) -> None:
+    """Look for the first few tokens: some limits show only then."""
+    for _ in range(_TRIAL_TOKENS):
+        bits = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequest(f"the {kind} cannot be used: {_reason(matcher)}")
+        if matcher.is_stopped():
+            return
+        # The last one: ends of text come first in most vocabularies.
+        matcher.consume_token(int(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[-1]))
 
 
 def _reason(matcher: LLMatcher) -> str:

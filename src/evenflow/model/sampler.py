@@ -115,7 +115,7 @@ def _constrain(row: NDArray[np.float32], sequence: SampledSequence, constraint: 
         goes_on = allowed.copy()
         goes_on[list(sequence.stop_token_ids)] = False
         allowed = goes_on if goes_on.any() else allowed
-    row[~allowed] = -math.inf
+    np.copyto(row, -np.inf, where=~allowed)
 
 
 def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:

@@ -14,6 +14,7 @@ from multiprocessing.context import SpawnProcess
 from typing import cast
 
 from evenflow import errors
+from evenflow.core.grammar import Grammar
 from evenflow.core.policies import retarget
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.intake import Intake, Limits, TextCodec
@@ -54,9 +55,16 @@ class EngineClient:
     once when the process dies; requests are refused until the next one is ready.
     """
 
-    def __init__(self, factory: EngineFactory, codec: TextCodec, observer: Observer) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        codec: TextCodec,
+        observer: Observer,
+        check_grammar: Callable[[Grammar], None] | None = None,
+    ) -> None:
         self._factory = factory
         self._codec = codec
+        self._check_grammar = check_grammar
         self._observer = observer
         self._streams: dict[str, Stream] = {}
         self._process: SpawnProcess | None = None
@@ -241,7 +249,8 @@ class EngineClient:
         assert self._became_ready is not None
         self._ready, self._link = ready, link
         if self._intake is None:
-            self._intake = Intake(Limits(ready.max_model_len, ready.vocab_size), ready.block_size, self._codec)
+            limits = Limits(ready.max_model_len, ready.vocab_size)
+            self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=self._check_grammar)
         if self._target is None:
             self._policy = ready.policy
         else:

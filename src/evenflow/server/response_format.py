@@ -1,6 +1,7 @@
 """The fields of a body that say what an answer must look like, and the grammar they ask for.
 
-OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`. Must not know: engines, HTTP.
+OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`, without context-free grammars: a few lines
+of one can take a processor for minutes. Must not know: engines, HTTP.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class StructuredOutputs(_Fields):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
     regex: str | None = None
     choice: Choice | None = None
-    grammar: str | None = Field(None, description="In llguidance's Lark notation.")
     json_object: bool | None = None
 
 
@@ -64,7 +64,6 @@ class GrammarFields(BaseModel):
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema, or its text.")
     guided_regex: str | None = None
     guided_choice: Choice | None = None
-    guided_grammar: str | None = Field(None, description="In llguidance's Lark notation.")
 
     @property
     def grammar(self) -> Grammar | None:
@@ -73,7 +72,6 @@ class GrammarFields(BaseModel):
             "json": self.guided_json,
             "regex": self.guided_regex,
             "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
         }
         structured = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
         asked = {
@@ -106,6 +104,4 @@ def _grammar(kind: str, value: Any) -> Grammar | None:
             return Grammar.regex(value)
         case "choice":
             return Grammar.choice(value)
-        case "grammar":
-            return Grammar.lark(value)
     return Grammar.json_object()

@@ -23,6 +23,7 @@ from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.app import make_app
 from evenflow.server.engine_client import EngineClient
 from evenflow.server.engine_process import EngineFactory
+from evenflow.server.grammar_gate import GrammarGate
 from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
 from evenflow.server.service import Service
@@ -85,7 +86,8 @@ async def serve(
     observer = Observer(settings.model_names[0])
     if tracer is not None:
         observer.listen(tracer)
-    client = EngineClient(factory, tokenizer, observer)
+    grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
+    client = EngineClient(factory, tokenizer, observer, grammar_gate.check)
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs)
@@ -96,6 +98,7 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         await client.close()
+        await asyncio.to_thread(grammar_gate.close)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
