@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -13,6 +15,8 @@ from evenflow.server.events import EngineState
 from evenflow.server.figures import RecentQuantiles
 from evenflow.server.metrics import MAX_TENANTS, OTHER_TENANTS, WINDOW_S, Listener, Observer, RequestRecord, router
 from tests.server.stepping import ObservedEngine, step_seconds
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 class Kept(Listener):
@@ -233,3 +237,10 @@ def test_quantiles_forget_what_is_long_past() -> None:
     assert half == pytest.approx(0.1, rel=0.02)
     assert most == pytest.approx(0.3, rel=0.02)
     assert recent.quantiles((0.5,), 300.0, WINDOW_S) == [None]
+
+
+def test_the_documentation_names_every_metric_with_its_kind() -> None:
+    observed = ObservedEngine()
+    documented = dict(re.findall(r"^\| `((?:vllm|evenflow):\w+)` \| (\w+) \|", DOCUMENTATION.read_text(), re.MULTILINE))
+    families = [family for family in observed.observer.registry.collect() if ":" in family.name]
+    assert documented == {family.name: family.type for family in families}

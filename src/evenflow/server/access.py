@@ -88,8 +88,14 @@ def read_key_file(path: Path) -> list[str]:
 class Gate:
     """Lets in what there is room for, and counts it until it leaves."""
 
-    def __init__(self, limits: ServerLimits, num_running_places: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        limits: ServerLimits,
+        num_running_places: Callable[[], int],
+        on_refusal: Callable[[str], None] = lambda reason: None,  # told why, in one word
+    ) -> None:
         self._limits = limits
+        self._on_refusal = on_refusal
         self._num_running_places = num_running_places
         self.num_inside = 0  # answers that run or wait
         self._inside_by_tenant: Counter[str] = Counter()
@@ -112,14 +118,17 @@ class Gate:
     def _check(self, tenant: str, num_answers: int) -> None:
         limits = self._limits
         if self.is_draining:
+            self._on_refusal("draining")
             raise overloaded("The server is shutting down.")
         if num_answers > limits.max_n:
             raise ApiError(400, f"Got {num_answers} answers to make but this server makes {limits.max_n} a request.")
         room = self._num_running_places() + limits.max_waiting - self.num_inside
         if num_answers > room:
+            self._on_refusal("queue_full")
             raise overloaded(f"The queue is full: {self.num_inside} answers are running or waiting.")
         inside = self._inside_by_tenant.get(tenant, 0)
         if limits.max_tenant_requests and inside + num_answers > limits.max_tenant_requests:
+            self._on_refusal("tenant_limit")
             raise overloaded(
                 f"This tenant has {inside} answers running or waiting, and {limits.max_tenant_requests} are allowed.",
                 status=429,

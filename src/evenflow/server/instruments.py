@@ -16,6 +16,7 @@ from evenflow.server.figures import BulkHistogram
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
+REFUSALS = ("queue_full", "tenant_limit", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
@@ -151,7 +152,9 @@ class EvenflowMetrics:
         counter, gauge, histogram = make.counter, make.gauge, make.histogram
         self.up = gauge("evenflow:up", "1 while the engine process serves.")
         self.restarts = counter("evenflow:engine_restarts", "Times that the engine process was started anew.")
-        self.rejected = make.split_counter("evenflow:rejected_requests", "Requests refused unserved.", "reason")
+        self.rejected = make.split_counter(
+            "evenflow:rejected_requests", "Requests refused for want of room.", "reason", REFUSALS
+        )
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
         self.chunks = make.split_counter(
             "evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason

@@ -143,7 +143,7 @@ class Observer:
             listener.on_request_finished(record)
 
     def on_request_rejected(self, reason: str) -> None:
-        """A request was refused before it reached the engine; `reason` is one of a few words."""
+        """A request was refused for want of room; `reason` is one of a few words."""
         self._own.rejected.inc(1, reason)
 
     # ---- from events to figures ----

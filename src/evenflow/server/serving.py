@@ -90,7 +90,7 @@ async def serve(
     client = EngineClient(factory, tokenizer, observer, grammar_gate.check)
     try:
         await client.start()
-        gate = Gate(settings.limits, lambda: client.max_num_seqs)
+        gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
         service = Service(client, tokenizer, gate, settings.limits, settings.model_names)
         feed = LiveFeed(observer)
         server = Server(make_app(service, observer, feed, keys, settings.allowed_origins), service, feed, settings)
