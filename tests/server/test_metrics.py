@@ -190,6 +190,9 @@ def test_an_engine_that_dies_is_seen() -> None:
     assert read("evenflow:up") == 0
     observer.on_engine_state(EngineState(is_up=True, max_model_len=100, num_blocks=10, block_size=16))
     assert read("evenflow:up") == 1
+    assert math.isnan(read("evenflow:tbt_target_seconds") or 0.0)
+    observer.on_engine_state(EngineState(is_up=True, max_model_len=100, policy="target:70ms"))
+    assert read("evenflow:tbt_target_seconds") == 0.07
     observer.on_engine_state(EngineState(is_up=False))
     assert read("evenflow:up") == 0
     observer.on_engine_state(EngineState(is_up=True, num_restarts=1, max_model_len=100, num_blocks=10, block_size=16))

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from evenflow.core.policies import target_of
 from evenflow.server.events import ChunkEvent, EngineState, StepEvent
 from evenflow.server.figures import RecentQuantiles
 from evenflow.server.instruments import EvenflowMetrics, Maker, VllmMetrics, VllmRequestTokens
@@ -90,6 +91,7 @@ class Observer:
         """The engine process came up (with its limits known), went down, or was started anew."""
         self._own.up.set(state.is_up)
         self._own.restarts.inc(state.num_restarts - self.engine_state.num_restarts)
+        self._show_target(target_of(state.policy) if state.policy else None, None)
         self.engine_state = state
         if state.max_model_len and self._request_tokens is None:
             self._request_tokens = VllmRequestTokens(self._make, state.max_model_len)
@@ -222,9 +224,12 @@ class Observer:
         for gauge in (self._vllm.running, self._vllm.waiting, self._vllm.kv_cache_usage):
             gauge.set(0)
 
+    def _show_target(self, target_s: float | None, feasible_target_s: float | None) -> None:
+        self._own.target.set(math.nan if target_s is None else target_s)
+        self._own.feasible_target.set(math.nan if feasible_target_s is None else feasible_target_s)
+
     def _show_lateness(self, event: StepEvent) -> None:
-        self._own.target.set(math.nan if event.target_s is None else event.target_s)
-        self._own.feasible_target.set(math.nan if event.feasible_target_s is None else event.feasible_target_s)
+        self._show_target(event.target_s, event.feasible_target_s)
         self._own.late_tokens.inc(event.num_late_tokens)
         if event.stall is not None:
             self._own.stalls.inc()
