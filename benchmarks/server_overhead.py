@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -190,21 +189,24 @@ def measure(rate: float, num_streams: int, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rates", type=float, nargs="+", default=[5000, 20000, 30000])
-    options = parser.parse_args()
-    print(f"{options.streams} streams, {os.cpu_count()} cores")
-    print(
-        f"{'offered/s':>10} {'received/s':>10} {'events/token':>12} {'p50 ms':>8} {'p99 ms':>8} {'front':>6} {'engine us CPU/token':>20}"
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        default=["64@20000", "64@30000", "16@5000", "64@5000"],
+        help="streams@tokens a second in all: a quarter of 64@20000 is fewer streams, or the same at a slower pace",
     )
-    for rate in options.rates:
-        found = measure(rate, options.streams, options.seconds)
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} cores; CPU in microseconds a token, the engine's with its start")
+    print("      load received/s events/token  p50 ms  p99 ms  front engine")
+    for load in options.loads:
+        num_streams, rate = map(int, load.split("@"))
+        found = measure(rate, num_streams, options.seconds)
         print(
-            f"{rate:10.0f} {found['received']:10.0f} {found['events_per_token']:12.3f} "
-            f"{found['p50_ms']:8.2f} {found['p99_ms']:8.2f} {found['front_us']:6.0f} {found['engine_us']:20.0f}"
+            f"{load:>10} {found['received']:10.0f} {found['events_per_token']:12.3f} {found['p50_ms']:7.2f} "
+            f"{found['p99_ms']:7.2f} {found['front_us']:6.0f} {found['engine_us']:6.0f}",
+            flush=True,
         )
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":
