@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.attention.cpu import Span, TorchStepAttention
 from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.model.decoder import RmsNorm
 from evenflow.model.int4 import DynamicInt8Linear, WeightOnlyInt4Linear, int4_linear
@@ -130,7 +130,7 @@ def _attention() -> None:
         ways: Ways = {
             "masked SDPA": partial(masked, query, keys, values),
             "folded, masked": partial(flash, folded, keys, values, attn_mask=folded_mask),
-            "as chosen (and KV written)": partial(StepAttention(_config(), [Span(kv, start, count)]), 0, packed),
+            "as chosen (and KV written)": partial(TorchStepAttention(_config(), [Span(kv, start, count)]), 0, packed),
         }
         _compare(f"attention, {count} rows at {start}", ways, rounds=30 if count == 1 else 5)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.attention.cpu import Span, StepAttention, attention_for
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
 from evenflow.model.rope import Rotation, interleave, turn_
@@ -32,6 +32,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self._rotation = Rotation(config)
+        self._attention_of = attention_for(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
         self._norm = RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
@@ -45,7 +46,7 @@ class Decoder:
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
         factors = self._rotation.factors(torch.tensor(positions, dtype=torch.float32))
-        attention = StepAttention(self.config, spans)
+        attention = self._attention_of(spans)
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
         for layer in self._layers[:-1]:
             rows = layer(rows, factors, attention)

@@ -61,15 +61,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _torch_openmp() -> Path:
-    """The one OpenMP library in this process, which is torch's."""
+    """The OpenMP library that torch has loaded: its own, or the only one."""
     import torch
 
-    if not torch.backends.openmp.is_available():
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         raise Unavailable("this torch does not use OpenMP")
     try:
         found = set(_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text()))
     except OSError:
         raise Unavailable("torch's OpenMP library can only be found on Linux") from None
+    folder = str(Path(torch.__file__).parent)  # torch/lib and torch.libs both begin with it
+    found = {path for path in found if path.startswith(folder)} or found
     if len(found) != 1:
         raise Unavailable(f"expected one OpenMP library in this process, found {sorted(found) or 'none'}")
     return Path(found.pop())
@@ -99,7 +101,7 @@ def _compiler() -> str:
 
 
 def _target(compiler: str) -> tuple[str, str]:
-    """The flag by which this compiler aims at this CPU, and what it then defines: its version and the CPU's features."""
+    """The flag that aims at this CPU, and what the compiler then defines: its version and the CPU's features."""
     for flag in _FOR_THIS_CPU:
         try:
             return flag, _run([compiler, flag, "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull])
