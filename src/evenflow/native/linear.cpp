@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kGroup = 32, kPanel = kOutputUnit;
 constexpr int kMostRows = 6;  // of a block
+#ifndef STRIP
+#define STRIP 64
+#endif
+constexpr int64_t kStrip = STRIP;
 
 // Rows as the kernels read them, and where the products go: element [row, output] at row * stride + output - first.
 struct Block {
@@ -63,7 +67,8 @@ struct FloatTile {
     }
 
     static void run(const Matrix& matrix, int64_t first, int64_t last, int64_t column, const Block& block) {
-        if (last - first == kOutputs) return run<kOutputs>(matrix, first, column, block);
+        for (; last - first >= kOutputs; first += kOutputs, column += kOutputs)
+            run<kOutputs>(matrix, first, column, block);
         for (; first < last; first++, column++) run<1>(matrix, first, column, block);
     }
 };
@@ -122,7 +127,8 @@ struct NumberTile {
     }
 
     static void run(const Matrix& matrix, int64_t first, int64_t last, int64_t column, const Block& block) {
-        if (last - first == kOutputs) return run<kVectors>(matrix, first, last, column, block);
+        for (; last - first >= kOutputs; first += kOutputs, column += kOutputs)
+            run<kVectors>(matrix, first, first + kOutputs, column, block);
         for (; first < last; first += kPanel, column += kPanel)
             run<kPanelVectors>(matrix, first, std::min(last, first + kPanel), column, block);
     }
@@ -149,16 +155,15 @@ void run_block(int64_t num_rows, const Matrix& matrix, int64_t first, int64_t la
 
 template <template <int> class Tile>
 void run_tiles(const Matrix& matrix, int64_t first, int64_t last, int64_t num_rows, const Block& all) {
-    const int64_t step = num_rows <= 2 ? Tile<1>::kOutputs : Tile<kMostRows>::kOutputs;
     const int64_t blocks = (num_rows + kMostRows - 1) / kMostRows;
-    for (int64_t o = first; o < last; o += step)
+    for (int64_t o = first; o < last; o += kStrip)
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t row = num_rows * b / blocks, end = num_rows * (b + 1) / blocks;
             Block block = all;
             block.rows += row * matrix.inputs;
             block.group_sums += row * (matrix.inputs / kGroup);
             block.outputs += row * all.output_stride;
-            run_block<Tile>(end - row, matrix, o, std::min(last, o + step), o - first, block);
+            run_block<Tile>(end - row, matrix, o, std::min(last, o + kStrip), o - first, block);
         }
 }
 
