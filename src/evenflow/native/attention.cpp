@@ -25,7 +25,7 @@ constexpr int kBlockRows = 96;                          // rows that read the sa
 constexpr int kBlockPanels = kBlockRows / kPanelRows;
 constexpr int kPanelKeys = 64;
 constexpr int kFewRows = 4;
-constexpr int kFewKeys = 128;
+constexpr int kFewKeys = 64;
 constexpr int kPartKeys = 512;      // a span of one block is cut into parts of so many keys
 constexpr float kLowest = -1e30f;   // finite, so that differences of two of them are numbers
 constexpr float kLog2E = 1.44269504f;
@@ -95,7 +95,7 @@ struct Head {
 struct Results {
     float* rows;
     int64_t position_stride, group, head_dim;
-    float* tops;  // null: rows are final. Else rows are sums of weighted values, with their highest score
+    float* tops;     // null: rows are final. Else rows are sums of weighted values, with their highest score
     float* weights;  // and the sum of their weights
 
     float* row(int64_t number) const { return rows + number / group * position_stride + number % group * head_dim; }
@@ -270,6 +270,12 @@ void attend_many(const Head& head, const Block& block, const Results& results, W
 
 // ---- Few rows of one position: lanes are the head's dimensions ----
 
+// What bounds few rows is reading their keys and values: each is asked for while the other is computed with.
+inline void prefetch(const float* numbers, int64_t count) {
+    constexpr int64_t kCacheLine = 16;
+    for (int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(numbers + i);
+}
+
 // tile[row, key] = query . key * scale, for whole vectors of keys.
 template <int rows>
 void score_keys_few(const Head& head, const float* queries, int64_t first_key, int64_t num_keys, float* tile) {
@@ -279,7 +285,9 @@ void score_keys_few(const Head& head, const float* queries, int64_t first_key, i
         for (int first = 0; first < kLanes; first += kKeys) {
             const float* keys[kKeys];
             for (int i = 0; i < kKeys; ++i) {
-                keys[i] = head.keys + (first_key + std::min(key + first + i, num_keys - 1)) * head.token_stride;
+                const int64_t offset = (first_key + std::min(key + first + i, num_keys - 1)) * head.token_stride;
+                keys[i] = head.keys + offset;
+                prefetch(head.values + offset, head.head_dim);
             }
             Floats sums[rows][kKeys] = {};
             for (int64_t dim = 0; dim < head.head_dim; dim += kLanes) {
@@ -309,7 +317,9 @@ void add_values_few(const Head& head, int64_t dim, int64_t first_key, int64_t nu
         }
     }
     const float* value = head.values + first_key * head.token_stride + dim;
-    for (int64_t key = 0; key < num_keys; ++key, value += head.token_stride) {
+    const float* next_key = head.keys + (first_key + kFewKeys) * head.token_stride + dim;
+    for (int64_t key = 0; key < num_keys; ++key, value += head.token_stride, next_key += head.token_stride) {
+        prefetch(next_key, vectors * kLanes);
         for (int v = 0; v < vectors; ++v) {
             const Floats values = load<Floats>(value + v * kLanes);
             for (int row = 0; row < rows; ++row) sums[row][v] += values * tile[row * kFewKeys + key];
@@ -382,14 +392,14 @@ void attend(const Head& head, const Block& block, const Results& results, Worksp
 
 // ---- A step's work, spread over the threads ----
 
-// A block of a KV head of a span. Blocks cut by keys leave partial results, from number `first_part` on.
+// A block of a KV head of a span, and which of the partial results it leaves.
 struct Work {
     int64_t span, head;
     Block block;
     int64_t part;  // -1: it is whole
 };
 
-// The parts [first, last) of the same rows.
+// The partial results [first_part, last_part) of all rows of a KV head of a span.
 struct Join {
     int64_t span, head, first_part, last_part;
 };
@@ -404,7 +414,7 @@ struct Step {
     std::vector<int64_t> first_rows;         // of each span among all rows
     std::vector<Work> works;
     std::vector<Join> joins;
-    int64_t num_parts = 0;
+    int64_t num_parts = 0, most_part_rows = 0;
     int64_t num_products = 0;
     std::vector<float> parts;
 
@@ -424,8 +434,7 @@ struct Step {
     }
 
     int64_t window() const { return shape.window > 0 ? shape.window : INT32_MAX; }
-    int64_t part_size() const { return std::min<int64_t>(kBlockRows, max_part_rows) * (shape.head_dim + 2); }
-    int64_t max_part_rows = 0;
+    int64_t part_size() const { return most_part_rows * (shape.head_dim + 2); }
 
     void add_works(int64_t span, int64_t head) {
         const int64_t start = spans[span].start, num_rows = spans[span].length * group;
@@ -440,7 +449,7 @@ struct Step {
                 continue;
             }
             const int64_t first_part = num_parts;
-            max_part_rows = std::max(max_part_rows, num_rows);
+            most_part_rows = std::max(most_part_rows, num_rows);
             for (int64_t key = first_key; key < last_key; key += kPartKeys) {
                 const Block block{first_row, last_row, key, std::min(key + kPartKeys, last_key)};
                 works.push_back({span, head, block, num_parts++});
@@ -455,8 +464,8 @@ struct Step {
 
     Results part(int64_t number) {
         float* rows = parts.data() + number * part_size();
-        float* tops = rows + part_size() / (shape.head_dim + 2) * shape.head_dim;
-        return {rows, group * shape.head_dim, group, shape.head_dim, tops, tops + part_size() / (shape.head_dim + 2)};
+        float* tops = rows + most_part_rows * shape.head_dim;
+        return {rows, group * shape.head_dim, group, shape.head_dim, tops, tops + most_part_rows};
     }
 
     Results whole(int64_t span, int64_t head) const {

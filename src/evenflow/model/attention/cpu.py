@@ -49,8 +49,7 @@ def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttenti
 
 def _native_agrees(config: ModelConfig) -> bool:
     """Compare both on one small step of a decode and a chunk: a miscompiled kernel must not answer."""
-    one_layer = {"num_layers": 1, "layer_windows": config.layer_windows[:1], "layer_uses_rope": (True,)}
-    config = replace(config, **one_layer)
+    config = replace(config, num_layers=1, layer_windows=config.layer_windows[:1], layer_uses_rope=(True,))
     generator = torch.Generator().manual_seed(0)
     num_heads = config.num_heads + 2 * config.num_kv_heads
     memory = torch.randn(1, 2, config.num_kv_heads, 96, config.head_dim, generator=generator)
