@@ -52,7 +52,7 @@ def has_native_attention(config: ModelConfig) -> bool:
 def native_spans(spans: Sequence[Span]) -> ctypes.Array[_Span]:
     """The spans as the kernels read them; they do not keep the spans' memory alive."""
     return (_Span * len(spans))(
-        *((span.kv.data_ptr(), span.start, span.length, span.kv.stride()[:4]) for span in spans)
+        *(_Span(span.kv.data_ptr(), span.start, span.length, span.kv.stride()[:4]) for span in spans)
     )
 
 
@@ -66,9 +66,7 @@ class NativeStepAttention:
         self._num_spans = ctypes.c_int64(len(spans))
         # The memory that the structures below point into must live as long as they do.
         self._kv = [span.kv for span in spans]
-        self._spans = (_Span * len(spans))(
-            *(_Span(span.kv.data_ptr(), span.start, span.length, span.kv.stride()[:4]) for span in spans)
-        )
+        self._spans = native_spans(spans)
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
         shapes = {window: _Shape(*sizes, window or 0, config.attention_scale) for window in set(config.layer_windows)}
         self._shapes = [shapes[window] for window in config.layer_windows]

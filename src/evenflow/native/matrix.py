@@ -70,10 +70,9 @@ def float_matrix(weight: Tensor, bias: Tensor | None, *, most_rows: int) -> Nati
 def number_matrix(
     numbers: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, *, num_bits: int, most_rows: int
 ) -> NativeMatrix:
-    """weight = number * scale + zero: numbers in [0, 2^num_bits), scales and zeros one a group of 32 inputs."""
-    per_byte = 8 // num_bits
-    digits = numbers.to(torch.uint8).view(len(numbers), -1, per_byte)
-    packed = sum(digits[..., i] << num_bits * i for i in range(per_byte))
+    """weight = number * scale + zero: numbers of 4 or 8 bits, scales and zeros one a group of 32 inputs."""
+    digits = numbers.to(torch.uint8)
+    packed = digits if num_bits == 8 else digits[:, ::2] | digits[:, 1::2] << 4
     words = _panels(packed.contiguous().view(torch.int32))
     return NativeMatrix(numbers.shape, num_bits, most_rows, words, _panels(scales), _panels(zeros), bias)
 
