@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention, attention_for
+from evenflow.model.attention.cpu import Span, StepAttention, attention_for, runs_natively
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
 from evenflow.model.rope import Rotation, interleave, turn_
-from evenflow.native.attention import has_native_attention
 from evenflow.native.layers import NativeLayer, NativeLayers
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
@@ -69,7 +68,7 @@ class Decoder:
 def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
     """The layers for steps of few rows, where the native kernels take this model."""
     native = [layer.native for layer in layers]
-    if not has_native_attention(config) or None in native:
+    if not runs_natively(config) or None in native:
         return None
     return NativeLayers(config, [layer for layer in native if layer is not None])
 

@@ -42,9 +42,13 @@ class Span(NamedTuple):
 
 
 def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttention]:
-    """What prepares the attention of this model's steps: the native kernel where it is here and right."""
-    is_native = has_native_attention(config) and _native_agrees(config)
-    return functools.partial(NativeStepAttention if is_native else TorchStepAttention, config)
+    """What prepares the attention of this model's steps."""
+    return functools.partial(NativeStepAttention if runs_natively(config) else TorchStepAttention, config)
+
+
+def runs_natively(config: ModelConfig) -> bool:
+    """Whether the native kernel is here, takes this model, and is right."""
+    return has_native_attention(config) and _native_agrees(config)
 
 
 def _native_agrees(config: ModelConfig) -> bool:
