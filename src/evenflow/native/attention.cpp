@@ -26,8 +26,8 @@ constexpr int kBlockPanels = kBlockRows / kPanelRows;
 constexpr int kPanelKeys = 64;
 constexpr int kFewRows = 4;
 constexpr int kFewKeys = 64;
-constexpr int kPartKeys = 512;      // a span of one block is cut into parts of so many keys
-constexpr float kLowest = -1e30f;   // finite, so that differences of two of them are numbers
+constexpr int kPartKeys = 512;     // a span of one block is cut into parts of so many keys, for several threads
+constexpr float kLowest = -1e30f;  // finite, so that differences of two of them are numbers
 constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kWorthThreads = 1 << 17;  // multiplications; below, waking threads costs more than they save
 
@@ -74,6 +74,12 @@ inline Floats lane_sums(Floats* vectors) {
     } else {
         return vectors[0];
     }
+}
+
+// Keys and values come from far: each is asked for while the other is computed with.
+inline void prefetch(const float* numbers, int64_t count) {
+    constexpr int64_t kCacheLine = 16;
+    for (int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(numbers + i);
 }
 
 // One KV head of one span: what its query heads ask, and what they look at.
@@ -142,6 +148,8 @@ void score_keys(const Panel& panel, const Head& head, int64_t first_key, int64_t
             // Behind the last key it is taken again: those scores are not used, and do not change the highest.
             numbers[i] = first_key + std::min(key + i, num_keys - 1);
             keys[i] = head.keys + numbers[i] * head.token_stride;
+            prefetch(keys[i] + kPanelHeight * head.token_stride, head.head_dim);
+            prefetch(head.values + numbers[i] * head.token_stride, head.head_dim);
         }
         Floats scores[kPanelHeight][vectors] = {};
         const float* query = panel.queries;
@@ -269,12 +277,6 @@ void attend_many(const Head& head, const Block& block, const Results& results, W
 }
 
 // ---- Few rows of one position: lanes are the head's dimensions ----
-
-// What bounds few rows is reading their keys and values: each is asked for while the other is computed with.
-inline void prefetch(const float* numbers, int64_t count) {
-    constexpr int64_t kCacheLine = 16;
-    for (int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(numbers + i);
-}
 
 // tile[row, key] = query . key * scale, for whole vectors of keys.
 template <int rows>
