@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.attention.cpu import Span, TorchStepAttention, attention_for
 from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.model.decoder import RmsNorm
-from evenflow.model.int4 import DynamicInt8Linear, WeightOnlyInt4Linear, int4_linear
+from evenflow.model.int4 import DynamicInt8Linear, NativeInt4Linear, NativeInt8Linear, WeightOnlyInt4Linear, int4_linear
 from evenflow.model.kv_cache import new_sequence_kv
 from evenflow.model.linear import can_pack, pack, packed_linear
+from evenflow.native.build import library
+from evenflow.native.matrix import float_matrix
 
 Ways = dict[str, Callable[[], object]]
 
@@ -84,10 +86,17 @@ def _linears() -> None:
         forms["packed"] = [partial(packed_linear, packed=pack(weight)) for weight in weights]
     if can_pack(torch.bfloat16):
         forms["packed bf16"] = [partial(_bfloat16_linear, packed=pack(weight.bfloat16())) for weight in weights]
+    if library():
+        forms["native"] = [float_matrix(weight, None, most_rows=512) for weight in weights]
+        forms["native int4"] = [NativeInt4Linear(weight, None).native for weight in weights]
     forms["int4"] = [int4_linear(weight, None) for weight in weights]
     for count in (1, 2, 4, 6, 8, 16, 32, 64, 256, 512):
         rows = [torch.randn(count, weight.shape[1]) for weight in weights]
-        ways: Ways = {name: partial(_run_all, linears, rows) for name, linears in forms.items()}
+        ways: Ways = {
+            name: partial(_run_all, linears, rows)
+            for name, linears in forms.items()
+            if count <= 64 or not name.startswith("native")
+        }
         _compare(f"linears, {count} rows", ways, rounds=9 if count < 64 else 3)
 
 
@@ -112,6 +121,8 @@ def _head() -> None:
             "int4": partial(int4, rows),
             "int8": partial(int8, rows),
         }
+        if library():
+            ways["native int8"] = partial(NativeInt8Linear(weight, None).native, rows)
         _compare(f"output head, {count} rows", ways, rounds=9)
 
 
@@ -130,9 +141,21 @@ def _attention() -> None:
         ways: Ways = {
             "masked SDPA": partial(masked, query, keys, values),
             "folded, masked": partial(flash, folded, keys, values, attn_mask=folded_mask),
-            "as chosen (and KV written)": partial(StepAttention(_config(), [Span(kv, start, count)]), 0, packed),
+            "on torch (and KV written)": partial(TorchStepAttention(_config(), [Span(kv, start, count)]), 0, packed),
+            "as chosen": partial(attention_for(_config())([Span(kv, start, count)]), 0, packed),
         }
         _compare(f"attention, {count} rows at {start}", ways, rounds=30 if count == 1 else 5)
+    for name, places in {
+        "6 decodes at 500": [(500, 1)] * 6,
+        "and 256 rows at 1000": [(500, 1)] * 6 + [(1000, 256)],
+    }.items():
+        spans = [Span(torch.randn(1, 2, _KV_HEADS, 1280, _HEAD_DIM), start, count) for start, count in places]
+        packed = torch.randn(sum(count for _, count in places), (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM)
+        mixed: Ways = {
+            "on torch": partial(TorchStepAttention(_config(), spans), 0, packed),
+            "as chosen": partial(attention_for(_config())(spans), 0, packed),
+        }
+        _compare(f"attention, {name}", mixed, rounds=15)
 
 
 def _norms() -> None:

@@ -15,7 +15,14 @@ import torch
 
 from evenflow.model.attention.cpu import Span
 from evenflow.model.decoder import Decoder, MakeLinear
-from evenflow.model.int4 import DynamicInt4Linear, WeightOnlyInt4Linear, int4_head, int4_linear
+from evenflow.model.int4 import (
+    DynamicInt4Linear,
+    NativeInt4Linear,
+    NativeInt8Linear,
+    WeightOnlyInt4Linear,
+    int4_head,
+    int4_linear,
+)
 from evenflow.model.kv_cache import new_sequence_kv
 from evenflow.model.linear import FloatLinear
 from evenflow.model.loader import LoadedModel, load_model
@@ -28,6 +35,7 @@ _CHUNK = 512
 FORMS: dict[str, tuple[MakeLinear, MakeLinear]] = {
     "float32": (FloatLinear, FloatLinear),
     "int4 as chosen on this machine": (int4_linear, int4_head),
+    "native int4, native 8-bit head": (NativeInt4Linear, NativeInt8Linear),
     "x86 int4, float32 head": (WeightOnlyInt4Linear, FloatLinear),
     "x86 int4, 4-bit head": (WeightOnlyInt4Linear, WeightOnlyInt4Linear),
     "ARM int4, float32 head": (DynamicInt4Linear, FloatLinear),
@@ -55,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--chunk", type=int, default=_CHUNK, help="rows a step: 1 to 4 use the kernels of a decode")
+    parser.add_argument("--chunk", type=int, default=_CHUNK, help="rows a step: 1 to 8 use the kernels of a decode")
     parser.add_argument("--forms", nargs="*", help="which forms, by the start of their names (default: all)")
     arguments = parser.parse_args()
     model = load_model(arguments.model)

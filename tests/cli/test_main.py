@@ -42,6 +42,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
+    monkeypatch.setenv("EVENFLOW_NATIVE", "0")
     finished = run_process("doctor", "--json", "-")
     found = json.loads(finished.out)
     assert finished.code == 0
@@ -49,6 +50,7 @@ def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["torch"] == torch.__version__
     assert found["cores"] >= 1
     assert found["default_model"].startswith("not fetched")
+    assert found["native_kernels"] == "not used: EVENFLOW_NATIVE=0 turns them off"
     assert found["torch"] in finished.err
 
 

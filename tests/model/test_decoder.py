@@ -198,7 +198,7 @@ def test_any_chunks_give_the_same_logits(name: str, data: st.DataObject) -> None
     length = data.draw(st.integers(2, 300))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=8)))
     token_ids = _token_ids(decoder.config, length, seed=length)
-    torch.testing.assert_close(_run(decoder, token_ids, cuts), _run(decoder, token_ids, []), atol=1e-4, rtol=0)
+    torch.testing.assert_close(_run(decoder, token_ids, cuts), _run(decoder, token_ids, []), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", DECODERS)

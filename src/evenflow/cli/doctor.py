@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "t
 
 
 def doctor(*, json: JsonTarget = None) -> None:
-    """Say which versions, how many cores, how much memory and which model are here."""
+    """Say which versions, how many cores, how much memory, which kernels and which model are here."""
     found = _findings()
     table = Table("what", "found", show_header=False)
     for name, value in found.items():
@@ -39,6 +39,7 @@ def _findings() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(total_memory() / GIB, 1),
         "available_memory_gib": round(available_memory() / GIB, 1),
+        "native_kernels": _native_kernels(),
         "default_model": str(model) if model.is_file() else "not fetched yet: the first use of it does that",
     }
 
@@ -48,3 +49,13 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _native_kernels() -> str | None:
+    """Compiles them where that is still to be done, as the first step would."""
+    if _version("torch") is None:
+        return None
+    from evenflow.native.build import why_unavailable
+
+    reason = why_unavailable()
+    return "used" if reason is None else f"not used: {reason}"

@@ -133,10 +133,10 @@ def _known_step_times(
 ) -> StepTimeModel:
     """What a step costs here, from an earlier start or measured now."""
     from evenflow.model.default_model import cache_folder
+    from evenflow.native.build import library
 
-    key = repr(
-        (model, config.weights, config.threads, config.max_steps_in_flight, platform.processor(), os.cpu_count())
-    )
+    machine = platform.processor(), os.cpu_count(), library() is not None
+    key = repr((model, config.weights, config.threads, config.max_steps_in_flight, *machine))
     path = cache_folder() / "step-times" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = load_calibration(path)
     if known is None:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention
+from evenflow.model.attention.cpu import Span, StepAttention, attention_for, runs_natively
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
 from evenflow.model.rope import Rotation, interleave, turn_
+from evenflow.native.layers import NativeLayer, NativeLayers
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
@@ -32,8 +33,10 @@ class Decoder:
     ) -> None:
         self.config = config
         self._rotation = Rotation(config)
+        self._attention_of = attention_for(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
+        self._native = _native_layers(config, self._layers)
         self._norm = RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
         head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
         self._head = (make_head or make_linear)(head_weight, None)
@@ -44,13 +47,17 @@ class Decoder:
         The new keys and values of all rows are written into the spans' memory.
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
-        factors = self._rotation.factors(torch.tensor(positions, dtype=torch.float32))
-        attention = StepAttention(self.config, spans)
+        turns = self._rotation.turns(torch.tensor(positions, dtype=torch.float32))
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
+        kept = None if wanted is None or len(wanted) == len(rows) else torch.tensor(wanted, dtype=torch.int64)
+        if self._native is not None and len(rows) <= self._native.most_rows:
+            self._native.run_(rows, turns, spans)
+            return rows if kept is None else rows[kept]
+        factors = self._rotation.factors(turns)
+        attention = self._attention_of(spans)
         for layer in self._layers[:-1]:
             rows = layer(rows, factors, attention)
         # Behind the last attention rows no longer meet, so those that nobody reads end there.
-        kept = None if wanted is None or len(wanted) == len(rows) else torch.tensor(wanted, dtype=torch.int64)
         return self._layers[-1](rows, factors, attention, kept)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -58,9 +65,17 @@ class Decoder:
         return self._head(self._norm(hidden))
 
 
+def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
+    """The layers for steps of few rows, where the native kernels take this model."""
+    native = [layer.native for layer in layers]
+    if not runs_natively(config) or None in native:
+        return None
+    return NativeLayers(config, [layer for layer in native if layer is not None])
+
+
 class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
+        self.weight = weight
         self._eps = torch.full((1, 1), eps)
         self._inverse_size = 1 / len(weight)
 
@@ -68,7 +83,7 @@ class RmsNorm:
         # Four small operations: a third less than F.rms_norm, which runs as nine.
         norm = torch.linalg.vector_norm(rows, 2, -1, True)
         scale = torch.addcmul(self._eps, norm, norm, value=self._inverse_size).rsqrt_()
-        return torch.mul(rows, scale).mul_(self._weight)
+        return torch.mul(rows, scale).mul_(self.weight)
 
 
 class _Layer:
@@ -88,6 +103,16 @@ class _Layer:
             *_fused(tensors, [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], config.mlp_bias)
         )
         self._down = make_linear(*_fused(tensors, [prefix + "mlp.down_proj"], config.mlp_bias))
+
+    @property
+    def native(self) -> NativeLayer | None:
+        """The same weights for the native kernels; None where one of the linears has no such form."""
+        qkv, output, gate_up, down = self._qkv.native, self._output.native, self._gate_up.native, self._down.native
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        query_key_norm = None if self._query_key_norm is None else self._query_key_norm.weight
+        norms = self._attention_norm.weight, self._mlp_norm.weight, query_key_norm
+        return NativeLayer(qkv, output, gate_up, down, *norms)
 
     def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention, kept: Tensor | None = None) -> Tensor:
         packed = self._qkv(self._attention_norm(rows))
@@ -114,11 +139,11 @@ class _QueryKeyNorm:
         for name, count in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
             weight = tensors[f"layers.{index}.self_attn.{name}.weight"].unsqueeze(0)
             weights.append(interleave(weight, config.rope.rotary_dim).expand(count, -1))
-        self._weight = torch.cat(weights)
+        self.weight = torch.cat(weights)
 
     def apply_(self, packed: Tensor) -> None:
         heads = packed.view(packed.shape[0], -1, self._head_dim)[:, : self._num_heads]
-        heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self._weight))
+        heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self.weight))
 
 
 def _fused(tensors: Mapping[str, Tensor], names: list[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evenflow.native.build import library
+from evenflow.native.matrix import NativeMatrix, float_matrix
+
+_NATIVE_ROWS = 32  # up to which the native kernel, which reads a weight once for all rows, beats torch: 1.1-1.6x
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _PACKED_ROWS = range(2, 32)  # where oneDNN's packed weights win: 1.2-1.5x on x86, 1.8x on ARM
 _LEAST_PACKED = 500_000  # weights in a layer; below, the 25 microseconds that a packed call costs eat the gain
@@ -20,6 +24,11 @@ _LEAST_PACKED = 500_000  # weights in a layer; below, the 25 microseconds that a
 
 class Linear(Protocol):
     """rows -> rows @ weight.T + bias."""
+
+    @property
+    def native(self) -> NativeMatrix | None:
+        """The same product for few rows, where there are native kernels."""
+        ...
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
@@ -29,21 +38,30 @@ class Linear(Protocol):
 
 
 class FloatLinear:
-    """The weight as it is for one row and for many; between, packed by oneDNN where a second copy is afforded."""
+    """The file's own weight for the native kernel and for many rows; without that kernel, in the forms torch likes.
+
+    Those are input-major for one row and for many, and packed by oneDNN between, where a second copy is afforded.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, packs: bool = False) -> None:
-        # One row against a weight stored input by input reads memory 1.2x as fast on x86; many rows run alike.
-        self._weight = weight.t().contiguous().t() if _IS_X86 else weight
         self._bias = bias
-        self._packed = pack(weight) if packs and weight.numel() >= _LEAST_PACKED else None
+        self.native = float_matrix(weight, bias, most_rows=_NATIVE_ROWS) if library() else None
+        # One row against a weight stored input by input reads memory 1.2x as fast on x86; many rows run alike.
+        self._weight = weight if self.native or not _IS_X86 else weight.t().contiguous().t()
+        packs = packs and not self.native and weight.numel() >= _LEAST_PACKED
+        self._packed = pack(weight) if packs else None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed is not None and rows.shape[0] in _PACKED_ROWS:
+        if self.native is not None and len(rows) <= self.native.most_rows:
+            return self.native(rows)
+        if self._packed is not None and len(rows) in _PACKED_ROWS:
             return packed_linear(rows, self._packed, self._bias)
         return F.linear(rows, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        if self._packed is not None and rows.shape[0] in _PACKED_ROWS:
+        if self.native is not None and len(rows) <= self.native.most_rows:
+            return self.native.add_to(residual, rows)
+        if self._packed is not None and len(rows) in _PACKED_ROWS:
             return packed_linear(rows, self._packed, self._bias).add_(residual)
         if self._bias is not None:
             residual.add_(self._bias)

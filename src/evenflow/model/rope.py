@@ -82,13 +82,16 @@ class Rotation:
         scaling = config.rope.scaling
         self._magnitude = scaling.attention_factor if isinstance(scaling, YarnScaling | FrequencyFactors) else 1.0
 
-    def factors(self, positions: Tensor) -> Tensor:
-        """What to multiply each row by, seen as complex numbers; `positions` is float32, one a row."""
-        rows, num_pairs = len(positions), len(self._frequencies)
+    def turns(self, positions: Tensor) -> Tensor:
+        """What to multiply the turning pairs of each head by, one row a position; `positions` is float32."""
         angles = positions.unsqueeze(1) * self._frequencies
-        turned = torch.polar(torch.full_like(angles, self._magnitude), angles)
+        return torch.polar(torch.full_like(angles, self._magnitude), angles)
+
+    def factors(self, turns: Tensor) -> Tensor:
+        """What to multiply each whole row by, seen as complex numbers."""
+        rows, num_pairs = turns.shape
         factors = torch.ones(rows, self._num_heads, self._half_head, dtype=torch.complex64)
-        factors[:, : self._num_turned_heads, :num_pairs] = turned.unsqueeze(1)
+        factors[:, : self._num_turned_heads, :num_pairs] = turns.unsqueeze(1)
         return factors.view(rows, -1)
 
 

@@ -1,19 +1,29 @@
 """Attention of one step on a CPU, over each sequence's contiguous keys and values.
 
-A step is prepared once (views of every layer's memory) and then run layer by layer. Must not know: weights, sampling,
-where the memory comes from. `benchmarks/cpu_ops.py` measures what is chosen here.
+A step is prepared once and then run layer by layer: by the native kernel, or where there is none by torch's operations.
+Must not know: weights, sampling, where the memory comes from. `benchmarks/cpu_ops.py` measures what is chosen here.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
+from evenflow.native.attention import NativeStepAttention, has_native_attention
+
+logger = logging.getLogger("evenflow")
+
+# Writes the new keys and values of a step's rows in one layer and attends: rows of [queries, keys, values] in, attended
+# rows out, in memory that the next layer uses again.
+StepAttention = Callable[[int, Tensor], Tensor]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _WINDOW_BLOCK = 128  # query rows that share one mask and one range of keys under a sliding window
@@ -31,7 +41,34 @@ class Span(NamedTuple):
         return self.start + self.length
 
 
-class StepAttention:
+def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttention]:
+    """What prepares the attention of this model's steps."""
+    return functools.partial(NativeStepAttention if runs_natively(config) else TorchStepAttention, config)
+
+
+def runs_natively(config: ModelConfig) -> bool:
+    """Whether the native kernel is here, takes this model, and is right."""
+    return has_native_attention(config) and _native_agrees(config)
+
+
+def _native_agrees(config: ModelConfig) -> bool:
+    """Compare both on one small step of a decode and a chunk: a miscompiled kernel must not answer."""
+    config = replace(config, num_layers=1, layer_windows=config.layer_windows[:1], layer_uses_rope=(True,))
+    generator = torch.Generator().manual_seed(0)
+    num_heads = config.num_heads + 2 * config.num_kv_heads
+    memory = torch.randn(1, 2, config.num_kv_heads, 96, config.head_dim, generator=generator)
+    packed = torch.randn(33, num_heads * config.head_dim, generator=generator)
+    found = []
+    for prepare in (NativeStepAttention, TorchStepAttention):
+        spans = [Span(memory.clone(), 70, 1), Span(memory.clone(), 20, 32)]
+        found.append((prepare(config, spans)(0, packed), spans[0].kv, spans[1].kv))
+    agrees = all(torch.allclose(native, other, rtol=0, atol=1e-4) for native, other in zip(*found, strict=True))
+    if not agrees:
+        logger.warning("Running attention on torch: the native kernel gives other results.")
+    return agrees
+
+
+class TorchStepAttention:
     """Writes the new keys and values of all spans and attends over them, layer by layer."""
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span]) -> None:

@@ -1,0 +1,137 @@
+"""Compiles the C++ kernels of this folder, once for a machine, and loads them.
+
+Where that cannot be done there is a reason and no library, and callers use torch. Must not know: what a kernel does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from evenflow.model.default_model import cache_folder
+
+logger = logging.getLogger("evenflow")
+
+_FOLDER = Path(__file__).parent
+# No -ffast-math: it would also change how the whole process treats tiny numbers.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+_FOR_THIS_CPU = ("-march=native", "-mcpu=native")
+_COMPILERS = ("g++", "c++", "clang++")
+_COMPILE_SECONDS = 300
+_OPENMP_LIBRARY = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*")
+
+
+class Unavailable(Exception):
+    """Why there are no native kernels here."""
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, compiled first where this machine has none yet; None where they cannot be had, which is logged."""
+    return _loaded()[0]
+
+
+def why_unavailable() -> str | None:
+    """The reason why `library()` is None, or None where there is one."""
+    return _loaded()[1]
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        if os.environ.get("EVENFLOW_NATIVE") == "0":
+            raise Unavailable("EVENFLOW_NATIVE=0 turns them off")
+        openmp = _torch_openmp()
+        path = _compiled()
+        # The compiler was not told of any OpenMP library: what the kernels lack is found in torch's, which they must
+        # share. Threads of a second one would fight with torch's for the cores.
+        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path)), None
+    except (Unavailable, OSError) as error:
+        logger.info("Running on torch's CPU operations, without the faster native ones: %s.", error)
+        return None, str(error)
+
+
+def _torch_openmp() -> Path:
+    """The OpenMP library that torch has loaded: its own, or the only one."""
+    import torch
+
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+        raise Unavailable("this torch does not use OpenMP")
+    try:
+        found = set(_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text()))
+    except OSError:
+        raise Unavailable("torch's OpenMP library can only be found on Linux") from None
+    folder = str(Path(torch.__file__).parent)  # torch/lib and torch.libs both begin with it
+    found = {path for path in found if path.startswith(folder)} or found
+    if len(found) != 1:
+        raise Unavailable(f"expected one OpenMP library in this process, found {sorted(found) or 'none'}")
+    return Path(found.pop())
+
+
+def _compiled() -> Path:
+    """The library for these sources, this compiler and this CPU."""
+    sources = sorted(_FOLDER.glob("*.cpp"))
+    compiler = _compiler()
+    cpu_flag, macros = _target(compiler)
+    flags = (*_FLAGS, cpu_flag)
+    key = hashlib.sha256(repr((compiler, flags, macros)).encode())
+    for path in sorted([*sources, *_FOLDER.glob("*.h")]):
+        key.update(path.read_bytes())
+    target = cache_folder() / "native" / f"{key.hexdigest()[:32]}.so"
+    if not target.is_file():
+        logger.info("Compiling the CPU kernels, once for this machine.")
+        _compile(compiler, flags, sources, target)
+    return target
+
+
+def _compiler() -> str:
+    for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
+        if path := shutil.which(name):
+            return path
+    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; CXX may name one")
+
+
+def _target(compiler: str) -> tuple[str, str]:
+    """The flag that aims at this CPU, and what the compiler then defines: its version and the CPU's features."""
+    for flag in _FOR_THIS_CPU:
+        try:
+            return flag, _run([compiler, flag, "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull])
+        except Unavailable as error:
+            refused = error
+    raise refused
+
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is a rename: another process sees a whole library or none.
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+        objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", name] for source, name in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(folder, target.name)
+        _run([compiler, "-shared", *objects, "-o", str(linked)])
+        linked.replace(target)
+
+
+def _run(command: list[str]) -> str:
+    """What the command prints."""
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} took more than {_COMPILE_SECONDS} s") from None
+    if finished.returncode != 0:
+        first_line = next(iter(finished.stderr.strip().splitlines()), "no output")
+        raise Unavailable(f"{command[0]} fails: {first_line}")
+    return finished.stdout

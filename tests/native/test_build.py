@@ -1,0 +1,117 @@
+"""Compiling the kernels: once for a machine, on torch's threads, and with a reason where it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evenflow.native import build
+
+SOURCE = """
+#include <omp.h>
+extern "C" int answer() {
+    int sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+    for (int i = 0; i < 42; ++i) sum += 1;
+    return sum;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A cache and a source of its own; what other tests have loaded stays for them."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "_FOLDER", tmp_path / "sources")
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("EVENFLOW_NATIVE", raising=False)
+    caplog.set_level(logging.INFO, "evenflow")
+    build._loaded.cache_clear()
+    yield
+    build._loaded.cache_clear()
+
+
+needs_compiler = pytest.mark.skipif(
+    not (Path("/proc/self/maps").exists() and any(map(shutil.which, build._COMPILERS))),
+    reason="kernels are compiled on Linux with a C++ compiler",
+)
+
+
+def _files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache" / "native").iterdir())
+
+
+@needs_compiler
+def test_compiles_once_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = build.library()
+    assert library is not None
+    assert library.answer() == 42
+    assert build.why_unavailable() is None
+    assert caplog.messages == ["Compiling the CPU kernels, once for this machine."]
+    files = _files(tmp_path)
+    assert [Path(name).suffix for name in files] == [".so"]
+
+    build._loaded.cache_clear()
+    assert build.library() is not None
+    assert len(caplog.messages) == 1
+    assert _files(tmp_path) == files
+
+
+@needs_compiler
+def test_other_sources_are_another_library(tmp_path: Path) -> None:
+    first = build._compiled()
+    (tmp_path / "sources" / "answer.cpp").write_text(SOURCE.replace("42", "43"))
+    assert build._compiled() != first
+
+
+@needs_compiler
+def test_shares_the_threads_of_torch() -> None:
+    before = build._torch_openmp()
+    assert build.library() is not None
+    assert set(build._OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text())) == {str(before)}
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sources" / "answer.cpp").write_text("this is not C++")
+    assert build.library() is None
+    assert "fails: " in (build.why_unavailable() or "")
+    assert caplog.messages[-1].startswith("Running on torch's CPU operations, without the faster native ones: ")
+    assert _files(tmp_path) == []
+
+
+@pytest.mark.skipif(shutil.which("false") is None, reason="there is no false")
+def test_a_broken_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(build, "_torch_openmp", lambda: Path("unused"))
+    assert build.library() is None
+    assert (build.why_unavailable() or "").endswith("false fails: no output")
+    assert build.library() is None
+    assert len(caplog.messages) == 1
+
+
+def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_torch_openmp", lambda: Path("unused"))
+    assert build.library() is None
+    assert "no C++ compiler" in (build.why_unavailable() or "")
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "file"))
+    assert build.library() is None
+    assert "Not a directory" in (build.why_unavailable() or "")
+
+
+def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_NATIVE", "0")
+    assert build.library() is None
+    assert build.why_unavailable() == "EVENFLOW_NATIVE=0 turns them off"
