@@ -24,10 +24,7 @@ _EXAMPLE_BATCH, _EXAMPLE_TOKENS, _EXAMPLE_CONTEXT = 2, 5, 7
 _MOST_LIFTED_VALUES = 65536
 
 # Weights stay those of the model in memory: a package is small, and no second copy is ever made.
-_WITHOUT_WEIGHTS = {
-    "aot_inductor.package_constants_in_so": False,
-    "aot_inductor.package_constants_on_disk_format": None,
-}
+_WITHOUT_WEIGHTS = {"aot_inductor.package_constants_in_so": False}
 
 
 class _GraphLayer(DynamicLayer):  # type: ignore[misc]
