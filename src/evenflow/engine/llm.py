@@ -58,6 +58,7 @@ class LLM:
         """Answers in the order of the prompts. Every prompt is checked before the first one runs.
 
         A request that fails while it runs has the finish_reason "error" and says why in `error`; the others go on.
+        With `SamplingParams(grammar=Grammar.json_schema(...))` the answer matches a schema: docs/structured_output.md.
         """
         batch = as_batch(prompts)
         params = _one_each(sampling_params, len(batch))
