@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from evenflow.compile.compiled_model import CompiledModel
 
@@ -37,6 +38,18 @@ def largest_difference(plain: Any, compiled: CompiledModel, example: dict[str, T
     wanted, got = (run(tokens, attention_mask=mask) for run in (plain, compiled))
     differences.append(_difference("a padded batch", got.logits[mask], wanted.logits[mask]))
     return max(differences)
+
+
+@torch.no_grad()
+def largest_step_difference(plain: Any, recorded: Any, example: dict[str, Tensor]) -> float:
+    """Over two steps after the example, on static caches."""
+    tokens = example["input_ids"]
+    runs = []
+    for run in (plain, recorded):
+        cache = StaticCache(config=plain.config.get_text_config(), max_cache_len=tokens.shape[1] + 2)
+        plain(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        runs.append([run(input_ids=tokens[:, :1], past_key_values=cache).logits for _ in range(2)])
+    return max(_difference("a recorded step", got, wanted) for wanted, got in zip(*runs, strict=True))
 
 
 def _difference(what: str, got: Tensor, wanted: Tensor) -> float:

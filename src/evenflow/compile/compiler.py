@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from evenflow.compile.artifacts import ArtifactStore
-from evenflow.compile.cuda_graphs import GraphedModel
 from evenflow.compile.fingerprint import artifact_key
 from evenflow.compile.model_call import Model, hugging_face_module, named_arguments
 from evenflow.compile.monitoring import CompilationFigures, PerformanceMonitor
-from evenflow.compile.packages import CheckedModel, PackageMaker
+from evenflow.compile.packages import CheckedModel, PackageMaker, record_graph
 from evenflow.compile.progress import Stages
 from evenflow.errors import InvalidConfig, UnsupportedModel
 from evenflow.model.default_model import cache_folder
@@ -29,6 +28,10 @@ logger = logging.getLogger("evenflow")
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CUDA_GRAPHS = "triton.cudagraphs"
+_NO_PACKAGES_ON_CUDA = (
+    "on CUDA a model is recorded as graphs, which this mode or enable_cuda_graphs=False excludes: loading a package "
+    "without weights kills the process there (seen with torch 2.11)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +99,16 @@ class EnhancedAOTModelCompiler:
         done: CheckedModel | None = None
         reason: str | None = None
         try:
-            example = _example_call(model, example_inputs)
-            with stages.stage("fingerprinting"):
-                key = artifact_key(hugging_face_module(model), model_id, config.inductor_options)
-            done = PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)
+            done = self._compile(model, _example_call(model, example_inputs), model_id, config, stages)
         except Exception as error:  # the plain model is there: nothing that compilation does may cost an answer
             reason = f"{type(error).__name__}: {_first_line(error)}"
             logger.warning("%s runs uncompiled: %s", model_id, reason)
         self._note(model_id, config, done, reason, time.perf_counter() - started, stages)
-        compiled = model if done is None else done.model
-        if done is not None and self._monitors_calls:
+        if done is None:
+            return model
+        if self._monitors_calls:
             done.model.monitor = self.monitor
-        return self._with_graphs(compiled, config)
+        return done.model
 
     def compile_model_aot(
         self, model: Model, inputs: Any, config: GraphConfig | Mapping[str, Any] | None = None, mode: str | None = None
@@ -124,12 +125,18 @@ class EnhancedAOTModelCompiler:
         """Compilations and calls so far; `str(compiler.monitor)` is the same as text."""
         return self.monitor.report()
 
-    def _with_graphs(self, model: Model, config: GraphConfig) -> Model:
+    def _compile(
+        self, model: Model, example: dict[str, Tensor], model_id: str, config: GraphConfig, stages: Stages
+    ) -> CheckedModel:
         module = hugging_face_module(model)
-        parameter = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
-        if parameter is None or parameter.device.type != "cuda" or not config.wants_cuda_graphs:
-            return model
-        return GraphedModel(model, module)
+        if module.device.type == "cuda":
+            if not config.wants_cuda_graphs:
+                raise UnsupportedModel(_NO_PACKAGES_ON_CUDA)
+            with stages.stage("recording a graph"):
+                return record_graph(model, example)
+        with stages.stage("fingerprinting"):
+            key = artifact_key(module, model_id, config.inductor_options)
+        return PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)
 
     def _note(
         self,
@@ -140,7 +147,7 @@ class EnhancedAOTModelCompiler:
         seconds: float,
         stages: Stages,
     ) -> None:
-        outcome = "plain" if done is None else "loaded from the cache" if done.from_disk else "compiled"
+        outcome = "plain" if done is None else done.outcome
         if done is not None:
             logger.info("%s: %s in %.1f s, logits within %.1g.", model_id, outcome, seconds, done.difference)
         self.monitor.compilations.append(

@@ -6,6 +6,7 @@ A graph holds addresses, so that it serves one static cache. Must not know: how 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +18,9 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model, input_shape, named_arguments
 from evenflow.compile.model_view import ModelInterface
+from evenflow.compile.monitoring import PerformanceMonitor
 
 logger = logging.getLogger("evenflow")
 
@@ -36,37 +38,42 @@ class GraphedModel(ModelInterface):
         super().__init__(model)
         self._step = step
         self._graph: _Graph | None = None
-        self._reason: str | None = _why_no_graph(self.wrapped_module)
-        if self._reason is not None:
-            logger.warning("No CUDA graphs: %s.", self._reason)
+        self.why_no_graphs = _why_no_graph(self.wrapped_module)
         self.num_replays = 0
+        self.monitor: PerformanceMonitor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = named_arguments(self.wrapped_module, args, kwargs)
-        if self._reason is None and _is_decode(call):
-            try:
-                output = self._replay(call)
-            except Exception as error:  # whatever CUDA cannot record must not cost an answer
-                self._reason = f"recording failed: {error}"
-                logger.warning("No CUDA graphs: %s.", self._reason)
-            else:
-                self.num_replays += 1
-                return output
-        return self.inner_model(**call)
+        started = time.perf_counter()
+        output = self._replayed(call) if self.why_no_graphs is None and _is_decode(call) else None
+        kind = "plain" if output is None else "replayed"
+        if output is None:
+            output = self.inner_model(**call)
+        if self.monitor is not None:
+            num_sequences, num_tokens = input_shape((), call)
+            self.monitor.record(kind, num_sequences * num_tokens, time.perf_counter() - started)
+        return output
 
     forward = __call__
 
     def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         defaults = super().generation_defaults(kwargs)
-        if self._reason is not None or "past_key_values" in kwargs or kwargs.get("num_beams", 1) > 1:
+        if self.why_no_graphs is not None or "past_key_values" in kwargs or kwargs.get("num_beams", 1) > 1:
             return defaults
         return {**defaults, "cache_implementation": "static", "disable_compile": True}
 
-    def _replay(self, call: dict[str, Any]) -> Any:
+    def _replayed(self, call: dict[str, Any]) -> Any:
+        """The step's output, or None where it cannot be recorded."""
         call = self._with_fixed_mask(call)
         if self._graph is None or not self._graph.serves(call):
             self._graph = None  # its memory is free before the next one takes some
-            self._graph = _Graph(self._step, call)
+            try:
+                self._graph = _Graph(self._step, call)
+            except Exception as error:  # whatever CUDA cannot record must not cost an answer
+                self.why_no_graphs = f"recording failed: {error}"
+                logger.warning("No CUDA graphs: %s.", self.why_no_graphs)
+                return None
+        self.num_replays += 1
         return self._graph.replay(call)
 
     def _with_fixed_mask(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -123,17 +130,24 @@ class _Graph:
             for layer, length in zip(cache.layers, lengths, strict=True):
                 layer.cumulative_length.copy_(length)
 
+        try:
+            self._record(step, fixed_call, rewind)
+        finally:
+            rewind()
+
+    def _record(self, step: Callable[..., Any], call: dict[str, Any], rewind: Callable[[], None]) -> None:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_STEPS):
-                step(**fixed_call)
+                step(**call)
                 rewind()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._output = step(**fixed_call)
-        rewind()
+            output = step(**call)
+        # Not the output itself: it holds the cache.
+        self._output_class, self._logits = type(output), output.logits
 
     def serves(self, call: dict[str, Any]) -> bool:
         cache = call["past_key_values"]
@@ -149,7 +163,7 @@ class _Graph:
                 place.copy_(leaf)
         self._graph.replay()
         # The next replay writes to the same place.
-        return type(self._output)(logits=self._output.logits.clone(), past_key_values=call["past_key_values"])
+        return self._output_class(logits=self._logits.clone(), past_key_values=call["past_key_values"])
 
 
 def _flatten(call: dict[str, Any]) -> tuple[list[Any], Any]:

@@ -1,6 +1,6 @@
 """Makes a model's compiled step, or finds it on disk: what is stale, damaged or wrong is made anew.
 
-Must not know: chunks, CUDA graphs.
+Must not know: chunks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from evenflow.compile.artifacts import Artifact, ArtifactStore, DamagedArtifact
-from evenflow.compile.checking import WrongAnswer, largest_difference
+from evenflow.compile.checking import WrongAnswer, largest_difference, largest_step_difference
 from evenflow.compile.compiled_model import CompiledModel, positions_by_mask, positions_by_order
+from evenflow.compile.cuda_graphs import GraphedModel
 from evenflow.compile.model_call import Model, hugging_face_module
 from evenflow.compile.progress import Stages
 from evenflow.compile.step_graph import StepGraph, compile_step, export_step, layers_are_sliding, lifted_constants
 from evenflow.compile.step_runner import StepRunner
+from evenflow.errors import UnsupportedModel
 
 logger = logging.getLogger("evenflow")
 
@@ -29,8 +31,8 @@ logger = logging.getLogger("evenflow")
 class CheckedModel:
     """A compiled model that was seen to give the plain one's answers."""
 
-    model: CompiledModel
-    from_disk: bool
+    model: CompiledModel | GraphedModel
+    outcome: str
     package_bytes: int
     difference: float
 
@@ -52,11 +54,11 @@ class PackageMaker:
         try:
             artifact = store.find(key)
             if artifact is not None:
-                return self._checked(artifact, from_disk=True)
+                return self._checked(artifact, "loaded from the cache")
         except (DamagedArtifact, WrongAnswer, RuntimeError, OSError, ValueError) as error:
             logger.warning("A compiled model in the cache cannot be used and is made anew: %s.", error)
         with tempfile.TemporaryDirectory(prefix="evenflow-compile-", ignore_cleanup_errors=True) as scratch:
-            return self._checked(self._compile(store, key, Path(scratch) / "step.pt2"), from_disk=False)
+            return self._checked(self._compile(store, key, Path(scratch) / "step.pt2"), "compiled")
 
     def _compile(self, store: ArtifactStore, key: str, package: Path) -> Artifact:
         with self._stages.stage("exporting"):
@@ -70,7 +72,7 @@ class PackageMaker:
             logger.warning("The compiled model is not kept for the next start: %s.", error)
             return Artifact(package, notes)
 
-    def _checked(self, artifact: Artifact, *, from_disk: bool) -> CheckedModel:
+    def _checked(self, artifact: Artifact, outcome: str) -> CheckedModel:
         with self._stages.stage("loading"):
             device = self._cache.layers[0].keys.device
             lifted = _from_plain(artifact.notes["constants"], device)
@@ -82,7 +84,16 @@ class PackageMaker:
             except WrongAnswer:  # a model that counts positions by its mask is right the other way, or not at all
                 model = CompiledModel(self._model, runner, self._output_class, positions_by_mask)
                 difference = largest_difference(self._model, model, self._example)
-        return CheckedModel(model, from_disk, artifact.package.stat().st_size, difference)
+        return CheckedModel(model, outcome, artifact.package.stat().st_size, difference)
+
+
+def record_graph(model: Model, example: dict[str, Tensor]) -> CheckedModel:
+    """The model with its decoding steps recorded as CUDA graphs; nothing of that outlives the process."""
+    graphed = GraphedModel(model, hugging_face_module(model))
+    difference = largest_step_difference(model, graphed, example)
+    if graphed.why_no_graphs is not None:
+        raise UnsupportedModel(f"no CUDA graphs: {graphed.why_no_graphs}")
+    return CheckedModel(graphed, "recorded as CUDA graphs", 0, difference)
 
 
 def _to_plain(tensors: dict[str, Tensor]) -> dict[str, Any]:
