@@ -1,6 +1,6 @@
 """What the chunked wrapper costs on inputs that it does not cut: microseconds a call, beside the model's own call.
 
-The call that is wrapped does nothing, so that what remains is the wrapper. Rounds alternate; the fastest of each counts.
+The wrapped call does nothing, so that what remains is the wrapper. Rounds alternate; the fastest of each counts.
 """
 
 from __future__ import annotations

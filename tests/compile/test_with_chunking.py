@@ -1,0 +1,198 @@
+"""Which compilers wrap a model for chunks, by which threshold, and why."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from evenflow.compile import (
+    ChunkedPrefillWrapper,
+    EnhancedAOTWithChunking,
+    VLLMChunkedModelWrapper,
+    create_enhanced_compiler_with_chunking,
+    create_vllm_enhanced_compiler,
+    memory,
+    with_vllm,
+)
+from evenflow.compile.with_chunking import analysis_of_lengths
+from evenflow.errors import InvalidConfig
+from tests.compile.architectures import padding_mask, random_tokens, small_model
+
+
+@pytest.fixture(autouse=True)
+def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a model is compiled does not matter here, and takes a while."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr("evenflow.compile.packages.compile_step", refuse)
+    monkeypatch.setattr("evenflow.compile.packages.export_step", refuse)
+
+
+def test_signatures() -> None:
+    parameters = inspect.signature(create_enhanced_compiler_with_chunking).parameters
+    assert [parameters[name].default for name in ("enable_chunked_prefill", "chunk_size", "chunking_threshold")] == [
+        False,
+        512,
+        2048,
+    ]
+    parameters = inspect.signature(create_vllm_enhanced_compiler).parameters
+    assert [parameters[name].default for name in list(parameters)[:3]] == [True, True, None]
+
+
+def test_without_chunks_nothing_is_wrapped(tmp_path: Path) -> None:
+    compiler = create_enhanced_compiler_with_chunking(cache_dir=tmp_path)
+    assert compiler.compile_model(small_model("llama"), random_tokens(1, 20), "small") is small_model("llama")
+
+
+def test_a_chunk_size_that_is_given_wins_over_the_rule(tmp_path: Path) -> None:
+    default = create_enhanced_compiler_with_chunking(True, cache_dir=tmp_path)
+    given = create_enhanced_compiler_with_chunking(True, chunk_size=512, cache_dir=tmp_path)
+    assert default.chunked_optimizer.get_optimal_chunk_size(30000) == 2048
+    assert given.chunked_optimizer.get_optimal_chunk_size(30000) == 512
+
+
+@torch.inference_mode()
+def test_compile_model_aot_wraps_too(tmp_path: Path) -> None:
+    compiler = create_enhanced_compiler_with_chunking(True, 16, 32, cache_dir=tmp_path)
+    model = compiler.compile_model_aot(small_model("llama"), random_tokens(1, 20), None, "default")
+    assert isinstance(model, ChunkedPrefillWrapper)
+    model(random_tokens(1, 40))
+    assert compiler.get_performance_report()["chunking"]["chunks_processed"] == 3
+
+
+def triggers(compiler: EnhancedAOTWithChunking, length: int) -> dict[str, bool]:
+    found = compiler.find_triggers(small_model("llama", "eager"), random_tokens(1, length))
+    assert all(trigger.reason for trigger in found)
+    return {trigger.name: trigger.active for trigger in found}
+
+
+def test_each_trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = {
+        "input over the threshold": False,
+        "memory pressure": False,
+        "long-context tasks": False,
+        "parallel processing": False,
+    }
+    compiler = create_enhanced_compiler_with_chunking(None, cache_dir=tmp_path)
+    assert triggers(compiler, 47) == calm
+    assert triggers(compiler, 4000) == {**calm, "input over the threshold": True}
+    compiler.dataset_analysis = analysis_of_lengths([47, 12000])
+    assert triggers(compiler, 47) == {**calm, "input over the threshold": True, "long-context tasks": True}
+    compiler.dataset_analysis = None
+    parallel = EnhancedAOTWithChunking(compiler.base_compiler, chunked_prefill_config={"num_streams": 8})
+    assert triggers(parallel, 47) == {**calm, "parallel processing": True}
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
+    assert triggers(compiler, 900) == {**calm, "memory pressure": True}
+
+
+def test_chunks_are_on_where_a_trigger_fires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "evenflow")
+    for length, wrapped in ((20, False), (4000, True)):
+        compiler = create_enhanced_compiler_with_chunking(None, cache_dir=tmp_path)
+        with torch.inference_mode():
+            model = compiler._wrapped(small_model("llama"), random_tokens(1, length), "small")
+        assert isinstance(model, ChunkedPrefillWrapper) == wrapped
+    told = [record.getMessage() for record in caplog.records if "chunked prefill is on" in record.getMessage()]
+    assert told == [
+        "small: chunked prefill is on: input over the threshold: 100.0% of the inputs are over 3,200 tokens."
+    ]
+
+
+def test_bad_configurations() -> None:
+    with pytest.raises(InvalidConfig, match="size_of_chunk"):
+        EnhancedAOTWithChunking(chunked_prefill_config={"size_of_chunk": 1})
+    with pytest.raises(InvalidConfig, match="graph_config"):
+        EnhancedAOTWithChunking(create_enhanced_compiler_with_chunking().base_compiler, {"mode": "default"})
+
+
+# ---- vLLM ----
+
+
+@torch.inference_mode()
+def test_without_vllm_the_local_model_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "evenflow")
+    compiler = create_vllm_enhanced_compiler(chunking_threshold=32, cache_dir=tmp_path)
+    plain, tokens = small_model("llama"), random_tokens(1, 70)
+    model = compiler.compile_model(plain, random_tokens(1, 20), "small")
+    assert isinstance(model, VLLMChunkedModelWrapper)
+    assert model.backend == "local"
+    call = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **call), plain.generate(tokens, **call))
+    assert model.stats["calls"] == 5
+    assert model.stats["chunked_calls"] == 1
+    assert model.stats["tokens"] == 70 + 4
+    assert model.stats["seconds"] > 0
+    assert "small generates in the local model." in [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"), [([47], 2048), ([1500], 2048), ([24000], 19200), ([47, 8000], 6400)], ids=str
+)
+def test_the_threshold_from_lengths(lengths: list[int], wanted: int, tmp_path: Path) -> None:
+    analysis = analysis_of_lengths(lengths)
+    compiler = create_vllm_enhanced_compiler(dataset_analysis=analysis, cache_dir=tmp_path)
+    assert compiler.compile_model(small_model("llama"), random_tokens(1, 20), "small").chunking_threshold == wanted
+
+
+class EngineOf:
+    """Answers as a vLLM engine does, by the local model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.asked: list[Any] = []
+
+    def generate(self, prompts: list[dict[str, Any]], params: Any, use_tqdm: bool) -> list[Any]:
+        self.asked.append(params)
+        answers = []
+        for prompt in prompts:
+            tokens = torch.tensor([prompt["prompt_token_ids"]])
+            output = self.model.generate(tokens, max_new_tokens=params.max_tokens, do_sample=False)
+            token_ids = tuple(output[0, tokens.shape[1] :].tolist())
+            answers.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids)]))
+        return answers
+
+
+@torch.inference_mode()
+def test_an_engine_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    params = SimpleNamespace(SamplingParams=lambda **settings: SimpleNamespace(**settings))
+    monkeypatch.setitem(__import__("sys").modules, "vllm", params)
+    plain = small_model("llama")
+    engine = EngineOf(plain)
+    compiler = create_vllm_enhanced_compiler(chunking_threshold=32, engine=engine, cache_dir=tmp_path)
+    model = compiler.compile_model(plain, random_tokens(1, 20), "small")
+    assert model.backend == "vllm"
+    mask = padding_mask([70, 40], "left")
+    tokens = random_tokens(2, 70) * mask
+    call = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **call), plain.generate(tokens, **call))
+    assert (engine.asked[0].temperature, engine.asked[0].max_tokens) == (0.0, 5)
+    assert model.stats["chunked_calls"] == 1
+    assert model.stats["tokens"] == 70 + 40 + 2 * 5
+
+    beams = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(tokens[:1], **beams), plain.generate(tokens[:1], **beams))
+    assert len(engine.asked) == 1
+    assert "vLLM has no num_beams" in caplog.text
+    torch.testing.assert_close(model(tokens[:1]).logits, plain(tokens[:1]).logits)
+
+
+def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def broken(**_: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(LLM=broken))
+    monkeypatch.setattr(with_vllm, "installed_version", lambda: "0.27.0")
+    (tmp_path / "config.json").write_text("{}")
+    plain = small_model("llama")
+    monkeypatch.setattr(plain.config, "_name_or_path", str(tmp_path))
+    model = create_vllm_enhanced_compiler(cache_dir=tmp_path).compile_model(plain, random_tokens(1, 20), "small")
+    assert model.backend == "local"
+    assert "vLLM did not start: no such device" in caplog.text
