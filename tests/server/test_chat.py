@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_the_openai_client_streams(server: RunningServer) -> None:
         roles += [choice.delta.role] if choice.delta.role else []
     assert texts == [SCRIPT, SCRIPT]
     assert roles == ["assistant", "assistant"]
+
+
+def test_nothing_is_sent_before_the_first_token(server: RunningServer) -> None:
+    """Clients take the time of the first event for that of the first token."""
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 3, "stream": True})
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Connection: close\r\nContent-Type: application/json\r\n\r\n{body}".encode())
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    _, _, parts = received.partition(b"\r\n\r\n")
+    size, _, rest = parts.partition(b"\r\n")
+    first_part = rest[: int(size, 16)]
+    events = [json.loads(event.removeprefix(b"data: ")) for event in first_part.split(b"\n\n") if event]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1]["content"]
 
 
 def test_logprobs_have_the_shape_that_clients_know(server: RunningServer) -> None:

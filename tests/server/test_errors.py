@@ -37,7 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 answers"),
     (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "context of 1000"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),
     (CHAT, {"messages": MESSAGES, "priority": 1}, 400, "priority"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, 400, "logprobs=true"),

@@ -48,8 +48,8 @@ class AnswerFormat(Protocol):
         """The requests, one an answer. Takes long for long prompts: for a thread of its own."""
         ...
 
-    def opening(self, index: int, stream: Stream) -> bytes:
-        """The events that come before anything is known of an answer."""
+    def opening(self, index: int) -> bytes:
+        """The event before an answer's first, if there is one."""
         ...
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
@@ -148,9 +148,6 @@ class Answering(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
         last = b""
         try:
-            opening = b"".join(self._format.opening(index, stream) for index, stream in enumerate(self._streams))
-            if opening:
-                await _send_part(send, opening)
             if len(self._streams) == 1:
                 last = await self._send_answer(0, send, options)
             else:
@@ -168,11 +165,15 @@ class Answering(Response):
         """Send one answer but for its last event, which is returned so that more can go with it."""
         event, shows_usage, null_usage = self._format.event, options.continuous_usage_stats, options.include_usage
         usage = b"null" if null_usage else b""
+        # It goes with the first token: clients take the time of the first event for that of the first token.
+        opening = self._format.opening(index)
         async for delta in self._streams[index]:
             _check(delta)
             if shows_usage:
                 usage = encode_json(self._usage())
             part = event(index, delta, usage)
+            if opening:
+                part, opening = opening + part, b""
             if delta.finish_reason is not None:
                 return part
             if part:

@@ -18,7 +18,6 @@ from evenflow.server.answering import encode_json, event_of, new_id
 from evenflow.server.logprobs import chat_logprobs, prompt_logprobs
 from evenflow.server.protocol import ChatBody, ChatMessage, StreamOptions
 from evenflow.server.service import Service
-from evenflow.server.stream import Stream
 from evenflow.server.tool_stream import Content, Event, as_delta, whole_message
 
 
@@ -138,7 +137,7 @@ class ChatFormat:
 
     # ---- as events ----
 
-    def opening(self, index: int, stream: Stream) -> bytes:
+    def opening(self, index: int) -> bytes:
         role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         usage = b',"usage":null' if self._body.stream_options and self._body.stream_options.include_usage else b""
         return self._event_starts[index] + role + b"}]" + usage + b"}\n\n"

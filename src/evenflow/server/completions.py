@@ -17,7 +17,6 @@ from evenflow.server.answering import encode_json, event_of, new_id
 from evenflow.server.logprobs import completion_logprobs, prompt_logprobs
 from evenflow.server.protocol import CompletionBody, StreamOptions
 from evenflow.server.service import Service
-from evenflow.server.stream import Stream
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -125,7 +124,7 @@ class CompletionFormat:
 
     # ---- as events ----
 
-    def opening(self, index: int, stream: Stream) -> bytes:
+    def opening(self, index: int) -> bytes:
         return b""
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:

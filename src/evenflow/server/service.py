@@ -37,18 +37,14 @@ class Service:
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or with the answer that is asked for."""
         context, most = self.client.limits.max_model_len, self.limits.max_prompt_tokens
+        # Clients that know this case know it by these words.
+        longest = f"This model's maximum context length is {context} tokens, prompt and answer together."
         if most and num_prompt_tokens > most:
             message = f"Got a prompt of {num_prompt_tokens} tokens but this server takes {most}."
         elif num_prompt_tokens >= context:
-            message = (
-                f"Got a prompt of {num_prompt_tokens} tokens but the context of {context} leaves room for "
-                f"{context - 1}."
-            )
+            message = f"{longest} Got a prompt of {num_prompt_tokens}."
         elif max_tokens is not None and num_prompt_tokens + max_tokens > context:
-            message = (
-                f"Got a prompt of {num_prompt_tokens} tokens and an answer of {max_tokens} to make, together more than "
-                f"the context of {context}."
-            )
+            message = f"{longest} Got a prompt of {num_prompt_tokens} and an answer of up to {max_tokens} to make."
         else:
             return
         raise ApiError(400, message, code="context_length_exceeded", param=param)
