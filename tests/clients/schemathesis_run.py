@@ -1,0 +1,26 @@
+"""schemathesis: requests made from /openapi.json, good ones and bad ones, and every answer held against it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from checking import ADDRESS, PROGRAMS, WORK, check, run_checks
+
+MAX_SECONDS = os.environ.get("EVENFLOW_SCHEMATHESIS_SECONDS", "120")
+
+
+@check
+def every_answer_is_as_the_schema_says() -> None:
+    command = [
+        *(PROGRAMS / "schemathesis", "run", f"{ADDRESS}/openapi.json", "--checks", "all", "--mode", "all"),
+        *("--max-time", MAX_SECONDS, "--request-timeout", "60", "--continue-on-failure", "--seed", "1"),
+        *("--generation-database", "none", "--suppress-health-check", "all", "--no-color"),
+    ]
+    done = subprocess.run(command, cwd=WORK, capture_output=True, text=True, check=False)
+    (WORK / "schemathesis.log").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    print(done.stdout[done.stdout.rfind("Test cases") :])
+
+
+run_checks()
