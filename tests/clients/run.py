@@ -29,7 +29,7 @@ import httpx
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(REPOSITORY)]
+sys.path.insert(0, str(REPOSITORY))
 
 MODEL_NAME = "served"
 _ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "evenflow" / "clients"
@@ -56,9 +56,8 @@ class Client:
 
 def write_expected_loglikelihoods(work: Path) -> None:
     """What LLM says of lm-eval's samples: the continuation's logprobs, and whether each is the likeliest token."""
-    import lm_eval_data
-
     from evenflow import LLM, SamplingParams
+    from tests.clients import lm_eval_data
 
     llm = LLM("default", max_model_len=512, kv_cache_memory=64 << 20)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
