@@ -369,7 +369,7 @@ def test_an_empty_record_is_an_empty_model() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 7 but expected 1"):
+    with pytest.raises(InvalidInput, match="version 7 but expected 2"):
         StepTimeModel.from_record({"version": 7})
 
 
@@ -392,3 +392,16 @@ def test_print_what_the_model_costs() -> None:
         seconds.append(time.perf_counter() - start)
     print(f"observe: median {median(seconds) * 1e6:.1f} us, mean {mean(seconds) * 1e6:.1f} us")
     print(f"observe with a fit: at most {max(seconds) * 1e3:.1f} ms")
+
+
+def test_launched_steps_have_a_cost_of_their_own() -> None:
+    """One row more than the largest graph may double a step's time; steps that replay one do not pay for that."""
+    model = StepTimeModel()
+    rng = random.Random(5)
+    for _ in range(200):
+        rows = rng.choice([64, 128, 256, 384, 512, 640, 800, 1024, 2048])
+        step = replace(shape([(rng.randrange(4000), rows)]), is_launched=rows > 512)
+        model.observe(step, max(0.03 * (rows > 512), 0.005 + 2e-5 * rows))
+    below, above = (replace(shape([(0, rows)]), is_launched=rows > 512) for rows in (512, 520))
+    assert model.predict(below) == pytest.approx(0.0152, rel=0.1)
+    assert model.predict(above) > 1.4 * model.predict(below)

@@ -34,7 +34,11 @@ class ExecutorCaps:
     max_steps_in_flight: int = 1
     max_prefill_sequences: int = 16  # chunks in one step
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to this
-    row_buckets: tuple[int, ...] = ()  # sizes that steps are padded to, ascending; empty: no padding
+    row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, which steps are padded to, ascending; empty: none
+
+    def is_launched(self, rows: int) -> bool:
+        """Is a step of so many rows launched op by op, which costs the host more than replaying a graph?"""
+        return bool(self.row_buckets) and rows > self.row_buckets[-1]
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
@@ -115,6 +119,7 @@ class StepShape:
     decode_context: int  # sum over decodes of the positions each one sees
     attention_calls: int
     logit_rows: int
+    is_launched: bool = False  # op by op: it has more rows than any captured graph
 
 
 def prefill_shape(start: int, length: int) -> StepShape:

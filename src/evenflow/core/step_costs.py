@@ -19,8 +19,9 @@ from evenflow.core.plan import StepShape
 
 Features = tuple[int, ...]
 
-_NUM_FEATURES = 8
+_NUM_FEATURES = 9
 _ROWS = 1  # the place of padded rows among the features
+_NUM_OWN = 3  # of the features, the first ones: a step, its rows, its launch
 _KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
 _FEW_SAMPLES = 32  # so few that all knees can be tried at once
 _MIN_SAMPLES_PER_BOUND = 4
@@ -36,6 +37,7 @@ def features_of(shape: StepShape) -> Features:
     return (
         1,
         shape.padded_rows,
+        int(shape.is_launched),
         shape.prefill_rows,
         shape.prefill_attention,
         shape.decode_sequences,
@@ -47,9 +49,9 @@ def features_of(shape: StepShape) -> Features:
 
 def _sum(costs: Vector, figures: Vector) -> float:
     """Their dot product, written out because planning a step asks for dozens."""
-    a, b, c, d, e, f, g, h = costs
-    s, t, u, v, w, x, y, z = figures
-    return a * s + b * t + c * u + d * v + e * w + f * x + g * y + h * z
+    a, b, c, d, e, f, g, h, i = costs
+    r, s, t, u, v, w, x, y, z = figures
+    return a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +117,39 @@ def _is_worthwhile(split: list[bool]) -> bool:
 
 def _fit_together(rows: Matrix, targets: Vector) -> _Fit:
     """One bound for all samples."""
-    return _Fit(StepCosts(_Bound(*fit_nonnegative(_columns(rows), targets, _RIDGE))), _NUM_FEATURES)
+    columns = _columns(rows)
+    return _Fit(StepCosts(_Bound(*fit_nonnegative(columns, targets, _RIDGE))), _num_costs(columns))
 
 
 def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
-    """Two bounds that differ only in what a step and a row cost. That fits most machines, and takes few samples."""
-    own = [(*row[:2], 0.0, 0.0) if first else (0.0, 0.0, *row[:2]) for row, first in zip(rows, split, strict=True)]
-    columns = [*_columns(own), *_columns(row[2:] for row in rows)]
+    """Two bounds that differ only in what a step, a row and a launch cost. That fits most machines, by few samples."""
+    none = (0.0,) * _NUM_OWN
+    own = [
+        (*row[:_NUM_OWN], *none) if first else (*none, *row[:_NUM_OWN]) for row, first in zip(rows, split, strict=True)
+    ]
+    columns = [*_columns(own), *_columns(row[_NUM_OWN:] for row in rows)]
     costs, covariance = fit_nonnegative(columns, targets, _RIDGE)
-    shared = range(4, len(columns))
+    shared = range(2 * _NUM_OWN, len(columns))
     bounds = (
         _Bound([costs[i] for i in chosen], [[covariance[i][j] for j in chosen] for i in chosen])
-        for chosen in ((0, 1, *shared), (2, 3, *shared))
+        for chosen in ((*range(_NUM_OWN), *shared), (*range(_NUM_OWN, 2 * _NUM_OWN), *shared))
     )
-    return _Fit(StepCosts(*bounds), len(columns))
+    return _Fit(StepCosts(*bounds), _num_costs(columns))
 
 
 def _fit_apart(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
     """Two bounds that have nothing in common, as where one roofline holds for the whole step."""
-    bounds = (
-        _Bound(*fit_nonnegative(_columns(compress(rows, half)), list(compress(targets, half)), _RIDGE))
-        for half in (split, list(map(not_, split)))
-    )
-    return _Fit(StepCosts(*bounds), 2 * _NUM_FEATURES)
+    bounds, num_costs = [], 0
+    for half in (split, list(map(not_, split))):
+        columns = _columns(compress(rows, half))
+        bounds.append(_Bound(*fit_nonnegative(columns, list(compress(targets, half)), _RIDGE)))
+        num_costs += _num_costs(columns)
+    return _Fit(StepCosts(*bounds), num_costs)
+
+
+def _num_costs(columns: Iterable[Vector]) -> int:
+    """Costs that some sample has a part in: where nothing is launched, launching fits nothing."""
+    return sum(1 for column in columns if any(column))
 
 
 def _columns(rows: Iterable[Vector]) -> list[Vector]:

@@ -17,7 +17,7 @@ from evenflow.core.plan import StepShape
 from evenflow.core.step_costs import ATTEMPTS, Features, StepCosts, features_of, fit_costs
 from evenflow.errors import InvalidInput
 
-_VERSION = 1
+_VERSION = 2
 
 _MAX_SAMPLES = 128
 _SAMPLES_PER_KIND = 8
@@ -45,12 +45,13 @@ _Kind = tuple[int, ...]
 
 def _kind(features: Features) -> _Kind:
     """Steps of one kind are alike within a factor of 2 in rows and of 4 in attention."""
-    _, _, prefill_rows, prefill_attention, decodes, decode_context, _, _ = features
+    _, _, is_launched, prefill_rows, prefill_attention, decodes, decode_context, _, _ = features
     return (
         prefill_rows.bit_length(),
         prefill_attention.bit_length() // 2,
         decodes.bit_length(),
         decode_context.bit_length() // 2,
+        is_launched,
     )
 
 

@@ -123,4 +123,5 @@ def _shape(view: StepView, num_tokens: int) -> StepShape:
         decode_context=view.decode_context,
         attention_calls=num_chunks + (1 if view.num_decodes else 0),
         logit_rows=view.num_decodes + num_ended,
+        is_launched=view.caps.is_launched(rows),
     )
