@@ -35,6 +35,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "temperature": "1"}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "n": 0}, 400, "n:"),
     (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 answers"),
+    (CHAT, {"messages": MESSAGES, "n": 10**12}, 400, "1000000000000 answers"),
+    (COMPLETION, {"prompt": ["a", "b"], "n": 10**12}, 400, "2000000000000 answers"),
     (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),

@@ -115,13 +115,18 @@ class Gate:
             if not self._inside_by_tenant[tenant]:
                 del self._inside_by_tenant[tenant]
 
+    def check_num_answers(self, num_answers: int) -> None:
+        """Refuse a request for too many, however much room there is. For whoever makes something for each of them."""
+        if num_answers > self._limits.max_n:
+            message = f"Got {num_answers} answers to make but this server makes {self._limits.max_n} a request."
+            raise ApiError(400, message, param="n")
+
     def _check(self, tenant: str, num_answers: int) -> None:
         limits = self._limits
         if self.is_draining:
             self._on_refusal("draining")
             raise overloaded("The server is shutting down.")
-        if num_answers > limits.max_n:
-            raise ApiError(400, f"Got {num_answers} answers to make but this server makes {limits.max_n} a request.")
+        self.check_num_answers(num_answers)
         room = self._num_running_places() + limits.max_waiting - self.num_inside
         if num_answers > room:
             self._on_refusal("queue_full")

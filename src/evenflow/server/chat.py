@@ -50,6 +50,7 @@ class ChatFormat:
         self._service = service
         self._body = body
         self._salt = salt
+        service.gate.check_num_answers(self.num_answers)
         self._id = new_id("chatcmpl")
         self._head = {
             "id": self._id,

@@ -29,6 +29,7 @@ class CompletionFormat:
         self._body = body
         self._salt = salt
         self._prompts = _as_batch(body.prompt)
+        service.gate.check_num_answers(self.num_answers)
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._id = new_id("cmpl")
         self._head = {
