@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm", reason="runs in vLLM's environment: make test-vllm")
+    import vllm
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -30,8 +32,6 @@ with warnings.catch_warnings():
     from vllm.v1.structured_output import StructuredOutputManager
 
     from evenflow.vllm.plugin import LatencyTargetScheduler
-
-    import vllm
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 65536
@@ -71,6 +71,7 @@ def make_scheduler(
     policy: str = "fcfs",
     num_stages: int = 1,
     chunked: bool = True,
+    largest_graph: int = 0,
 ) -> Any:
     """A scheduler without a model behind it: vLLM's own where no target is given."""
     model_config = ModelConfig(model=model_folder(), skip_tokenizer_init=True, dtype="float32", seed=0)
@@ -93,6 +94,7 @@ def make_scheduler(
     config.scheduler_config.async_scheduling = is_async  # which vLLM never is on a CPU by itself
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.pipeline_parallel_size = num_stages
+    config.compilation_config.cudagraph_capture_sizes = list(range(8, largest_graph + 1, 8))
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     scheduler_class = LatencyTargetScheduler if target else (AsyncScheduler if is_async else Scheduler)
     return scheduler_class(
@@ -188,7 +190,7 @@ class Driver:
 
     def gaps(self, *request_ids: str) -> list[float]:
         times = [self.times[request_id] for request_id in request_ids]
-        return [after - before for moments in times for before, after in zip(moments, moments[1:], strict=False)]
+        return [after - before for moments in times for before, after in pairwise(moments)]
 
     def _schedule(self) -> Ran:
         was_prefilling = {r.request_id: r.is_prefill_chunk for r in self.scheduler.running}
@@ -209,6 +211,9 @@ class Driver:
     def _finish(self, ran: Ran) -> None:
         self._last_end = max(self._submitted.pop(id(ran)), self._last_end) + ran.seconds
         self.now = max(self.now, self._last_end)
+        self._deliver(ran)
+
+    def _deliver(self, ran: Ran) -> None:
         ids = list(ran.output.num_scheduled_tokens)
         sampled = [self._sample(request_id, ran.samples.get(request_id, 0)) for request_id in ids]
         index = {request_id: number for number, request_id in enumerate(ids)}
@@ -222,3 +227,28 @@ class Driver:
     def _sample(self, request_id: str, count: int) -> list[int]:
         known = self.tokens.get(request_id, [])
         return [hash((request_id, len(known) + i)) % 997 for i in range(count)]
+
+
+@dataclass
+class LaunchingDriver(Driver):
+    """A GPU that replays graphs of up to so many rows; what is larger the host launches, and looks at nothing else."""
+
+    largest_graph: int = 512
+    launch_seconds: float = 0.03
+    depth: int = 2
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            ran = self._schedule()
+            num_rows = ran.output.total_num_scheduled_tokens
+            launched_at = self.now + (self.launch_seconds if num_rows > self.largest_graph else 0.002)
+            self._last_end = max(max(self.now, self._last_end) + ran.seconds, launched_at)
+            self.now = launched_at
+            self._submitted[id(ran)] = self._last_end
+            self._queue.append(ran)
+            if len(self._queue) < self.depth and num_rows:
+                return
+        if self._queue:
+            ran = self._queue.popleft()
+            self.now = max(self.now, self._submitted.pop(id(ran)))
+            self._deliver(ran)

@@ -24,16 +24,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
-from evenflow.core.pacing import NO_DEADLINE
+from evenflow.core.pacing import NO_DEADLINE, Pacing
 from evenflow.core.plan import ExecutorCaps, StepShape, prefill_shape
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.step_time import StepTimeModel
 from evenflow.core.target_policy import Target
-from evenflow.engine.calibration import load_calibration, save_calibration
 from evenflow.errors import MissingDependency
 from evenflow.vllm.reports import ChunkDone, LateToken, Reporter, StepDone
 from evenflow.vllm.settings import Settings, own_target, read_settings
+from evenflow.vllm.target_file import TargetFile
 
 logger = init_logger("vllm.evenflow")
 
@@ -132,6 +132,7 @@ class _Stream:
     rank: float  # prompts are served in this order
     deadline: float = NO_DEADLINE
     last_token_time: float = 0.0
+    num_tokens: int = 0
 
 
 class _Prefill(NamedTuple):
@@ -152,7 +153,13 @@ class _Step:
     chunks: list[tuple[str, int, int]] = field(default_factory=list)  # request, start, length
     predicted: float = 0.0
     seconds: float = 0.0
+    began_at: float = 0.0
     ended_at: float = 0.0
+    is_own_time: bool = True  # its seconds hold nothing of another step's
+
+    @property
+    def is_launched(self) -> bool:
+        return self.shape is not None and self.shape.is_launched
 
 
 class Steering:
@@ -163,31 +170,40 @@ class Steering:
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         self._scheduler = scheduler
         self._budget: int = scheduler.max_num_scheduled_tokens  # vLLM's own, which stays the limit
-        pacing = make_policy(settings.policy, self._budget).pacing
-        assert pacing is not None
-        self._pacing = pacing
         # With a pipeline, a stream's next token takes as many steps as there are stages.
         self._num_stages: int = scheduler.parallel_config.pipeline_parallel_size
-        self._policy = Target(self._budget, replace(pacing, target=pacing.target / self._num_stages))
+        self._pacing, self._policy = self._paced_by(settings.policy)
+        self._target_file = TargetFile(settings.target_file) if settings.target_file else None
         self._caps = ExecutorCaps(
             max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
             row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
         )
-        self._step_times_path = settings.step_times
-        known = load_calibration(settings.step_times) if settings.step_times else None
-        self.step_time = known or StepTimeModel()
-        self._reporter = Reporter(settings.policy, pacing.target, self._budget, settings.step_socket)
+        self.step_time = StepTimeModel()
+        self._reporter = Reporter(settings.policy, self._pacing.target, self._budget, settings.step_socket)
         self._streams: dict[str, _Stream] = {}
         self._next = _Step(0.0)  # the one being scheduled
         self._in_flight: deque[_Step] = deque()
-        self._last_end = 0.0
+        self._last = self._next  # the one that ended last
         self._num_steps = 0
         self._has_warned = False
         self._can_steer = scheduler.scheduler_config.enable_chunked_prefill and scheduler.num_sampled_tokens_per_step
         if self._can_steer:
-            logger.info("evenflow: latency target %g ms on vLLM %s", 1000 * pacing.target, vllm.__version__)
+            logger.info("evenflow: latency target %g ms on vLLM %s", 1000 * self._pacing.target, vllm.__version__)
         else:
             logger.warning("evenflow: vLLM does not cut this model's prompts into chunks; no latency target is kept")
+
+    def _paced_by(self, policy: str) -> tuple[Pacing, Target]:
+        pacing = make_policy(policy, self._budget).pacing
+        assert pacing is not None
+        return pacing, Target(self._budget, replace(pacing, target=pacing.target / self._num_stages))
+
+    def _take_new_target(self) -> None:
+        policy = self._target_file.changed() if self._target_file is not None else None
+        if policy is not None:
+            self._pacing, self._policy = self._paced_by(policy)
+            self._reporter.retarget(policy, self._pacing.target)
+            self._has_warned = False
+            logger.info("evenflow: latency target %g ms from now on", 1000 * self._pacing.target)
 
     # ---- before a step ----
 
@@ -198,6 +214,8 @@ class Steering:
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         rank = request.arrival_time + self._policy.patience * prefill_seconds
         self._streams[request.request_id] = _Stream(own_target(extra_args), rank)
+        arrived_at = self.clock() - max(0.0, time.time() - request.arrival_time)
+        self._reporter.arrived(request.request_id, arrived_at, request.num_prompt_tokens, request.max_tokens)
         waiting = self._scheduler.waiting
         if self._is_first_come_first_served and len(waiting) > 1 and self._rank(waiting[-1]) < self._rank(waiting[-2]):
             ordered = sorted(waiting, key=self._rank)
@@ -209,6 +227,7 @@ class Steering:
         """Within this, vLLM schedules a step that keeps the target."""
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         before = scheduler.policy, config.long_prefill_token_threshold
+        self._take_new_target()
         if self._can_steer:
             self._steer(self.clock())
         try:
@@ -383,6 +402,7 @@ class Steering:
             decode_context=context,
             attention_calls=len(step.chunks) + (1 if num_rows else 0),
             logit_rows=num_rows + num_ended,
+            is_launched=self._caps.is_launched(num_rows + prefill_rows),
         )
         step.predicted = self.step_time.predict(step.shape)
 
@@ -391,32 +411,52 @@ class Steering:
         step = self._in_flight.popleft()
         while step.output is not output:
             step = self._in_flight.popleft()
-        now = self.clock()
-        step.ended_at, step.seconds = now, now - max(step.planned_at, self._last_end)
-        self._last_end = now
+        self._time(step, self.clock())
+        self._last = step
         return step
+
+    def _time(self, step: _Step, now: float) -> None:
+        """A step's own time. vLLM sees the end of a step only once it has launched the next, op by op where no graph
+        has so many rows. In a row of launched steps one such delay stands for another; else it must be told apart."""
+        last, following = self._last, self._in_flight[0] if self._in_flight else None
+        next_is_launched = following is not None and following.is_launched
+        step.began_at, step.ended_at = max(step.planned_at, last.ended_at), now
+        step.seconds = now - step.began_at
+        if not step.is_launched:
+            step.is_own_time = not next_is_launched
+        elif last.is_launched or next_is_launched:
+            step.is_own_time = last.is_launched and next_is_launched
+        elif last.ended_at > step.planned_at:
+            launching = last.ended_at - step.planned_at
+            step.seconds = max(launching, now - max(step.planned_at, last.began_at + last.predicted))
 
     def emitted(self, step: _Step, outputs: Mapping[int, Any]) -> None:
         """vLLM has handed out the step's tokens."""
         if step.shape is None:
             return
-        self.step_time.observe(step.shape, step.seconds)
-        self._policy.observe(step.shape, step.seconds)
+        if step.is_own_time:
+            self.step_time.observe(step.shape, step.seconds)
         late: list[LateToken] = []
         num_tokens: dict[str, int] = {}
         for output in chain.from_iterable(outputs_of_client.outputs for outputs_of_client in outputs.values()):
             if output.new_token_ids:
                 num_tokens[output.request_id] = len(output.new_token_ids)
-                self._emit(output.request_id, step.ended_at, late)
+                self._emit(output, step.ended_at, late)
         if len(self._streams) > len(self._scheduler.requests):
-            self._streams = {key: self._streams[key] for key in self._scheduler.requests}
+            self._forget_streams()
         self._num_steps += 1
         self._reporter.report(self._done(step, step.shape, late, num_tokens))
 
-    def _emit(self, request_id: str, now: float, late: list[LateToken]) -> None:
-        stream = self._streams[request_id]
+    def _forget_streams(self) -> None:
+        """Drop what is known of requests that vLLM no longer has."""
+        for request_id in self._streams.keys() - self._scheduler.requests.keys():
+            self._reporter.left(request_id, self._streams.pop(request_id).num_tokens)
+
+    def _emit(self, output: Any, now: float, late: list[LateToken]) -> None:
+        stream = self._streams[output.request_id]
+        stream.num_tokens += len(output.new_token_ids)
         if NO_DEADLINE < stream.deadline < now:
-            late.append(LateToken(request_id, now - stream.last_token_time, now - stream.deadline))
+            late.append(LateToken(output.request_id, now - stream.last_token_time, now - stream.deadline))
         stream.deadline = self._pacing.next_deadline(stream.deadline, now, stream.own_target)
         stream.last_token_time = now
 
@@ -454,9 +494,7 @@ class Steering:
         )
 
     def close(self) -> None:
-        """vLLM goes down: keep what was learned for the next start."""
-        if self._step_times_path is not None and self.step_time.is_calibrated:
-            save_calibration(self.step_time, self._step_times_path)
+        """vLLM goes down."""
         self._reporter.close()
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from evenflow.core.plan import StepShape
+
+if TYPE_CHECKING:
+    from evenflow.vllm.messages import SteeredStep
 
 logger = logging.getLogger("vllm.evenflow")  # vLLM shows what its own loggers say
 
@@ -86,10 +88,26 @@ class Reporter:
         self._target = target
         self._budget = budget
         self._interval: _Interval | None = None
+        self._arrived: list[tuple[str, float, int, int]] = []  # since the last message, as are those that left
+        self._left: list[tuple[str, int]] = []
         self._address = step_socket
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if step_socket else None
         if self._socket is not None:
             self._socket.setblocking(False)
+
+    def retarget(self, policy: str, target: float) -> None:
+        """From here on steps keep this target."""
+        self._policy, self._target = policy, target
+
+    def arrived(self, request_id: str, at: float, num_prompt_tokens: int, max_tokens: int) -> None:
+        """A request came to the scheduler; the next message says so."""
+        if self._socket is not None:
+            self._arrived.append((request_id, at, num_prompt_tokens, max_tokens))
+
+    def left(self, request_id: str, num_output_tokens: int) -> None:
+        """A request is gone, with its last token or without; the next message says so."""
+        if self._socket is not None:
+            self._left.append((request_id, num_output_tokens))
 
     def report(self, step: StepDone) -> None:
         """Take in a step that is through."""
@@ -100,8 +118,7 @@ class Reporter:
             self._log(self._interval, step.at)
             self._interval = None
         if self._socket is not None:
-            with suppress(OSError):  # nobody listens, or too slowly
-                self._socket.sendto(self._message(step), self._address or "")
+            self._send(self._socket, step)
 
     def close(self) -> None:
         """No step follows."""
@@ -125,10 +142,22 @@ class Reporter:
             100 * sum(interval.errors) / len(interval.errors),
         )
 
-    def _message(self, step: StepDone) -> bytes:
+    def _send(self, to: socket.socket, step: StepDone) -> None:
         import msgspec  # the base package does without it; vLLM does not
 
-        from evenflow.server.events import CauseEvent, ChunkEvent, StallEvent, StepEvent
+        message = msgspec.msgpack.encode(self._message(step))
+        try:
+            to.sendto(message, self._address or "")
+        except BlockingIOError:  # who listens is slow: it hears of these requests with a later step
+            return
+        except OSError:  # nobody listens
+            pass
+        self._arrived.clear()
+        self._left.clear()
+
+    def _message(self, step: StepDone) -> SteeredStep:
+        from evenflow.server.events import CauseEvent, ChunkEvent, StallEvent
+        from evenflow.vllm.messages import RequestArrived, RequestLeft, SteeredStep
 
         prefill_seconds = step.seconds * (1 - _share(step.predicted_decode_seconds, step.predicted_seconds))
         per_token = prefill_seconds / max(1, step.shape.prefill_rows)
@@ -146,28 +175,28 @@ class Reporter:
             causes.append(CauseEvent("unexplained", max(0.0, worst.gap - sum(cause.seconds for cause in causes))))
             causes.sort(key=lambda cause: -cause.seconds)
             stall = StallEvent(worst.request_id, worst.gap, worst.seconds, causes)
-        return msgspec.msgpack.encode(
-            StepEvent(
-                step_id=step.step_id,
-                at=step.at,
-                seconds=step.seconds,
-                predicted_seconds=step.predicted_seconds,
-                decode_seconds=step.seconds - prefill_seconds,
-                num_decodes=step.shape.decode_sequences,
-                decoded=list(step.decoded),
-                chunks=chunks,
-                admissions=[],
-                budget=self._budget,
-                num_output_tokens=step.num_output_tokens,
-                num_late_tokens=len(step.late),
-                num_running=step.num_running,
-                num_waiting=step.num_waiting,
-                kv_cache_usage=step.kv_cache_usage,
-                policy=self._policy,
-                target_s=self._target,
-                feasible_target_s=step.feasible_target,
-                stall=stall,
-            )
+        return SteeredStep(
+            step_id=step.step_id,
+            at=step.at,
+            seconds=step.seconds,
+            predicted_seconds=step.predicted_seconds,
+            decode_seconds=step.seconds - prefill_seconds,
+            num_decodes=step.shape.decode_sequences,
+            decoded=list(step.decoded),
+            chunks=chunks,
+            admissions=[],
+            budget=self._budget,
+            num_output_tokens=step.num_output_tokens,
+            num_late_tokens=len(step.late),
+            num_running=step.num_running,
+            num_waiting=step.num_waiting,
+            kv_cache_usage=step.kv_cache_usage,
+            policy=self._policy,
+            target_s=self._target,
+            feasible_target_s=step.feasible_target,
+            stall=stall,
+            arrived=[RequestArrived(*one) for one in self._arrived],
+            left=[RequestLeft(*one) for one in self._left],
         )
 
 

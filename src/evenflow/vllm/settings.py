@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from evenflow.core.policies import MIN_TARGET_S, make_policy, retarget
@@ -19,9 +18,9 @@ from evenflow.errors import InvalidConfig
 CONFIG_KEY = "evenflow"
 TARGET_VARIABLE = "EVENFLOW_TBT_TARGET"
 SOCKET_VARIABLE = "EVENFLOW_STEP_SOCKET"
-STEP_TIMES_VARIABLE = "EVENFLOW_STEP_TIMES"
+TARGET_FILE_VARIABLE = "EVENFLOW_TARGET_FILE"
 
-_VARIABLES = {"tbt_target": TARGET_VARIABLE, "step_socket": SOCKET_VARIABLE, "step_times": STEP_TIMES_VARIABLE}
+_VARIABLES = {"tbt_target": TARGET_VARIABLE, "step_socket": SOCKET_VARIABLE, "target_file": TARGET_FILE_VARIABLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Settings:
 
     policy: str  # target:MS[,paced]
     step_socket: str | None  # a Unix datagram socket that is told of each step
-    step_times: Path | None  # where learned step times are kept from one start to the next
+    target_file: str | None  # where another target is written while vLLM runs
 
 
 def read_settings(additional_config: object) -> Settings:
@@ -41,8 +40,7 @@ def read_settings(additional_config: object) -> Settings:
             f"Got {CONFIG_KEY}={told!r} in vLLM's additional config but expected some of: {', '.join(_VARIABLES)}."
         )
     found = {name: told.get(name, os.environ.get(variable)) for name, variable in _VARIABLES.items()}
-    step_times = found["step_times"]
-    return Settings(_policy(found["tbt_target"]), found["step_socket"], Path(step_times) if step_times else None)
+    return Settings(_policy(found["tbt_target"]), found["step_socket"], found["target_file"])
 
 
 def _policy(target: Any) -> str:

@@ -1,0 +1,67 @@
+"""What a stall run comes to, and whether a policy is better than any fixed budget: TTFT at an equal p99 gap.
+
+Must not know: which engine ran, where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from evenflow.bench.figures import percentile
+
+
+@dataclass(frozen=True, slots=True)
+class StallPoint:
+    """One run: gaps of tokens that came while a long prompt waited for its first token."""
+
+    name: str
+    target_s: float | None
+    gap_p50_s: float
+    gap_p90_s: float
+    gap_p99_s: float
+    gap_max_s: float
+    long_ttft_p50_s: float
+    num_gaps: int
+    total_s: float
+
+
+def summarise(
+    name: str, target_s: float | None, gaps: Sequence[float], ttfts: Sequence[float], total_s: float
+) -> StallPoint:
+    """The figures of one run."""
+    ordered = sorted(gaps)
+    p50, p90, p99, largest = (percentile(ordered, share) for share in (50, 90, 99, 100))
+    return StallPoint(name, target_s, p50, p90, p99, largest, percentile(sorted(ttfts), 50), len(gaps), total_s)
+
+
+def ttft_on_curve(fixed: Sequence[StallPoint], gap_p99_s: float) -> float | None:
+    """The TTFT that fixed budgets would have at this p99 gap, between their points on logarithmic axes.
+
+    None beyond them: no budget measured has so small or so large a gap.
+    """
+    points = sorted((point.gap_p99_s, point.long_ttft_p50_s) for point in fixed)
+    for (low, slow), (high, fast) in pairwise(points):
+        if low <= gap_p99_s <= high:
+            share = (math.log(gap_p99_s) - math.log(low)) / (math.log(high) - math.log(low)) if high > low else 0.0
+            return math.exp(math.log(slow) * (1 - share) + math.log(fast) * share)
+    return None
+
+
+def table(points: Sequence[StallPoint]) -> str:
+    """All runs, and for those with a target how they compare to the curve of those without."""
+    fixed = [point for point in points if point.target_s is None]
+    lines = [f"{'':24}{'gap p50':>9}{'p90':>9}{'p99':>9}{'max':>9}{'TTFT p50':>10}  p99/target  TTFT/curve"]
+    for point in points:
+        gaps = (point.gap_p50_s, point.gap_p90_s, point.gap_p99_s, point.gap_max_s)
+        line = (
+            f"{point.name:24}" + "".join(f"{1000 * gap:9.1f}" for gap in gaps) + f"{1000 * point.long_ttft_p50_s:10.0f}"
+        )
+        if point.target_s is not None:
+            expected = ttft_on_curve(fixed, point.gap_p99_s)
+            ratio = "beyond it" if expected is None else f"{point.long_ttft_p50_s / expected:.3f}"
+            line += f"{point.gap_p99_s / point.target_s:12.2f}  {ratio:>10}"
+        lines.append(line)
+    return "\n".join(lines) + "\n(milliseconds)"
