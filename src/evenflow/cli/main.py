@@ -15,8 +15,8 @@ from typing import Annotated, cast
 import typer
 
 from evenflow import __version__
-from evenflow.cli.analyze import analyze
 from evenflow.cli.ab import ab
+from evenflow.cli.analyze import analyze
 from evenflow.cli.bench import bench
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
