@@ -1,4 +1,4 @@
-"""`evenflow serve`: the OpenAI-compatible server."""
+"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, by `serve_vllm`, over vLLM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Coroutine
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from evenflow.cli.options import (
     ModelOptions,
@@ -25,7 +27,7 @@ from evenflow.cli.options import (
     takes_options,
 )
 from evenflow.config import EngineConfig
-from evenflow.errors import MissingDependency
+from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.model.default_model import default_model_path
 
 if TYPE_CHECKING:
@@ -37,9 +39,27 @@ logger = logging.getLogger("evenflow")
 _KEY_VARIABLE = "EVENFLOW_API_KEY"
 
 
+class EngineName(StrEnum):
+    """Who runs the model."""
+
+    EVENFLOW = "evenflow"
+    VLLM = "vllm"
+
+
 @takes_options
 def serve(
     *,
+    vllm_flags: Annotated[
+        list[str],
+        Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags for vLLM, passed on as they are."),
+    ] = [],  # noqa: B006
+    engine: Annotated[EngineName, Option(help="evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.")] = (
+        EngineName.EVENFLOW
+    ),
+    vllm_python: Annotated[
+        str | None,
+        Option(metavar="PATH", help="The Python that has vLLM.", show_default="$EVENFLOW_VLLM_PYTHON, or this one"),
+    ] = None,
     host: Annotated[str, Option(help="Address to serve on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to serve on; 0: one that is free.")] = 8000,
     served_model_name: Annotated[
@@ -74,6 +94,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API. See docs/server.md."""
     config = EngineConfig(**knobs(model, scheduling))
+    if engine is EngineName.EVENFLOW and (vllm_flags or vllm_python):
+        raise InvalidInput(f"Got {vllm_python or ' '.join(vllm_flags)!r} for vLLM, but the engine is evenflow's own.")
     try:
         from evenflow.server.access import ServerLimits, read_key_file
         from evenflow.server.serving import ServerSettings, bind
@@ -100,18 +122,26 @@ def serve(
         drain_s=drain_time,
         otlp_endpoint=otlp_endpoint,
     )
+    if engine is EngineName.VLLM:
+        from evenflow.cli import serve_vllm
+
+        serve_vllm.refuse_own(model, scheduling, settings, record)
+        launch = serve_vllm.launch_of(model, scheduling, served_model_name, vllm_python, vllm_flags)
+        with bind(host, port) as listener:
+            _run(serve_vllm.serving(settings, listener, launch, config.max_num_seqs))
+        return
     with bind(host, port) as listener:
         if config.model == "default":
             default_model_path()  # fetched here, where it can show how far it is
-        _run(settings, listener, config, record)
+        _run(_serving(settings, listener, config, record))
 
 
-def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:
+async def _serving(
+    settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None
+) -> None:
     from evenflow.server.engine_process import build_served_engine
     from evenflow.server.serving import serve
 
-    if "EVENFLOW_LOG_LEVEL" not in os.environ:
-        logger.setLevel(logging.INFO)
     host, port = listener.getsockname()[:2]
 
     def on_ready(server: Server) -> None:
@@ -121,17 +151,24 @@ def _run(settings: ServerSettings, listener: socket.socket, config: EngineConfig
         names, policy = ", ".join(settings.model_names), server.service.client.policy
         logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
 
+    await serve(
+        settings,
+        listener,
+        functools.partial(build_served_engine, config, record),
+        functools.partial(_load_tokenizer, config.model),
+        on_ready,
+    )
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    if "EVENFLOW_LOG_LEVEL" not in os.environ:
+        logger.setLevel(logging.INFO)
+
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # while the model is loaded
-        await serve(
-            settings,
-            listener,
-            functools.partial(build_served_engine, config, record),
-            functools.partial(_load_tokenizer, config.model),
-            on_ready,
-        )
+        await serving
 
     try:
         with asyncio.Runner(loop_factory=_fast_loop) as runner:

@@ -25,7 +25,7 @@ from evenflow.server.service import Service
 from evenflow.server.stream import Stream
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -159,7 +159,7 @@ class Answering(Response):
             last = event_of(encode_json(as_api_error(error).body()))
         except ApiError as error:
             last = event_of(encode_json(error.body()))
-        await send({"type": "http.response.body", "body": last + _DONE})
+        await send({"type": "http.response.body", "body": last + DONE})
 
     async def _send_answer(self, index: int, send: Send, options: StreamOptions) -> bytes:
         """Send one answer but for its last event, which is returned so that more can go with it."""

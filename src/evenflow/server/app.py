@@ -6,6 +6,7 @@ Must not know: how the server is started, how an answer is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -19,8 +20,9 @@ from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
 from evenflow.server.openapi import describe_bodies, refusals
 from evenflow.server.protocol import BODIES
-from evenflow.server.routes import answer_routes, model_routes, state_routes
-from evenflow.server.service import Service
+from evenflow.server.proxy import VllmService, metrics_routes, proxy_routes
+from evenflow.server.routes import answer_routes, model_routes, state_routes, target_routes
+from evenflow.server.service import Served, Service
 
 
 def make_app(
@@ -28,6 +30,28 @@ def make_app(
 ) -> FastAPI:
     """All routes over one engine."""
     app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
+    with_key = _add_common(app, service, feed, keys, allowed_origins)
+    for routes in (answer_routes(service), model_routes(service), metrics.router(observer)):
+        app.include_router(routes, **with_key)
+    describe_bodies(app, BODIES)
+    return app
+
+
+def make_vllm_app(
+    service: VllmService, observer: Observer, feed: LiveFeed, keys: ApiKeys, allowed_origins: Sequence[str] = ()
+) -> FastAPI:
+    """evenflow's own routes over vLLM, and vLLM's behind them, its description of itself included."""
+    app = FastAPI(openapi_url=None)
+    with_key = _add_common(app, service, feed, keys, allowed_origins)
+    for routes in (metrics_routes(service, observer), proxy_routes(service)):
+        app.include_router(routes, **with_key)
+    return app
+
+
+def _add_common(
+    app: FastAPI, service: Served, feed: LiveFeed, keys: ApiKeys, allowed_origins: Sequence[str]
+) -> dict[str, Any]:
+    """Add what there is over any engine; returns what makes a router ask for a key."""
     add_error_handlers(app)
     if allowed_origins:
         app.add_middleware(
@@ -37,12 +61,11 @@ def make_app(
     def check_key(request: Request) -> None:
         request.state.caller = keys.caller(request.headers.get("authorization"))
 
-    with_key = [Depends(check_key)]
+    dependencies = [Depends(check_key)]
     if keys.are_needed:
-        with_key.append(Depends(HTTPBearer(auto_error=False)))
+        dependencies.append(Depends(HTTPBearer(auto_error=False)))
+    with_key: dict[str, Any] = {"dependencies": dependencies, "responses": refusals(401) if keys.are_needed else None}
     app.include_router(state_routes(service))
-    for routes in (answer_routes(service), model_routes(service), metrics.router(observer)):
-        app.include_router(routes, dependencies=with_key, responses=refusals(401) if keys.are_needed else None)
-    app.include_router(live.router(feed, feed_dependencies=with_key))
-    describe_bodies(app, BODIES)
-    return app
+    app.include_router(target_routes(service), **with_key)
+    app.include_router(live.router(feed, feed_dependencies=dependencies))
+    return with_key

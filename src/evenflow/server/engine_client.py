@@ -22,6 +22,7 @@ from evenflow.errors import EngineFailed, EvenflowError, InvalidRequest
 from evenflow.server.engine_process import EngineFactory, run_engine_process
 from evenflow.server.events import EngineState
 from evenflow.server.metrics import Observer
+from evenflow.server.restarts import RestartDelay
 from evenflow.server.stream import Stream
 from evenflow.server.wire import (
     Abort,
@@ -42,9 +43,6 @@ from evenflow.server.wire import (
 
 logger = logging.getLogger("evenflow")
 
-_FIRST_RESTART_S = 0.5
-_LONGEST_RESTART_S = 30.0
-_STABLE_S = 60.0  # an engine that ran so long and died is started again without further delay
 _END_S = 5.0  # for a process that was asked to end
 
 
@@ -175,7 +173,7 @@ class EngineClient:
     async def _supervise(self) -> None:
         assert self._became_ready is not None
         loop = asyncio.get_running_loop()
-        delay = 0.0
+        delays = RestartDelay()
         while True:
             began = loop.time()
             await self._run_process()
@@ -185,8 +183,7 @@ class EngineClient:
             if self._is_closing:
                 return
             self._num_restarts += 1
-            ran_well = loop.time() - began > _STABLE_S
-            delay = _FIRST_RESTART_S if ran_well or not delay else min(2 * delay, _LONGEST_RESTART_S)
+            delay = delays.after(loop.time() - began)
             logger.error("%s; it is started again in %.1f s", self._failure, delay)
             await asyncio.sleep(delay)
 

@@ -24,7 +24,7 @@ async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> B
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(415, f"Got Content-Type {content_type!r} but expected application/json.")
-    content = await _read_bytes(request, max_bytes)
+    content = await read_bytes(request, max_bytes)
     try:
         if len(content) > _BODY_FOR_A_THREAD:
             return await asyncio.to_thread(kind.model_validate_json, content)
@@ -33,7 +33,8 @@ async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> B
         raise invalid_body(error) from None
 
 
-async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body as it came, or the ApiError where it is too large."""
     announced = request.headers.get("content-length", "")
     parts: list[bytes] = []
     size = int(announced) if announced.isdecimal() else 0

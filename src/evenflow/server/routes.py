@@ -21,7 +21,7 @@ from evenflow.server.logprobs import token_text
 from evenflow.server.openapi import described
 from evenflow.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody, seconds_of
 from evenflow.server.requests import read_body
-from evenflow.server.service import Service
+from evenflow.server.service import Served, Service
 
 _ANSWER_ERRORS = (404, 429, 500, 503)
 
@@ -60,7 +60,7 @@ def answer_routes(service: Service) -> APIRouter:
     return routes
 
 
-def state_routes(service: Service) -> APIRouter:
+def state_routes(service: Served) -> APIRouter:
     """Whether the server is well: for whoever watches it, without a key."""
     routes = APIRouter()
 
@@ -84,7 +84,7 @@ def state_routes(service: Service) -> APIRouter:
 
 
 def model_routes(service: Service) -> APIRouter:
-    """The model, its tokens, and the target."""
+    """The model and its tokens."""
     routes = APIRouter()
     max_bytes = service.limits.max_body_bytes
     tokenizer, client = service.tokenizer, service.client
@@ -131,13 +131,21 @@ def model_routes(service: Service) -> APIRouter:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
 
+    return routes
+
+
+def target_routes(service: Served) -> APIRouter:
+    """The latency target, which can be changed while the server runs."""
+    routes = APIRouter()
+    client = service.client
+
     @routes.get("/v1/target", summary="The latency target", **described(answers.CurrentTarget))
     async def get_target() -> Response:
         return _json(_target(client.policy))
 
     @routes.put("/v1/target", summary="Change the latency target", **described(answers.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
-        body = await read_body(request, TargetBody, max_bytes)
+        body = await read_body(request, TargetBody, service.limits.max_body_bytes)
         client.set_target(seconds_of(body.tbt_target), body.paced)
         return _json(_target(client.policy))
 

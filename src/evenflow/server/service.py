@@ -7,11 +7,40 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from evenflow.errors import EvenflowError
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate, ServerLimits
 from evenflow.server.api_errors import ApiError
 from evenflow.server.engine_client import EngineClient
+
+
+class Engine(Protocol):
+    """What the server asks of whichever engine it serves."""
+
+    @property
+    def is_up(self) -> bool: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    def set_target(self, seconds: float, paced: bool | None = None) -> None: ...
+
+    def fail_all(self, failure: EvenflowError) -> None: ...
+
+
+class Served(Protocol):
+    """An engine behind a gate."""
+
+    @property
+    def client(self) -> Engine: ...
+
+    @property
+    def gate(self) -> Gate: ...
+
+    @property
+    def limits(self) -> ServerLimits: ...
 
 
 @dataclass(frozen=True, slots=True)

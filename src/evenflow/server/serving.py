@@ -20,14 +20,17 @@ from fastapi import FastAPI
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
-from evenflow.server.app import make_app
+from evenflow.server.app import make_app, make_vllm_app
 from evenflow.server.engine_client import EngineClient
 from evenflow.server.engine_process import EngineFactory
 from evenflow.server.grammar_gate import GrammarGate
 from evenflow.server.live import LiveFeed
 from evenflow.server.metrics import Observer
-from evenflow.server.service import Service
+from evenflow.server.proxy import VllmService
+from evenflow.server.service import Served, Service
 from evenflow.server.tracing import make_tracer
+from evenflow.server.vllm_engine import VllmEngine
+from evenflow.vllm.launch import VllmLaunch
 
 logger = logging.getLogger("evenflow")
 
@@ -103,10 +106,43 @@ async def serve(
             await asyncio.to_thread(tracer.close)
 
 
+async def serve_vllm(
+    settings: ServerSettings,
+    listener: socket.socket,
+    launch: VllmLaunch,
+    max_num_seqs: int,
+    on_start: Callable[[Server], None] = lambda server: None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve before vLLM is up, so that it can be watched, until a signal comes. A failed first start is raised."""
+    observer = Observer(settings.model_names[0])
+    engine = VllmEngine(launch, observer)
+    try:
+        first_start = engine.start()
+        gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
+        service, feed, keys = VllmService(engine, gate, settings.limits), LiveFeed(observer), ApiKeys(settings.api_keys)
+        app = make_vllm_app(service, observer, feed, keys, settings.allowed_origins)
+        server = Server(app, service, feed, settings)
+
+        def when_started(start: asyncio.Future[None]) -> None:
+            if start.cancelled() or start.exception() is not None:
+                server.should_exit = True
+            else:
+                on_ready()
+
+        first_start.add_done_callback(when_started)
+        on_start(server)
+        await server.serve(sockets=[listener])
+        if first_start.done():
+            first_start.result()
+    finally:
+        await engine.close()
+
+
 class Server(uvicorn.Server):
     """uvicorn, with an end that is told to whoever does not end by itself in time."""
 
-    def __init__(self, app: FastAPI, service: Service, feed: LiveFeed, settings: ServerSettings) -> None:
+    def __init__(self, app: FastAPI, service: Served, feed: LiveFeed, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
         )

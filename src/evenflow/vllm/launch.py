@@ -1,0 +1,115 @@
+"""How vLLM's server is started with evenflow's scheduler in it: its interpreter, command line and environment.
+
+Imports no vLLM. Must not know: processes, HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import evenflow
+from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.vllm.checking import version_in
+from evenflow.vllm.flags import installed_version
+from evenflow.vllm.settings import CONFIG_KEY, SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
+from evenflow.vllm.target_file import TargetFile
+
+PYTHON_VARIABLE = "EVENFLOW_VLLM_PYTHON"
+
+_SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command is missing or broken in some packages
+_SCHEDULER_CLASS = "evenflow.vllm.LatencyTargetScheduler"
+
+_GIVE_BEFORE = "it is an option of evenflow's: give it before the --"
+_PRIVATE = "vLLM answers evenflow alone, over a private socket"
+_REFUSED_FLAGS = {
+    **dict.fromkeys(("--host", "--port", "--api-key", "--model", "--served-model-name"), _GIVE_BEFORE),
+    **dict.fromkeys(("--uds", "--headless", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _PRIVATE),
+    "--scheduler-cls": "evenflow's own scheduler is what keeps the target",
+}
+
+
+def find_python(named: str | None) -> str:
+    """The interpreter that has vLLM: the one named, the environment's, or this one."""
+    python = named or os.environ.get(PYTHON_VARIABLE)
+    if python is not None:
+        version_in(python)  # or an error that says what is wrong with it
+        return python
+    if installed_version() is not None:
+        return sys.executable
+    raise MissingDependency(
+        "--engine vllm needs vLLM, which is not installed here: install it by `make install-vllm` or by vLLM's own "
+        f"instructions, and where that is another environment, name its Python by --vllm-python or ${PYTHON_VARIABLE}"
+    )
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse what evenflow says itself; everything else is for vLLM to judge."""
+    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
+        name, _, inline = flag.partition("=")
+        name = name.replace("_", "-")
+        if name in _REFUSED_FLAGS:
+            raise InvalidInput(f"Got {flag!r} behind the -- but {_REFUSED_FLAGS[name]}.")
+        if name == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value):
+            raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but --tbt-target says what it would.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where vLLM and evenflow's front meet: a folder that nobody else can enter."""
+
+    path: Path
+
+    @property
+    def http_socket(self) -> Path:
+        return self.path / "http"
+
+    @property
+    def step_socket(self) -> Path:
+        return self.path / "steps"
+
+    @property
+    def target_path(self) -> Path:
+        return self.path / "target"
+
+    @property
+    def packages(self) -> Path:
+        """Holds this evenflow and nothing else: on vLLM's path it hides none of vLLM's packages."""
+        return self.path / "packages"
+
+    def prepare(self) -> None:
+        self.packages.mkdir()
+        (self.packages / "evenflow").symlink_to(Path(evenflow.__file__).parent, target_is_directory=True)
+
+    def set_target(self, policy: str) -> None:
+        TargetFile(self.target_path).write(policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLaunch:
+    """One vLLM server as it was asked for."""
+
+    python: str
+    model: str
+    policy: str  # target:MS[,paced]
+    model_names: Sequence[str] = ()  # for requests to use; none: the model's own
+    flags: Sequence[str] = ()  # passed on as they are
+
+    def command(self, folder: RunFolder) -> list[str]:
+        own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]
+        names = ["--served-model-name", *self.model_names] if self.model_names else []
+        return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
+
+    def environment(self, folder: RunFolder, policy: str) -> dict[str, str]:
+        """What vLLM's processes find in theirs; `policy` is the one to begin with."""
+        path = [str(folder.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return os.environ | {
+            TARGET_VARIABLE: policy.removeprefix("target:"),
+            SOCKET_VARIABLE: str(folder.step_socket),
+            TARGET_FILE_VARIABLE: str(folder.target_path),
+            "PYTHONPATH": os.pathsep.join(path),
+        }

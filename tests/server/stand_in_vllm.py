@@ -1,0 +1,179 @@
+"""Stands in for vLLM's server, as a process of its own that is called like it: the same flags and environment, a few of
+its routes, and step reports by the plug-in's real Reporter. Run by the tests of evenflow's front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from evenflow.core.plan import StepShape
+from evenflow.core.policies import target_of
+from evenflow.vllm.reports import ChunkDone, Reporter, StepDone
+from evenflow.vllm.settings import read_settings
+from evenflow.vllm.target_file import TargetFile
+
+TOKEN_S = 0.01
+METRICS = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 0.0\n'
+
+
+class Scheduler:
+    """Every token is a step of its own, told of as the plug-in does."""
+
+    def __init__(self) -> None:
+        settings = read_settings({})
+        target = target_of(settings.policy)
+        assert target is not None
+        assert settings.target_file is not None
+        self.policy = settings.policy
+        self.num_running = 0
+        self._reporter = Reporter(settings.policy, target, 2048, settings.step_socket)
+        self._target_file = TargetFile(settings.target_file)
+        self._num_steps = 0
+
+    def arrive(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.num_running += 1
+        self._reporter.arrived(request_id, time.perf_counter(), num_prompt_tokens, max_tokens)
+
+    def leave(self, request_id: str, num_tokens: int) -> None:
+        self.num_running -= 1
+        self._reporter.left(request_id, num_tokens)
+
+    def step(self, request_id: str, num_prompt_tokens: int) -> None:
+        if (policy := self._target_file.changed()) is not None:
+            target = target_of(policy)
+            assert target is not None
+            self.policy = policy
+            self._reporter.retarget(policy, target)
+        self._num_steps += 1
+        rows = num_prompt_tokens or 1
+        decodes = 0 if num_prompt_tokens else 1
+        chunk = ChunkDone(request_id, 0, num_prompt_tokens, "end_of_prompt", True)
+        step = StepDone(
+            step_id=self._num_steps,
+            at=time.perf_counter(),
+            seconds=TOKEN_S,
+            predicted_seconds=TOKEN_S,
+            predicted_decode_seconds=TOKEN_S * decodes,
+            shape=StepShape(
+                total_rows=rows,
+                padded_rows=rows,
+                prefill_rows=num_prompt_tokens,
+                prefill_attention=0,
+                decode_sequences=decodes,
+                decode_context=decodes,
+                attention_calls=1,
+                logit_rows=1,
+            ),
+            chunks=[chunk] if num_prompt_tokens else [],
+            decoded=[request_id] * decodes,
+            late=[],
+            num_output_tokens=1,
+            num_running=self.num_running,
+            num_waiting=0,
+            kv_cache_usage=0.25,
+            feasible_target=None,
+        )
+        self._reporter.report(step)
+
+
+def make_app(names: list[str]) -> FastAPI:
+    app = FastAPI()
+    scheduler = Scheduler()
+    numbers = iter(range(1_000_000))
+
+    async def tokens(body: dict[str, Any]) -> AsyncIterator[str]:
+        request_id, num_prompt_tokens = f"cmpl-{next(numbers)}", len(body["prompt"])
+        scheduler.arrive(request_id, num_prompt_tokens, body["max_tokens"])
+        num_tokens = 0
+        try:
+            for number in range(body["max_tokens"]):
+                await asyncio.sleep(TOKEN_S)
+                num_tokens += 1
+                if num_tokens == body["max_tokens"]:
+                    scheduler.leave(request_id, num_tokens)
+                    request_id, left = "", request_id
+                    scheduler.step(left, 0 if number else num_prompt_tokens)
+                else:
+                    scheduler.step(request_id, 0 if number else num_prompt_tokens)
+                yield f"token {number} "
+        finally:
+            if request_id:
+                scheduler.leave(request_id, num_tokens)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "vllm"} for name in names]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(METRICS, media_type="text/plain")
+
+    @app.get("/seen")
+    async def seen(request: Request) -> dict[str, Any]:
+        """What arrived, for tests to look at."""
+        return {
+            "pid": os.getpid(),
+            "arguments": sys.argv[1:],
+            "headers": dict(request.headers),
+            "query": request.url.query,
+            "running": scheduler.num_running,
+            "policy": scheduler.policy,
+            "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
+        }
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        if "prompt" not in body:
+            error = {"message": "no prompt", "type": "BadRequestError", "param": None, "code": 400}
+            return Response(json.dumps({"error": error}), 400, media_type="application/json")
+        if body.get("stream"):
+
+            async def events() -> AsyncIterator[str]:
+                async for text in tokens(body):
+                    chunk = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
+                    yield f"data: {json.dumps(chunk)}\n\n"
+                yield "data: [DONE]\n\n"
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+        text = "".join([part async for part in tokens(body)])
+        choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
+        answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": names[0], "choices": [choice]}
+        return Response(json.dumps(answer), media_type="application/json")
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", dest="module")
+    parser.add_argument("--model")
+    parser.add_argument("--uds")
+    parser.add_argument("--scheduler-cls")
+    parser.add_argument("--served-model-name", nargs="+")
+    parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int)
+    args = parser.parse_args()
+    if args.fail:
+        sys.exit(3)
+    uvicorn.run(make_app(args.served_model_name or [args.model]), uds=args.uds, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

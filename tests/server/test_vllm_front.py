@@ -1,0 +1,342 @@
+"""vLLM behind evenflow's front: what passes through, what is evenflow's own, and what is left when vLLM dies.
+
+A small process stands in for vLLM, whose start takes minutes; tests/vllm/test_serve.py runs the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from evenflow.cli.main import main
+from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
+from evenflow.server.access import ServerLimits
+from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
+from evenflow.vllm import launch
+from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
+from evenflow.vllm.target_file import TargetFile
+from tests.server import stand_in_vllm
+from tests.server.serving import RunningServer
+
+MODEL = "a-model"
+STREAM = {"prompt": [1, 2, 3], "max_tokens": 2000, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A "Python" that runs the stand-in, whichever module it is asked for."""
+    path = tmp_path_factory.mktemp("stand-in") / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in_vllm.__file__} "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@contextmanager
+def front(python: str, flags: list[str] | None = None, wait: bool = True, **settings: Any) -> Iterator[RunningServer]:
+    """The front over a stand-in, in a thread of this process until the context ends."""
+    listener = bind("127.0.0.1", 0)
+    found: list[Server] = []
+    limits = ServerLimits(**settings.pop("limits", {}))
+    chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
+    started = VllmLaunch(python=python, model=MODEL, policy="target:50ms", flags=flags or [])
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve_vllm(chosen, listener, started, 8, found.append))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    end = time.monotonic() + 20
+    while not (found and found[0].started):
+        assert time.monotonic() < end, "the front did not start"
+        time.sleep(0.005)
+    running = RunningServer(found[0], listener.getsockname()[1])
+    try:
+        if wait:
+            running.until(lambda: running.get("/ready").status_code == 200)
+        yield running
+    finally:
+        running.server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@contextmanager
+def open_stream(server: RunningServer) -> Iterator[Iterator[str]]:
+    """A stream that has given its first event."""
+    with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, timeout=30) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def seen(server: RunningServer, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/seen", **options).json()
+    return found
+
+
+def figure(server: RunningServer, name: str) -> float:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+@pytest.fixture(scope="module")
+def server(python: str) -> Iterator[RunningServer]:
+    with front(python, ["--tensor-parallel-size", "2"]) as running:
+        yield running
+
+
+def test_requests_pass_both_ways(server: RunningServer) -> None:
+    answer = server.openai().completions.create(model=MODEL, prompt=[5, 6], max_tokens=3)
+    assert answer.choices[0].text == "token 0 token 1 token 2 "
+    assert server.get("/v1/models").json()["data"][0]["id"] == MODEL
+    bad = server.post("/v1/completions", {})
+    assert bad.status_code == 400
+    assert bad.json()["error"]["message"] == "no prompt"
+    assert server.get("/no/such/route").json() == {"detail": "Not Found"}
+    headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
+    arrived = seen(server, params={"a": "b c"}, headers=headers)
+    assert arrived["query"] == "a=b+c"
+    assert arrived["headers"]["x-request-id"] == "mine"
+    assert "authorization" not in arrived["headers"]
+
+
+def test_vllm_is_started_with_the_plug_in_and_the_flags(server: RunningServer) -> None:
+    arguments = seen(server)["arguments"]
+    assert arguments[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--tensor-parallel-size", "2"]
+    assert arguments[arguments.index("--scheduler-cls") + 1] == "evenflow.vllm.LatencyTargetScheduler"
+
+
+def test_streams_pass_as_they_come(server: RunningServer) -> None:
+    events = server.events("/v1/completions", {"prompt": [1], "max_tokens": 5})
+    assert "".join(event["choices"][0]["text"] for event in events) == "token 0 token 1 token 2 token 3 token 4 "
+    with open_stream(server) as lines:  # far from its end, and more comes
+        assert next(lines).startswith("data: ")
+
+
+def test_a_client_that_goes_away_ends_its_request_in_vllm(server: RunningServer) -> None:
+    with open_stream(server):
+        assert seen(server)["running"] == 1
+    server.until(lambda: seen(server)["running"] == 0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/v1/completions", json={**STREAM, "stream": False}, timeout=0.2)
+    server.until(lambda: seen(server)["running"] == 0)
+    assert server.server.service.gate.num_inside == 0
+
+
+def test_the_target_changes_while_it_runs(server: RunningServer) -> None:
+    assert server.get("/v1/target").json()["tbt_target"] == 0.05
+    changed = server.request("PUT", "/v1/target", {"tbt_target": "80ms", "paced": True})
+    assert changed.json() == {"policy": "target:80ms,paced", "tbt_target": 0.08, "paced": True}
+    server.post("/v1/completions", {"prompt": [1], "max_tokens": 2})
+    assert seen(server)["policy"] == "target:80ms,paced"
+    server.until(lambda: figure(server, "evenflow:tbt_target_seconds") == 0.08)
+    assert server.request("PUT", "/v1/target", {"tbt_target": 0}).status_code == 400
+    server.request("PUT", "/v1/target", {"tbt_target": "50ms", "paced": False})
+
+
+def test_metrics_are_vllms_and_evenflows(server: RunningServer) -> None:
+    before = figure(server, "evenflow:chunk_tokens_count")
+    server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4})
+    server.until(lambda: figure(server, "evenflow:chunk_tokens_count") == before + 1)
+    text = server.get("/metrics").text
+    assert text.startswith(stand_in_vllm.METRICS)
+    assert figure(server, "evenflow:up") == 1
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+
+
+def test_the_page_is_fed_by_vllms_steps(server: RunningServer) -> None:
+    assert "<html" in server.get("/").text
+    with open_stream(server), httpx.stream("GET", server.url + "/live/feed", timeout=30) as response:
+        columns: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
+        lines = response.iter_lines()
+        while not (columns.get("chunks") and any(columns["chunks"]) and figures.get("tbt", [None])[0]):
+            line = next(lines)
+            if line == "event: steps":
+                columns = json.loads(next(lines).removeprefix("data: "))
+            elif line == "event: figures":
+                figures = json.loads(next(lines).removeprefix("data: "))
+    request, start, length, reason, seconds = [chunk for chunks in columns["chunks"] for chunk in chunks][-1]
+    assert request > 0
+    assert (start, length, reason) == (0, 3, "end_of_prompt")
+    assert seconds == pytest.approx(stand_in_vllm.TOKEN_S)
+    assert figures["running"] == 1
+    assert figures["up"] is True
+    observer = server.server.service.client._observer  # type: ignore[attr-defined]
+    server.until(lambda: not observer.requests)  # an abort is told with no further step
+
+
+def test_limits_and_keys_are_evenflows(python: str) -> None:
+    limits = {"max_body_bytes": 500, "max_waiting": 0, "max_tenant_requests": 1}
+    with front(python, api_keys=["secret"], limits=limits) as server:
+        for path in ("/v1/models", "/metrics", "/v1/target", "/live/feed"):
+            assert server.get(path).status_code == 401
+        for path in ("/health", "/ready", "/version", "/"):
+            assert server.get(path).status_code == 200
+        key = {"authorization": "Bearer secret"}
+        assert server.get("/v1/models", headers=key).status_code == 200
+        assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
+        with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
+            assert next(first.iter_lines())
+            refused = server.post("/v1/completions", {"prompt": [1]}, headers=key)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+
+
+def test_when_vllm_is_killed_streams_end_with_an_error_and_it_comes_back(python: str) -> None:
+    with front(python) as server:
+        server.request("PUT", "/v1/target", {"tbt_target": "80ms"})
+        pid = seen(server)["pid"]
+        with open_stream(server) as lines:
+            os.kill(pid, signal.SIGKILL)
+            *_, error, done = lines
+        assert "vLLM" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        server.until(lambda: server.get("/health").status_code == 503)
+        refused = server.post("/v1/completions", {"prompt": [1]})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert "evenflow:up" in server.get("/metrics").text
+        server.until(lambda: server.get("/ready").status_code == 200)
+        after = seen(server)
+        assert after["pid"] != pid
+        assert after["policy"] == "target:80ms"
+        assert figure(server, "evenflow:engine_restarts_total") == 1
+        assert server.post("/v1/completions", {"prompt": [1], "max_tokens": 2}).status_code == 200
+
+
+def test_the_end_of_the_front_is_the_end_of_vllm(python: str) -> None:
+    with front(python) as server:
+        found = seen(server)
+        folder = Path(found["arguments"][found["arguments"].index("--uds") + 1]).parent
+        assert folder.is_dir()
+        with open_stream(server) as lines:
+            server.server.should_exit = True
+            *_, error, done = lines
+        assert "shutting down" in error
+        assert done == "data: [DONE]"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(found["pid"], 0)
+    assert not folder.exists()
+
+
+def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
+    command = [sys.executable, "-c", "from evenflow.cli.main import main; main()", "serve", "--engine", "vllm"]
+    options = ["--model", MODEL, "--port", "0", "--tbt-target", "50ms", "--vllm-python", _with_version(python)]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "Serving" in line)
+        url = line.split(" at ")[1].split("/v1")[0]
+        pid = httpx.get(url + "/seen").json()["pid"]
+        process.kill()
+    end = time.monotonic() + 20
+    while _is_alive(pid):
+        assert time.monotonic() < end, "vLLM is still there"
+        time.sleep(0.02)
+
+
+def _with_version(python: str) -> str:
+    """The same, which also answers which vLLM it has."""
+    path = Path(python).with_name("python-with-version")
+    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo 0.32.0 && exit\nexec {python} "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str, tmp_path: Path) -> None:
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {python} "$@"\n')
+    slow.chmod(0o700)
+    with front(str(slow), wait=False) as server:
+        for path in ("/ready", "/health", "/v1/models"):
+            assert server.get(path).status_code == 503
+        assert server.get("/version").status_code == 200
+        server.until(lambda: server.get("/ready").status_code == 200)
+    listener = bind("127.0.0.1", 0)
+    failing = VllmLaunch(python=python, model=MODEL, policy="target:50ms", flags=["--fail"])
+    with listener, pytest.raises(EngineFailed, match=r"before it was ready \(exit code 3\)"):
+        asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--port", "9"], ["--served_model_name=x"], ["--scheduler-cls", "x"], ["--additional-config", '{"evenflow": {}}']],
+)
+def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="Got"):
+        check_flags(flags)
+
+
+def test_other_flags_are_vllms_to_judge() -> None:
+    check_flags(
+        ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--engine vllm needs --model"),
+        ("--model m", "--engine vllm needs --tbt-target"),
+        ("--model m --policy fixed:64", "--engine vllm needs --tbt-target"),
+        ("--model m --tbt-target 50ms --weights int4", "Got --weights with --engine vllm"),
+        ("--model m --tbt-target 50ms --max-n 3", "Got --max-n with --engine vllm"),
+        ("--model m --tbt-target 50ms -- --port 1", "Got '--port' behind the --"),
+        ("--model m --tbt-target 50ms --vllm-python /no/such/python", "cannot be run"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--engine", "vllm", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_vllms_options_are_refused_by_the_own_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--", "--tensor-parallel-size", "2"]) == 2
+    assert "the engine is evenflow's own" in capsys.readouterr().err
+
+
+def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launch.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(launch, "installed_version", lambda: None)
+    with pytest.raises(MissingDependency, match="make install-vllm"):
+        find_python(None)
+
+
+def test_a_target_file_is_read_once_and_bad_ones_are_not_taken(tmp_path: Path) -> None:
+    written = TargetFile(tmp_path / "target")
+    read = TargetFile(tmp_path / "target")
+    assert read.changed() is None
+    written.write("target:80ms")
+    assert read.changed() == "target:80ms"
+    assert read.changed() is None
+    for bad in ("fixed:64", "target:soon", ""):
+        written.write(bad)
+        assert read.changed() is None
+    written.write("target:90ms,paced")
+    assert read.changed() == "target:90ms,paced"
