@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help install install-vllm test-vllm demo serve test test-browser test-slow lint format bench clean
+.PHONY: help install install-vllm test-vllm demo serve test test-browser test-clients test-slow lint format bench clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: lint  ## Lint, type-check and test
 
 test-browser: $(STAMP)  ## The live page in a real Chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+
+test-clients: $(STAMP)  ## Real clients against the server, each in its own environment; CLIENTS="..." chooses
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 test-slow: $(STAMP)  ## The default model against transformers: several minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
