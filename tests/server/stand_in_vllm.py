@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def make_app(names: list[str]) -> FastAPI:
     scheduler = Scheduler()
     numbers = iter(range(1_000_000))
 
-    async def tokens(body: dict[str, Any]) -> AsyncIterator[str]:
+    async def tokens(body: dict[str, Any]) -> AsyncGenerator[str, None]:
         request_id, num_prompt_tokens = f"cmpl-{next(numbers)}", len(body["prompt"])
         scheduler.arrive(request_id, num_prompt_tokens, body["max_tokens"])
         num_tokens = 0
@@ -103,13 +104,10 @@ def make_app(names: list[str]) -> FastAPI:
                 num_tokens += 1
                 if num_tokens == body["max_tokens"]:
                     scheduler.leave(request_id, num_tokens)
-                    request_id, left = "", request_id
-                    scheduler.step(left, 0 if number else num_prompt_tokens)
-                else:
-                    scheduler.step(request_id, 0 if number else num_prompt_tokens)
+                scheduler.step(request_id, 0 if number else num_prompt_tokens)
                 yield f"token {number} "
         finally:
-            if request_id:
+            if num_tokens < body["max_tokens"]:
                 scheduler.leave(request_id, num_tokens)
 
     @app.get("/health")
@@ -152,7 +150,12 @@ def make_app(names: list[str]) -> FastAPI:
                 yield "data: [DONE]\n\n"
 
             return StreamingResponse(events(), media_type="text/event-stream")
-        text = "".join([part async for part in tokens(body)])
+        text = ""
+        async with aclosing(tokens(body)) as parts:
+            async for part in parts:
+                if await request.is_disconnected():
+                    break
+                text += part
         choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
         answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": names[0], "choices": [choice]}
         return Response(json.dumps(answer), media_type="application/json")

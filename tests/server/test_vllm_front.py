@@ -195,8 +195,10 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
         assert server.get("/v1/models", headers=key).status_code == 200
         assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
         with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
-            assert next(first.iter_lines())
-            refused = server.post("/v1/completions", {"prompt": [1]}, headers=key)
+            lines = first.iter_lines()
+            assert next(lines)
+            refused = server.post("/v1/completions", {"prompt": [1], "max_tokens": 1}, headers=key)
+            assert next(lines) == ""
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
 
