@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             compiler = create_enhanced_compiler(cache_dir=options.cache_dir or folder)
-            compiled = compiler.compile_model(model, tokens, "default")
+            compiled: Any = compiler.compile_model(model, tokens, "default")
             result["starts"] += compiler.get_performance_report()["compilations"]
     cache = model(tokens).past_key_values
     caches = [copy.deepcopy(cache), copy.deepcopy(cache)]
