@@ -195,7 +195,10 @@ class Driver:
     def _schedule(self) -> Ran:
         was_prefilling = {r.request_id: r.is_prefill_chunk for r in self.scheduler.running}
         output = self.scheduler.schedule()
-        chunks, decodes, samples, attention = {}, {}, {}, 0
+        chunks: dict[str, int] = {}
+        decodes: dict[str, int] = {}
+        samples: dict[str, int] = {}
+        attention = 0
         for request_id, length in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             attention += length * request.num_computed_tokens
