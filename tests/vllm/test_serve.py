@@ -60,23 +60,27 @@ class Front:
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.2)
 
-    def complete(self, num_prompt_tokens: int, max_tokens: int, first_token: int) -> Any:
+    def complete(self, num_prompt_tokens: int, max_tokens: int, first_token: int, stream: bool = False) -> Any:
         prompt = [first_token, *(3 + position % 500 for position in range(num_prompt_tokens - 1))]
-        body = {"ignore_eos": True, "temperature": 0}
-        return self.openai.completions.create(model="tiny", prompt=prompt, max_tokens=max_tokens, extra_body=body)
+        return self.openai.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stream=stream,
+            extra_body={"ignore_eos": True, "temperature": 0},
+        )
 
     def chunks_beside_decodes(self, first_token: int) -> list[int]:
         """The lengths of a long prompt's chunks in steps that decode too, as the page is told of them."""
-        chat = threading.Thread(target=self.complete, args=(5, 400, first_token + 1))
-        chat.start()
         with httpx.stream("GET", self.url + "/live/feed", timeout=60) as response:
             lines = response.iter_lines()
-            while next(lines) != "event: steps":
+            while next(lines) != "event: figures":  # what came before is told by now
                 pass
-            self.complete(_LONG_PROMPT, 1, first_token)
-            chat.join()
+            with self.complete(5, 4000, first_token + 1, stream=True) as chat:
+                next(iter(chat))
+                self.complete(_LONG_PROMPT, 1, first_token)
             found: list[int] = []
-            while sum(found) < _LONG_PROMPT // 2:
+            for _ in range(100):
                 if next(lines) == "event: steps":
                     columns = json.loads(next(lines).removeprefix("data: "))
                     steps = zip(columns["decodes"], columns["chunks"], strict=True)
