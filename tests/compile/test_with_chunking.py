@@ -185,7 +185,8 @@ def test_an_engine_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def broken(**_: Any) -> None:
+    def broken(**settings: Any) -> None:
+        assert settings["dtype"] == "float32"
         raise RuntimeError("no such device")
 
     monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(LLM=broken))

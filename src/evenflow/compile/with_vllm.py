@@ -184,9 +184,11 @@ class EnhancedAOTWithVLLMChunking:
             from vllm import LLM
 
             settings = self.vllm_config.to_engine_args()
-            for note in settings.notes.values():
-                logger.info("%s: %s", model_id, note)
-            return LLM(model=str(folder), **settings)
+            for name, note in settings.notes.items():
+                logger.info("%s: %s: %s", model_id, name, note)
+            # Left to itself vLLM would halve the precision of a float32 model.
+            dtype = str(hugging_face_module(model).dtype).removeprefix("torch.")
+            return LLM(model=str(folder), dtype=dtype, **settings)
         except Exception as error:  # the local model is there
             logger.warning("%s: vLLM did not start: %s", model_id, error)
             return None
