@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +48,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream=true"),
     (CHAT, {"messages": MESSAGES, "stop": ""}, 400, "stop"),
-    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, 400, "stop: List should have at most 16 items"),
     (CHAT, {"messages": MESSAGES, "temprature": 1}, 400, "temprature"),
     (CHAT, {"messages": MESSAGES, "tbt_target": 0.05}, 400, "only the policy 'target'"),
     (CHAT, {"messages": MESSAGES, "tbt_target": "soon"}, 400, "tbt_target"),
@@ -59,7 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": [[]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [["a"]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [512]}, 400, "0 to 511"),
-    (COMPLETION, {"prompt": [-1]}, 400, "prompt"),
+    (COMPLETION, {"prompt": [5, -1]}, 400, "prompt.1: Input should be greater than or equal to 0"),
     (COMPLETION, {"prompt": [True]}, 400, "prompt"),
     (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 answers"),
     (COMPLETION, {"prompt": [5] * 1000}, 400, "1000 tokens"),
@@ -112,6 +114,19 @@ def test_other_types_and_larger_bodies_are_refused_unread(server: RunningServer)
         yield b'"}'
 
     check_error(server.post(COMPLETION, content=parts(), headers={"content-type": "application/json"}), 413)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_defect(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[object] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda message, **_: logged.append(message))
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n")
+        connection.sendall(b"Content-Type: application/json\r\n\r\n{")
+    server.until(lambda: not server.server.server_state.tasks)
+    assert server.get("/health").status_code == 200
+    assert not logged
 
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:

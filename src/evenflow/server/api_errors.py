@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from evenflow.errors import EngineFailed, EvenflowError, InvalidInput
 
@@ -94,10 +95,14 @@ def as_api_error(error: EvenflowError) -> ApiError:
 
 def invalid_body(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    found = error.errors(include_url=False, include_context=False)
+    # Of a field that may be this or that there is an error for each: the one that does not stop at the type says more.
+    about_one_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    first = min(about_one_field, key=lambda one: one["type"].endswith("_type"))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not JSON: {first['msg']}.")
-    names = [str(part) for part in first["loc"]]
+    # Behind the first, what is no name of a field is pydantic's name of a type.
+    names = [str(part) for at, part in enumerate(first["loc"]) if not at or str(part).replace("_", "a").isalnum()]
     field = names[0] if names else None
     if field in _UNSUPPORTED:
         return ApiError(400, f"{field}: {_UNSUPPORTED[field]}.", param=field, code="unsupported_parameter")
@@ -125,6 +130,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}."
         return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return respond(ApiError(400, "The body did not come whole."))  # nobody is there to read it
 
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
