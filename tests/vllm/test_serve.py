@@ -45,9 +45,16 @@ class Front:
         assert self.process.stderr is not None
         line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)
         self.url = line[line.index("http") : line.index("/ready")]
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        self._reader = threading.Thread(target=self.process.stderr.read)
+        self._reader.start()
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
         self.until(lambda: self.get("/ready").status_code == 200)
+
+    def close(self) -> None:
+        self.process.kill()
+        self._reader.join()  # it ends with the last of vLLM's processes, which hold the pipe too
+        with self.process:
+            pass
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60)
@@ -99,8 +106,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 4096}
     running = Front(tiny_hf_folder(tmp_path_factory.mktemp("model"), "LlamaForCausalLM", **sizes))
     yield running
-    running.process.kill()
-    running.process.wait()
+    running.close()
 
 
 def test_vllm_answers_through_evenflow(front: Front) -> None:
