@@ -325,6 +325,18 @@ def test_any_observations_leave_a_model_that_answers(steps: list[tuple[StepShape
         assert 1 <= model.margin(s) <= WIDEST
 
 
+def test_a_step_whose_parts_were_all_free_so_far_is_taken_in() -> None:
+    """Samples that attention explains whole leave rows without a cost; then a step without attention runs."""
+    model = StepTimeModel()
+    for size in range(1, 40):
+        s = StepShape(0, 0, size, 1000 * size * size, 0, 0, 0, 0)
+        model.observe(s, 1e-6 * s.prefill_attention)
+    bare = StepShape(1, 1, 0, 0, 1, 1, 1, 1)
+    for _ in range(20):
+        model.observe(bare, 0.01)
+    assert model.predict(bare) > 0
+
+
 def test_nothing_is_learned_from_steps_without_duration() -> None:
     model = StepTimeModel()
     for seconds in (0.0, -1.0, math.inf, math.nan):

@@ -139,7 +139,9 @@ class StepTimeModel:
     def _follow_speed(self, shape: StepShape, sample: _Sample) -> bool:
         """Take in how fast a step was for its shape; True if that is a surprise."""
         predicted = self.predict(shape)
-        ratio = sample.seconds / self._costs.seconds(sample.features)
+        if not predicted:
+            return True  # nothing that such a step holds has a known cost yet
+        ratio = self._ratio(sample)
         spread = self._costs.spread(sample.features)
         is_mixed = shape.prefill_rows > 0 and shape.decode_sequences > 0
         self._recent.append(_RecentStep(sample, ratio, predicted, self._level, spread, is_mixed))
@@ -151,6 +153,11 @@ class StepTimeModel:
             self._level *= math.exp(deviation / self._steps_at_level)
         self._update_speed()
         return spread > _UNFAMILIAR_SPREAD or abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
+
+    def _ratio(self, sample: _Sample) -> float:
+        """Seconds / what the costs say; the level itself where new costs say nothing of such a step."""
+        expected = self._costs.seconds(sample.features)
+        return sample.seconds / expected if expected else self._level
 
     def _update_speed(self) -> None:
         # Only familiar shapes can show that the machine changed: others may show that the costs are wrong.
@@ -215,7 +222,7 @@ class StepTimeModel:
         self._num_fits += 1
         self._steps_since_fit = 0
         for step in self._recent:
-            step.ratio = step.sample.seconds / self._costs.seconds(step.sample.features)
+            step.ratio = self._ratio(step.sample)
         self._update_speed()
 
     def _samples(self) -> list[_Sample]:
