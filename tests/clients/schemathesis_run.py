@@ -14,13 +14,14 @@ MAX_SECONDS = os.environ.get("EVENFLOW_SCHEMATHESIS_SECONDS", "120")
 def every_answer_is_as_the_schema_says() -> None:
     command = [
         *(PROGRAMS / "schemathesis", "run", f"{ADDRESS}/openapi.json", "--checks", "all", "--mode", "all"),
+        # A body may be right in every field and yet be refused: a prompt too long, fields that exclude each other.
+        *("--exclude-checks", "positive_data_acceptance"),
         *("--max-time", MAX_SECONDS, "--request-timeout", "60", "--continue-on-failure", "--seed", "1"),
         *("--generation-database", "none", "--suppress-health-check", "all", "--no-color"),
     ]
     done = subprocess.run(command, cwd=WORK, capture_output=True, text=True, check=False)
-    (WORK / "schemathesis.log").write_text(done.stdout + done.stderr)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    print(done.stdout[done.stdout.rfind("Test cases") :])
+    assert done.returncode == 0, done.stdout[done.stdout.find("= FAILURES") :] + done.stderr
+    print("        ", done.stdout.splitlines()[-1].strip("= "))
 
 
 run_checks()

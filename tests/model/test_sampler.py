@@ -74,8 +74,9 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     assert_frequencies(frequencies(LOGITS, min_p=0.2), expected)
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
-    rows = [sequence(seed=seed, temperature=1e-30, top_p=0.9) for seed in range(20)]
+@pytest.mark.parametrize("temperature", [1e-30, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    rows = [sequence(seed=seed, temperature=temperature, top_p=0.9) for seed in range(20)]
     assert sample((LOGITS * 1000).repeat(20, 1), rows).tokens == [0] * 20
 
 

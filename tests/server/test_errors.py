@@ -70,6 +70,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETION, {"prompt": "a", "best_of": 3}, 400, "best_of"),
     (COMPLETION, {"prompt": "a", "seed": 2**63}, 400, "seed"),
+    (COMPLETION, {"prompt": "a", "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
+    (COMPLETION, {"prompt": "a", "include_stop_str_in_output": 0}, 400, "include_stop_str_in_output"),
+    (COMPLETION, {"prompt": "a", "skip_special_tokens": False}, 400, "only true is supported"),
+    (COMPLETION, {"prompt": "a", "best_of": True}, 400, "best_of"),
     ("/tokenize", {}, 400, "prompt or messages"),
     ("/tokenize", {"prompt": "a", "model": "other"}, 404, "other"),
     ("/detokenize", {"tokens": [600]}, 400, "600"),
@@ -127,6 +131,12 @@ def test_a_client_that_leaves_within_its_body_is_no_defect(
     server.until(lambda: not server.server.server_state.tasks)
     assert server.get("/health").status_code == 200
     assert not logged
+
+
+@pytest.mark.parametrize("target", [0, 1e-9, 3601, 1.2e308, "0ms", "9" * 308 + "s", "9" * 400 + "ms"])
+def test_targets_that_no_stream_could_mean(server: RunningServer, target: float | str) -> None:
+    check_error(server.request("PUT", "/v1/target", {"tbt_target": target}), 400)
+    assert server.request("OPTIONS", "/v1/target").headers["allow"] == "GET, PUT"
 
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from evenflow.core.pacing import Pacing
@@ -11,7 +10,7 @@ from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, B
 from evenflow.core.target_policy import Target
 from evenflow.errors import InvalidConfig
 
-MIN_TARGET_S = 0.001
+MIN_TARGET_S, MAX_TARGET_S = 0.001, 3600.0
 POLICY_FORMS = ("unchunked", "alternate:N", "fixed:N", "load", "adaptive[:MS]", "prompt-length", "target:MS[,paced]")
 
 
@@ -54,8 +53,8 @@ def target_of(policy: str) -> float | None:
 
 def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
     """The target policy of so many seconds: paced or strict as asked for, else as `policy` was."""
-    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds < math.inf:
-        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected seconds, at least {MIN_TARGET_S}.")
+    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
+        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S} to {MAX_TARGET_S:g} seconds.")
     is_paced = policy.endswith(",paced") if paced is None else paced
     return f"target:{round(seconds * 1000)}ms" + ",paced" * is_paced
 

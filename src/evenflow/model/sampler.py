@@ -26,6 +26,8 @@ from evenflow.errors import InvalidRequest
 if TYPE_CHECKING:
     from evenflow.model.grammar import Constraint
 
+_LEAST_TEMPERATURE = 1e-30  # what is smaller may be 0 as a float32
+
 
 @dataclass(slots=True)
 class SampledSequence:
@@ -134,7 +136,7 @@ def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:
 def _draw(row: NDArray[np.float32], sequence: SampledSequence) -> int:
     """One uniform number picks from the cumulated weights of the tokens that are kept."""
     # The largest is taken off first: a tiny temperature must not turn large logits into infinities.
-    weights = np.exp((row - row.max()) / np.float32(sequence.params.temperature))
+    weights = np.exp((row - row.max()) / np.float32(max(sequence.params.temperature, _LEAST_TEMPERATURE)))
     least = _least_weight(weights, sequence.params)
     if least > 0:
         weights[weights < least] = 0

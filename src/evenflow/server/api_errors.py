@@ -129,7 +129,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}."
-        return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+        headers = dict(error.headers or {})
+        if error.status_code == 405 and (methods := app.openapi()["paths"].get(request.url.path)):
+            headers["Allow"] = ", ".join(method.upper() for method in methods)  # the framework names one route's
+        return respond(ApiError(error.status_code, message, headers=headers))
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from evenflow.core.grammar import Grammar
+from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
 from evenflow.server.response_format import GrammarFields
@@ -31,8 +32,24 @@ Prompt = (
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 )
 StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-Duration = Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=DURATION_PATTERN)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
+Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+
+
+def _only(allowed: bool) -> AfterValidator:
+    """For a truth value that may be said but not changed. Literal would take 0 and 1 for it."""
+
+    def check(value: bool) -> bool:
+        if value is not allowed:
+            raise ValueError(f"only {str(allowed).lower()} is supported")
+        return value
+
+    return AfterValidator(check)
+
+
+OnlyTrue = Annotated[bool, _only(True), WithJsonSchema({"type": "boolean", "const": True})]
+OnlyFalse = Annotated[bool, _only(False), WithJsonSchema({"type": "boolean", "const": False})]
 
 
 def seconds_of(duration: float | str) -> float:
@@ -63,7 +80,7 @@ class GenerationBody(Body, GrammarFields):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), le=_MOST_SEED)
@@ -87,9 +104,9 @@ class GenerationBody(Body, GrammarFields):
     safety_identifier: str | None = Field(default=None, description="Has no effect.")
     prompt_cache_key: str | None = Field(default=None, description="Has no effect: see tenant.")
     logit_bias: dict[str, float] | None = Field(default=None, max_length=0, description="Must be empty.")
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    include_stop_str_in_output: OnlyFalse | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationBody:
@@ -141,7 +158,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = Field(default=None, ge=0, description="By default 16; 0 is for echo and logprobs.")
     echo: bool | None = Field(default=None, description="Begin with the prompt.")
     logprobs: NumLogprobs | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = Field(default=None, ge=1, le=1)
     suffix: None = None
     add_special_tokens: bool | None = Field(default=None, description="Put the model's first token before a text.")
 
