@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _NUM_DECODE_PIXELS = """
 _PICTURE = "() => document.getElementById('steps').toDataURL()"
 
 
-def until(page: Any, condition: str, seconds: float = 30) -> None:
+def until(page: Any, condition: str, seconds: float = 60) -> None:
     """Wait for a condition on the page. Playwright's own way would need the page to allow eval."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
@@ -41,6 +42,14 @@ def until(page: Any, condition: str, seconds: float = 30) -> None:
             f"in {seconds} s it did not come true that {condition}: {page.inner_text('body')}"
         )
         page.wait_for_timeout(50)
+
+
+def until_seen(page: Any, is_seen: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what is not a condition on the page alone."""
+    end = time.monotonic() + seconds
+    while not is_seen():
+        assert time.monotonic() < end, f"not seen in {seconds} s: {page.inner_text('body')}"
+        page.wait_for_timeout(100)
 
 
 def text_of(page: Any, selector: str) -> str:
@@ -65,15 +74,13 @@ def test_steps_move_while_streams_run_and_stand_when_paused(pages: Pages, addres
     assert page.evaluate(_NUM_DECODE_PIXELS) == 0
     with streaming(address, 4):
         until(page, "Number(document.getElementById('rate').textContent.replace(',', '')) > 10")
-        page.wait_for_timeout(1000)
-        assert page.evaluate(_NUM_DECODE_PIXELS) > 100
+        until_seen(page, lambda: page.evaluate(_NUM_DECODE_PIXELS) > 100)
         first = page.evaluate(_PICTURE)
-        page.wait_for_timeout(500)
-        assert page.evaluate(_PICTURE) != first
-        assert text_of(page, "#running") == "4"
-        assert re.fullmatch(r"[\d.]+ m?s", text_of(page, "#tbt-p99"))
+        until_seen(page, lambda: page.evaluate(_PICTURE) != first)
+        until_seen(page, lambda: text_of(page, "#running") == "4")
+        until_seen(page, lambda: re.fullmatch(r"[\d.]+ m?s", text_of(page, "#tbt-p99")) is not None)
         page.get_by_role("button", name="Pause").click()
-        page.wait_for_timeout(200)
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         standing = page.evaluate(_PICTURE)
         page.wait_for_timeout(500)
         assert page.evaluate(_PICTURE) == standing
@@ -84,9 +91,8 @@ def test_the_page_keeps_up_with_fast_steps(pages: Pages, address: str) -> None:
     until(page, IS_LIVE)
     began = figures(address)["evenflow:step_seconds_count"]
     with streaming(address, 2):
-        page.wait_for_timeout(4000)
+        until_seen(page, lambda: figures(address)["evenflow:step_seconds_count"] > began + 200)
         ended = figures(address)["evenflow:step_seconds_count"]
-        assert ended - began > 200
         page.locator("#steps").focus()
         page.keyboard.press("ArrowLeft")
         newest = int(re.findall(r"Step (\d+)", text_of(page, "#step-detail"))[0])
@@ -145,7 +151,7 @@ def test_a_chat_streams_and_can_be_stopped(pages: Pages, address: str) -> None:
     until(page, f"document.getElementById('answer').textContent.length > {length}")
     page.get_by_role("button", name="Stop").click()
     until(page, "/^Stopped.*first after/.test(document.getElementById('chat-note').textContent)")
-    assert page.get_by_role("button", name="Send").is_enabled()
+    until_seen(page, lambda: bool(page.get_by_role("button", name="Send").is_enabled()))
     say(page, "hello again", max_tokens=5)
     wait_for_answer(page)
 
