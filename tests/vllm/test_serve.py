@@ -79,20 +79,27 @@ class Front:
 
     def chunks_beside_decodes(self, first_token: int) -> list[int]:
         """The lengths of a long prompt's chunks in steps that decode too, as the page is told of them."""
-        with httpx.stream("GET", self.url + "/live/feed", timeout=60) as response:
+        with httpx.stream("GET", self.url + "/live/feed", timeout=_START_S) as response:
             lines = response.iter_lines()
             while next(lines) != "event: figures":  # what came before is told by now
                 pass
-            with self.complete(5, 4000, first_token + 1, stream=True) as chat:
-                next(iter(chat))
-                self.complete(_LONG_PROMPT, 1, first_token)
+            asking = threading.Thread(target=self._prefill_beside_a_chat, args=(first_token,))
+            asking.start()  # while this thread reads: whoever reads too slowly is not told everything
             found: list[int] = []
-            for _ in range(100):
+            end = 0
+            while end < _LONG_PROMPT:
                 if next(lines) == "event: steps":
                     columns = json.loads(next(lines).removeprefix("data: "))
-                    steps = zip(columns["decodes"], columns["chunks"], strict=True)
-                    found += [chunk[2] for num_decodes, chunks in steps if num_decodes for chunk in chunks]
+                    for num_decodes, chunks in zip(columns["decodes"], columns["chunks"], strict=True):
+                        end = max([end, *(start + length for _, start, length, *_ in chunks)])
+                        found += [length for _, _, length, *_ in chunks if num_decodes]
+            asking.join()
             return found
+
+    def _prefill_beside_a_chat(self, first_token: int) -> None:
+        with self.complete(5, 4000, first_token + 1, stream=True) as chat:
+            next(iter(chat))
+            self.complete(_LONG_PROMPT, 1, first_token)
 
     def vllm_group(self) -> int:
         """The id of vLLM's process group: that of the command's child whose command line says so."""
