@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evenflow.core.plan import StepShape
@@ -97,9 +97,9 @@ class Machine:
         contexts = [self.log_uniform(20, max_context / 4) for _ in range(num_decodes)]
         return shape(chunks, contexts, is_padded=self.is_padded and sum(n for _, n in chunks) + num_decodes <= 8192)
 
-    def teach(self, model: StepTimeModel, num_steps: int) -> None:
+    def teach(self, model: StepTimeModel, num_steps: int, *, mixed: bool | None = None) -> None:
         for _ in range(num_steps):
-            s = self.step()
+            s = self.step(mixed=mixed)
             model.observe(s, self.seconds(s))
 
 
@@ -190,24 +190,53 @@ def test_prefill_after_a_start_with_decodes_alone_is_learned_as_a_cost() -> None
 @each_machine
 @pytest.mark.parametrize("slowness", [2.0, 0.5, 1.3])
 def test_a_lasting_change_of_speed_is_followed_within_ten_steps_and_back(cost: Cost, slowness: float) -> None:
-    model, machine = taught(cost, 120)
     s = shape([(500, 256)], [400] * 6)
-    for factor in (slowness, 1.0, slowness, 1.0):
-        machine.slowness = factor
-        machine.teach(model, 10)
-        assert model.predict(s) == pytest.approx(cost(s) * factor, rel=0.1)
-        machine.teach(model, 40)
-        assert model.predict(s) == pytest.approx(cost(s) * factor, rel=0.07)
+    soon: list[float] = []
+    later: list[float] = []
+    for seed in range(5):
+        model, machine = taught(cost, 120, seed)
+        for factor in (slowness, 1.0, slowness, 1.0):
+            machine.slowness = factor
+            for errors, num_steps, mixed in ((soon, 10, True), (later, 40, None)):
+                machine.teach(model, num_steps, mixed=mixed)
+                errors.append(abs(model.predict(s) / (cost(s) * factor) - 1))
+    for errors in (soon, later):
+        assert mean(errors) < 0.05
+        assert sorted(errors)[-3] < 0.1  # of twenty
+
+
+def test_decodes_alone_that_costs_do_not_fit_are_not_taken_for_another_speed() -> None:
+    """As with graphs of decodes alone: beside prefill, and from the seventh stream on, all takes longer."""
+
+    def with_graphs(s: StepShape) -> float:
+        penalty = 4e-3 if s.prefill_rows else 4e-3 * (s.decode_sequences > 6)
+        return rows_bound_by_memory_or_compute(s) + penalty
+
+    model, machine = StepTimeModel(), Machine(with_graphs)
+    machine.teach(model, 60)
+    first_of_prompt: list[float] = []
+    for prompt in range(12):
+        for step in range(40):
+            s = shape(contexts=[500 + step] * (6 + prompt % 2))
+            model.observe(s, machine.seconds(s))
+        for start in range(0, 4096, 512):
+            s = shape([(start, 512)], [600] * 6)
+            seconds = machine.seconds(s)
+            if start <= 1024 and prompt >= 2:
+                first_of_prompt.append(model.predict(s) / seconds - 1)
+            model.observe(s, seconds)
+    assert abs(mean(first_of_prompt)) < 0.06
+    assert mean(map(abs, first_of_prompt)) < 0.10
 
 
 def test_a_lasting_change_makes_no_sample_stale() -> None:
-    """Mixed steps are predicted at the new speed although only decodes have run at it."""
+    """Large steps are predicted at the new speed although only small ones have run at it."""
     model, machine = taught(small_cpu, 120)
     machine.slowness = 2.0
     for step in range(200):
-        s = shape(contexts=[500 + step] * 6)
+        s = shape([(32 * step, 32)], contexts=[500 + step] * 6)
         model.observe(s, machine.seconds(s))
-    for chunk in ((0, 64), (2000, 256), (10_000, 1024)):
+    for chunk in ((0, 256), (2000, 512), (10_000, 1024)):
         s = shape([chunk], [700] * 6)
         assert model.predict(s) == pytest.approx(2 * small_cpu(s), rel=0.1)
 
@@ -310,6 +339,7 @@ FIELDS = sorted(StepShape.__dataclass_fields__)
 @given(st.sampled_from(MODELS), figures, st.sampled_from(FIELDS), st.integers(1, 10_000))
 def test_more_of_anything_never_takes_less(model: StepTimeModel, s: StepShape, field: str, more: int) -> None:
     larger = replace(s, **{field: getattr(s, field) + more})
+    assume(bool(s.prefill_rows) == bool(larger.prefill_rows))  # speeds may differ with prefill and without
     assert 0 <= model.predict(s) <= model.predict(larger)
     assert 1 <= model.margin(s) <= WIDEST
     assert model.upper(s) == model.predict(s) * model.margin(s)
@@ -365,7 +395,7 @@ def test_a_record_gives_the_model_back(cost: Cost) -> None:
     for _ in range(50):
         s = machine.step(mixed=True)
         assert again.predict(s) == pytest.approx(model.predict(s), rel=0.08)
-        assert again.margin(s) == pytest.approx(model.margin(s), rel=0.05)
+        assert again.margin(s) == pytest.approx(model.margin(s), rel=0.08)
 
 
 def test_a_record_is_of_the_machine_as_fast_as_it_is_now() -> None:
@@ -381,7 +411,7 @@ def test_an_empty_record_is_an_empty_model() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 7 but expected 2"):
+    with pytest.raises(InvalidInput, match="version 7 but expected 3"):
         StepTimeModel.from_record({"version": 7})
 
 

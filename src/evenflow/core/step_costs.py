@@ -19,8 +19,8 @@ from evenflow.core.plan import StepShape
 
 Features = tuple[int, ...]
 
-_NUM_FEATURES = 9
-_ROWS = 1  # the place of padded rows among the features
+_NUM_FEATURES = 10
+_ROWS, _HAS_PREFILL, _DECODES = 1, 3, 6  # the places of padded rows and others among the features
 _NUM_OWN = 3  # of the features, the first ones: a step, its rows, its launch
 _KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
 _FEW_SAMPLES = 32  # so few that all knees can be tried at once
@@ -38,6 +38,7 @@ def features_of(shape: StepShape) -> Features:
         1,
         shape.padded_rows,
         int(shape.is_launched),
+        int(shape.prefill_rows > 0),
         shape.prefill_rows,
         shape.prefill_attention,
         shape.decode_sequences,
@@ -47,11 +48,19 @@ def features_of(shape: StepShape) -> Features:
     )
 
 
+def has_prefill(features: Features) -> bool:
+    return features[_HAS_PREFILL] > 0
+
+
+def is_mixed(features: Features) -> bool:
+    return features[_HAS_PREFILL] > 0 and features[_DECODES] > 0
+
+
 def _sum(costs: Vector, figures: Vector) -> float:
     """Their dot product, written out because planning a step asks for dozens."""
-    a, b, c, d, e, f, g, h, i = costs
-    r, s, t, u, v, w, x, y, z = figures
-    return a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z
+    a, b, c, d, e, f, g, h, i, j = costs
+    q, r, s, t, u, v, w, x, y, z = figures
+    return a * q + b * r + c * s + d * t + e * u + f * v + g * w + h * x + i * y + j * z
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,12 @@ class StepCosts:
         return (self.first if first_counts else self.second).spread(features)
 
 
-def fit_costs(features: list[Features], seconds: list[float], previous: StepCosts, attempt: int) -> StepCosts:
+class Fit(NamedTuple):
+    costs: StepCosts
+    expected_loss: float  # on other samples than those it was fitted to
+
+
+def fit_costs(features: list[Features], seconds: list[float], previous: StepCosts, attempt: int) -> Fit:
     """Fit on relative error, each sample to the bound that is the larger for it.
 
     Which one that is depends on the fit. So the split that the previous costs give competes with splits by rows: with
@@ -103,25 +117,21 @@ def fit_costs(features: list[Features], seconds: list[float], previous: StepCost
     fits = [_fit_together(weighted, weights), *(_fit_sharing(weighted, weights, split) for split in splits)]
     if splits and splits[0] is last_split:
         fits.append(_fit_apart(weighted, weights, last_split))
-    return min(fits, key=lambda fit: _expected_loss(fit, rows, tolerance)).costs
-
-
-class _Fit(NamedTuple):
-    costs: StepCosts
-    num_costs: int
+    judged = [Fit(costs, _expected_loss(costs, num_costs, rows, tolerance)) for costs, num_costs in fits]
+    return min(judged, key=lambda fit: fit.expected_loss)
 
 
 def _is_worthwhile(split: list[bool]) -> bool:
     return min(sum(split), len(split) - sum(split)) >= _MIN_SAMPLES_PER_BOUND
 
 
-def _fit_together(rows: Matrix, targets: Vector) -> _Fit:
+def _fit_together(rows: Matrix, targets: Vector) -> tuple[StepCosts, int]:
     """One bound for all samples."""
     columns = _columns(rows)
-    return _Fit(StepCosts(_Bound(*fit_nonnegative(columns, targets, _RIDGE))), _num_costs(columns))
+    return StepCosts(_Bound(*fit_nonnegative(columns, targets, _RIDGE))), _num_costs(columns)
 
 
-def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
+def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> tuple[StepCosts, int]:
     """Two bounds that differ only in what a step, a row and a launch cost. That fits most machines, by few samples."""
     none = (0.0,) * _NUM_OWN
     own = [
@@ -134,17 +144,17 @@ def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
         _Bound([costs[i] for i in chosen], [[covariance[i][j] for j in chosen] for i in chosen])
         for chosen in ((*range(_NUM_OWN), *shared), (*range(_NUM_OWN, 2 * _NUM_OWN), *shared))
     )
-    return _Fit(StepCosts(*bounds), _num_costs(columns))
+    return StepCosts(*bounds), _num_costs(columns)
 
 
-def _fit_apart(rows: Matrix, targets: Vector, split: list[bool]) -> _Fit:
+def _fit_apart(rows: Matrix, targets: Vector, split: list[bool]) -> tuple[StepCosts, int]:
     """Two bounds that have nothing in common, as where one roofline holds for the whole step."""
     bounds, num_costs = [], 0
     for half in (split, list(map(not_, split))):
         columns = _columns(compress(rows, half))
         bounds.append(_Bound(*fit_nonnegative(columns, list(compress(targets, half)), _RIDGE)))
         num_costs += _num_costs(columns)
-    return _Fit(StepCosts(*bounds), num_costs)
+    return StepCosts(*bounds), num_costs
 
 
 def _num_costs(columns: Iterable[Vector]) -> int:
@@ -156,13 +166,12 @@ def _columns(rows: Iterable[Vector]) -> list[Vector]:
     return list(zip(*rows, strict=True))
 
 
-def _expected_loss(fit: _Fit, rows: Matrix, tolerance: float) -> float:
+def _expected_loss(costs: StepCosts, num_costs: int, rows: Matrix, tolerance: float) -> float:
     """The loss to expect on other samples, by Akaike's measure: with more costs a fit is closer, but predicts worse."""
-    if len(rows) <= fit.num_costs:
+    if len(rows) <= num_costs:
         return math.inf
-    first, second = fit.costs.first.costs, fit.costs.second.costs
     loss = 0.0
     for row in rows:
-        misfit = abs(max(_sum(first, row), _sum(second, row)) - 1)
+        misfit = abs(max(_sum(costs.first.costs, row), _sum(costs.second.costs, row)) - 1)
         loss += misfit * misfit if misfit < tolerance else tolerance * (2 * misfit - tolerance)
-    return loss * (len(rows) + fit.num_costs) / (len(rows) - fit.num_costs)
+    return loss * (len(rows) + num_costs) / (len(rows) - num_costs)

@@ -138,7 +138,7 @@ class StallLog:
     def predicted_parts(self, plan: StepPlan) -> list[float]:
         """Predicted seconds of the step had it only decoded, then what each of its chunks adds to those before it."""
         seconds = [self.step_time.predict(shape) for shape in _growing_shapes(plan, self.caps)]
-        return [seconds[0], *(after - before for before, after in pairwise(seconds))]
+        return [seconds[0], *(max(after - before, 0.0) for before, after in pairwise(seconds))]
 
 
 def _growing_shapes(plan: StepPlan, caps: ExecutorCaps) -> Iterator[StepShape]:
