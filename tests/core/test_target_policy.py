@@ -244,7 +244,7 @@ def test_paced_streams_lend_what_they_have_earned_and_never_fall_behind() -> Non
             assert moment - times[0] <= 1.05 * number * target + slack
     assert longest[""] <= 1.1 * target
     assert 1.5 * target < longest[",paced"] <= 3.1 * target
-    assert ttft[",paced"] <= ttft[""]
+    assert ttft[",paced"] <= 1.03 * ttft[""]  # a dozen steps with 5% of noise each
 
 
 @pytest.mark.parametrize("depth", [1, 2])

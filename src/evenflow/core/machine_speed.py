@@ -12,9 +12,10 @@ from statistics import median
 
 from evenflow.core.step_costs import Features
 
-_RECENT_STEPS = 5  # the speed is a median over these: three slow steps count, two do not
-_NOISE = 0.04  # by so much a median of five may stray while the machine is as fast as ever
-_LASTING_CHANGE = 1.2  # recent steps that all stray by more may show that the machine changed
+_LAST_STEPS = 4  # the speed is a median over these: three slow steps count, one does not
+_NOISE = 0.04  # by so much that median may stray while the machine is as fast as ever
+_RECENT_STEPS = 5  # that all stray by more
+_LASTING_CHANGE = 1.2  # than this may show that the machine changed
 
 
 @dataclass(slots=True)
@@ -56,8 +57,8 @@ class MachineSpeed:
         return oldest
 
     def update(self) -> None:
-        ratios = [step.ratio for step in self.recent]
-        deviation = math.log(median(ratios + [self.level] * (_RECENT_STEPS - len(ratios))) / self.level)
+        ratios = [self.level] * _LAST_STEPS + [step.ratio for step in self.recent]
+        deviation = math.log(median(ratios[-_LAST_STEPS:]) / self.level)
         # What is likely noise is left out, smoothly.
         self.now = self.level * math.exp(deviation**3 / (deviation**2 + _NOISE**2))
 

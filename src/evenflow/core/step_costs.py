@@ -7,7 +7,7 @@ out of the fit. Must not know: how samples were chosen, speeds that change, cloc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from operator import ge, not_
@@ -25,6 +25,7 @@ _NUM_OWN = 3  # of the features, the first ones: a step, its rows, its launch
 _KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
 _FEW_SAMPLES = 32  # so few that all knees can be tried at once
 _MIN_SAMPLES_PER_BOUND = 4
+_REFINEMENTS = 2  # of a split by the fit that it gives
 # A cost that no sample tells from the others is small for all we know: a doubt worth this many samples. It follows from
 # noise of 5% and costs of up to 30% of a step, (0.05 / 0.3) ** 2, and gives the spread of steps that depend on it.
 _RIDGE = 0.03
@@ -115,8 +116,8 @@ def fit_costs(features: list[Features], seconds: list[float], previous: StepCost
     by_rows = ([figures[_ROWS] < knee for figures in features] for knee in knees)
     splits = [split for split in (last_split, *by_rows) if _is_worthwhile(split)]
     fits = [_fit_together(weighted, weights), *(_fit_sharing(weighted, weights, split) for split in splits)]
-    if splits and splits[0] is last_split:
-        fits.append(_fit_apart(weighted, weights, last_split))
+    for split in splits:
+        fits += _fits_apart(weighted, weights, split)
     judged = [Fit(costs, _expected_loss(costs, num_costs, rows, tolerance)) for costs, num_costs in fits]
     return min(judged, key=lambda fit: fit.expected_loss)
 
@@ -145,6 +146,16 @@ def _fit_sharing(rows: Matrix, targets: Vector, split: list[bool]) -> tuple[Step
         for chosen in ((*range(_NUM_OWN), *shared), (*range(_NUM_OWN, 2 * _NUM_OWN), *shared))
     )
     return StepCosts(*bounds), _num_costs(columns)
+
+
+def _fits_apart(rows: Matrix, targets: Vector, split: list[bool]) -> Iterator[tuple[StepCosts, int]]:
+    """Fits whose bounds have nothing in common, each with the split that the one before gives."""
+    for _ in range(_REFINEMENTS):
+        if not _is_worthwhile(split):
+            return
+        costs, num_costs = _fit_apart(rows, targets, split)
+        yield costs, num_costs
+        split = [_sum(costs.first.costs, row) >= _sum(costs.second.costs, row) for row in rows]
 
 
 def _fit_apart(rows: Matrix, targets: Vector, split: list[bool]) -> tuple[StepCosts, int]:

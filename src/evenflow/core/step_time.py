@@ -34,7 +34,7 @@ _MIN_PREFILL_KINDS = 4
 _STEPS_BETWEEN_FITS = 64
 _STEPS_BETWEEN_FITS_IF_SURPRISED = 4
 
-_LESS_LOSS = 0.6  # a change of the machine must explain the samples so much better than other costs do
+_LESS_LOSS = 0.7  # a change of the machine must explain the samples so much better than other costs do
 _UNFAMILIAR_SPREAD = 1.5
 _SURPRISING_ERROR = 0.15
 
