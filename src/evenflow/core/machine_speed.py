@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 
 from evenflow.core.step_costs import Features
 
 _LAST_STEPS = 4  # the speed is a median over these: three slow steps count, one does not
 _NOISE = 0.04  # by so much that median may stray while the machine is as fast as ever
-_RECENT_STEPS = 5  # that all stray by more
+_STRAYING_STEPS = 5  # that all stray by more
 _LASTING_CHANGE = 1.2  # than this may show that the machine changed
+_RECENT_STEPS = 32  # that may have run since it did
 
 
 @dataclass(slots=True)
@@ -47,31 +49,37 @@ class MachineSpeed:
     def __init__(self) -> None:
         self.level = 1.0
         self.now = 1.0  # the level, or what the last few steps say against it
-        self.recent: deque[RecentStep] = deque()
+        self.recent: deque[RecentStep] = deque(maxlen=_RECENT_STEPS)
 
-    def take(self, step: RecentStep) -> RecentStep | None:
-        """Take in a step; returns the one that is recent no more."""
+    def take(self, step: RecentStep) -> None:
         self.recent.append(step)
-        oldest = self.recent.popleft() if len(self.recent) > _RECENT_STEPS else None
         self.update()
-        return oldest
 
     def update(self) -> None:
-        ratios = [self.level] * _LAST_STEPS + [step.ratio for step in self.recent]
+        ratios = [self.level] * _LAST_STEPS + [step.ratio for step in self._last(_LAST_STEPS)]
         deviation = math.log(median(ratios[-_LAST_STEPS:]) / self.level)
         # What is likely noise is left out, smoothly.
         self.now = self.level * math.exp(deviation**3 / (deviation**2 + _NOISE**2))
 
+    def settled(self) -> RecentStep | None:
+        """The step of which it has just shown whether the machine changed with it."""
+        return self.recent[-1 - _STRAYING_STEPS] if len(self.recent) > _STRAYING_STEPS else None
+
     def suspected_level(self) -> float | None:
-        """The level that the recent steps speak for, if they all do."""
-        ratios = [step.ratio for step in self.recent if step.is_familiar]
-        if len(ratios) < _RECENT_STEPS:
+        """The level that the last steps speak for, if they all do."""
+        ratios = [step.ratio for step in self._last(_STRAYING_STEPS) if step.is_familiar]
+        if len(ratios) < _STRAYING_STEPS:
             return None
         strays = min(ratios) > self.level * _LASTING_CHANGE or max(ratios) < self.level / _LASTING_CHANGE
         return median(ratios) if strays else None
 
-    def set_level(self, level: float) -> None:
-        """The recent steps ran at this level, and so will those to come."""
-        self.level = level
+    def change_level(self, level: float) -> None:
+        """The steps since the change, unlike those before it, ran at the new level."""
+        between = math.sqrt(level * self.level)
         for step in self.recent:
-            step.sample.level = level
+            if (step.ratio > between) == (level > between):
+                step.sample.level = level
+        self.level = level
+
+    def _last(self, number: int) -> list[RecentStep]:
+        return list(islice(self.recent, max(0, len(self.recent) - number), None))

@@ -23,7 +23,7 @@ _NUM_FEATURES = 10
 _ROWS, _HAS_PREFILL, _DECODES = 1, 3, 6  # the places of padded rows and others among the features
 _NUM_OWN = 3  # of the features, the first ones: a step, its rows, its launch
 _KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
-_FEW_SAMPLES = 32  # so few that all knees can be tried at once
+FEW_SAMPLES = 32  # so few that all knees can be tried at once
 _MIN_SAMPLES_PER_BOUND = 4
 _REFINEMENTS = 2  # of a split by the fit that it gives
 # A cost that no sample tells from the others is small for all we know: a doubt worth this many samples. It follows from
@@ -97,10 +97,10 @@ class Fit(NamedTuple):
     expected_loss: float  # on other samples than those it was fitted to
 
 
-def fit_costs(features: list[Features], seconds: list[float], previous: StepCosts, attempt: int) -> Fit:
-    """Fit on relative error, each sample to the bound that is the larger for it.
+def candidates(features: list[Features], seconds: list[float], previous: StepCosts, attempt: int) -> Iterator[Fit]:
+    """Fits on relative error, each sample to the bound that is the larger for it. Each takes about a millisecond.
 
-    Which one that is depends on the fit. So the split that the previous costs give competes with splits by rows: with
+    Which bound that is depends on the fit. So the split that the previous costs give competes with splits by rows: with
     all of them while samples are few, later with another one at each attempt, so that no poor split lasts.
     """
     rows = [[figure / s for figure in figures] for figures, s in zip(features, seconds, strict=True)]
@@ -111,15 +111,19 @@ def fit_costs(features: list[Features], seconds: list[float], previous: StepCost
     # Errors beyond the tolerance count by their size, not their square: an outlier has little pull.
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
     weighted = [[figure * weight for figure in row] for row, weight in zip(rows, weights, strict=True)]
-    knees = _KNEES if len(rows) < _FEW_SAMPLES else (_KNEES[attempt % len(_KNEES)],)
+    knees = _KNEES if len(rows) < FEW_SAMPLES else (_KNEES[attempt % len(_KNEES)],)
     last_split = list(map(ge, firsts, seconds_by_second))
     by_rows = ([figures[_ROWS] < knee for figures in features] for knee in knees)
     splits = [split for split in (last_split, *by_rows) if _is_worthwhile(split)]
-    fits = [_fit_together(weighted, weights), *(_fit_sharing(weighted, weights, split) for split in splits)]
+    for costs, num_costs in _fits(weighted, weights, splits):
+        yield Fit(costs, _expected_loss(costs, num_costs, rows, tolerance))
+
+
+def _fits(rows: Matrix, targets: Vector, splits: list[list[bool]]) -> Iterator[tuple[StepCosts, int]]:
+    yield _fit_together(rows, targets)
     for split in splits:
-        fits += _fits_apart(weighted, weights, split)
-    judged = [Fit(costs, _expected_loss(costs, num_costs, rows, tolerance)) for costs, num_costs in fits]
-    return min(judged, key=lambda fit: fit.expected_loss)
+        yield _fit_sharing(rows, targets, split)
+        yield from _fits_apart(rows, targets, split)
 
 
 def _is_worthwhile(split: list[bool]) -> bool:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evenflow.core.machine_speed import MachineSpeed, RecentStep, Sample
 from evenflow.core.plan import StepShape
 from evenflow.core.step_costs import (
     ATTEMPTS,
+    FEW_SAMPLES,
     Features,
     Fit,
     StepCosts,
+    candidates,
     features_of,
-    fit_costs,
     has_prefill,
     is_mixed,
 )
@@ -34,7 +35,6 @@ _MIN_PREFILL_KINDS = 4
 _STEPS_BETWEEN_FITS = 64
 _STEPS_BETWEEN_FITS_IF_SURPRISED = 4
 
-_LESS_LOSS = 0.7  # a change of the machine must explain the samples so much better than other costs do
 _UNFAMILIAR_SPREAD = 1.5
 _SURPRISING_ERROR = 0.15
 
@@ -75,6 +75,9 @@ class StepTimeModel:
         self._kinds: dict[_Kind, deque[Sample]] = {}  # the one not seen for longest first
         self._num_samples = 0
         self._costs = StepCosts()
+        self._fitting: Iterator[Fit] | None = None  # a fit in the making: a step gives time for one candidate
+        self._best_fit: Fit | None = None
+        self._suspects: list[MachineSpeed] = []  # that seemed to have changed when the fit began
         self._num_fits = 0
         self._steps_since_fit = 0
         self._speed_of_decodes = MachineSpeed()  # while nothing else is in the step
@@ -119,10 +122,21 @@ class StepTimeModel:
         surprised = not self.is_calibrated or self._follow_speed(shape, sample)
         self.largest_rows_seen = max(self.largest_rows_seen, shape.padded_rows)
         self._keep(sample)
+        self._go_on_fitting(surprised)
+
+    def _go_on_fitting(self, surprised: bool) -> None:
         self._steps_since_fit += 1
         patience = _STEPS_BETWEEN_FITS_IF_SURPRISED if surprised else _STEPS_BETWEEN_FITS
-        if self._steps_since_fit >= min(patience, 1 + self._num_samples // 2):
-            self._fit()
+        if self._fitting is None and self._steps_since_fit >= min(patience, 1 + self._num_samples // 2):
+            self._begin_fit()
+        if self._num_samples < FEW_SAMPLES:
+            self._finish_fit()
+        else:
+            self._try_next_candidate()
+
+    @property
+    def _speeds(self) -> tuple[MachineSpeed, MachineSpeed]:
+        return self._speed_of_decodes, self._speed_of_prefill
 
     def _speed_of(self, features: Features) -> MachineSpeed:
         return self._speed_of_prefill if has_prefill(features) else self._speed_of_decodes
@@ -135,9 +149,10 @@ class StepTimeModel:
         speed = self._speed_of(sample.features)
         spread = self._costs.spread(sample.features)
         is_familiar = spread < _UNFAMILIAR_SPREAD
-        oldest = speed.take(RecentStep(sample, self._ratio(sample), predicted, speed.level, spread, is_familiar))
-        if oldest is not None:
-            self._count_error(oldest)
+        speed.take(RecentStep(sample, self._ratio(sample), predicted, speed.level, spread, is_familiar))
+        settled = speed.settled()
+        if settled is not None:
+            self._count_error(settled)
         is_off = abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
         return is_off or not is_familiar or speed.suspected_level() is not None
 
@@ -180,34 +195,42 @@ class StepTimeModel:
         if not self._kinds[kind]:
             del self._kinds[kind]
 
-    def _fit(self) -> None:
-        fit = self._fitted()
-        for speed in (self._speed_of_decodes, self._speed_of_prefill):
-            fit = self._with_another_level(speed, fit)
-        self._costs = fit.costs
-        self._num_fits += 1
-        self._steps_since_fit = 0
-        for speed in (self._speed_of_decodes, self._speed_of_prefill):
-            for step in speed.recent:
-                step.ratio = self._ratio(step.sample)
-            speed.update()
-
-    def _with_another_level(self, speed: MachineSpeed, fit: Fit) -> Fit:
-        """Did the machine change, or did the costs never fit what ran last? Whatever explains the samples better."""
-        suspected, level = speed.suspected_level(), speed.level
-        if suspected is None:
-            return fit
-        speed.set_level(suspected)
-        other = self._fitted()
-        if other.expected_loss < _LESS_LOSS * fit.expected_loss:
-            return other
-        speed.set_level(level)
-        return fit
-
-    def _fitted(self) -> Fit:
+    def _begin_fit(self) -> None:
         samples = self._samples()
         features = [sample.features for sample in samples]
-        return fit_costs(features, [sample.normal_seconds for sample in samples], self._costs, self._num_fits)
+        normal_seconds = [sample.normal_seconds for sample in samples]
+        self._fitting = candidates(features, normal_seconds, self._costs, self._num_fits)
+        self._best_fit = None
+        self._suspects = [speed for speed in self._speeds if speed.suspected_level() is not None]
+        self._num_fits += 1
+        self._steps_since_fit = 0
+
+    def _try_next_candidate(self) -> bool:
+        """False if there is none."""
+        if self._fitting is None:
+            return False
+        fit = next(self._fitting, None)
+        if fit is None:
+            self._fitting = None
+            self._adopt_best_fit()
+        elif self._best_fit is None or fit.expected_loss < self._best_fit.expected_loss:
+            self._best_fit = fit
+        return fit is not None
+
+    def _finish_fit(self) -> None:
+        while self._try_next_candidate():
+            pass
+
+    def _adopt_best_fit(self) -> None:
+        assert self._best_fit is not None  # all samples together are a candidate always
+        self._costs = self._best_fit.costs
+        for speed in self._speeds:
+            for step in speed.recent:
+                step.ratio = self._ratio(step.sample)
+            level = speed.suspected_level()
+            if level is not None and speed in self._suspects:
+                speed.change_level(level)  # no costs explain how its steps stray
+            speed.update()
 
     def _samples(self) -> list[Sample]:
         return [sample for samples in self._kinds.values() for sample in samples]
@@ -237,5 +260,6 @@ class StepTimeModel:
         model._errors.extend((error, unexplained) for error, unexplained in record["errors"])
         model._update_margin()
         for _ in range(ATTEMPTS if record["samples"] else 0):
-            model._fit()
+            model._begin_fit()
+            model._finish_fit()
         return model
