@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.models import tiny_llama
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -21,3 +23,15 @@ def test_streams_beside_a_long_prompt(tmp_path: Path) -> None:
         check=True,
     )
     assert sorted(line.split(":")[0] for line in done.stdout.splitlines()) == ["chat 1", "chat 2", "long"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_with_a_compiled_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "evaluate_with_compiler.py")],
+        env=os.environ | {"EVENFLOW_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "same answers: yes" in done.stdout

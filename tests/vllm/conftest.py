@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +21,9 @@ def caplog_vllm() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times that other tests left behind would change what these see."""
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "cache"))

@@ -157,6 +157,23 @@ def test_without_the_guard_its_work_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     assert crowded().num_preemptions > 0
 
 
+def test_what_was_learned_is_there_at_the_next_start() -> None:
+    driver, _ = warmed_up()
+    driver.scheduler.shutdown()
+    again = Driver(make_scheduler())
+    chats = [make_request(64, 5000) for _ in range(32)]
+    again.add(*chats)
+    again.run(num_steps=10)
+    again.add(long := make_request(16_000, 1))
+    again.times.clear()
+    run_until_answered(again, long)
+    gaps = again.gaps(*(chat.request_id for chat in chats))
+    assert max(gaps) <= 1.1 * TARGET
+    assert sorted(gaps)[len(gaps) // 2] >= 0.7 * TARGET  # no slow start
+    other = make_scheduler(num_stages=2)
+    assert not other.steering.step_time.is_calibrated  # cut over devices in another way
+
+
 def test_settings_of_vllm_are_as_before_after_each_step() -> None:
     driver, _ = warmed_up()
     before = own_settings(driver.scheduler)

@@ -40,7 +40,7 @@ class Front:
             [*command, *options, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "EVENFLOW_CACHE": str(model / "cache")},
         )
         assert self.process.stderr is not None
         line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)

@@ -6,7 +6,6 @@ The only place where settings, model, executor and scheduler meet. Imports torch
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 import platform
@@ -18,13 +17,14 @@ from evenflow.config import GIB, EngineConfig
 from evenflow.core.policies import has_target
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
-from evenflow.engine.calibration import calibrate, load_calibration, save_calibration
+from evenflow.engine.calibration import calibrate
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
 from evenflow.host import available_memory
+from evenflow.kept_step_times import load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
@@ -132,13 +132,11 @@ def _known_step_times(
     config: EngineConfig, model: ModelConfig, executor: Executor, scheduler: SchedulerConfig
 ) -> StepTimeModel:
     """What a step costs here, from an earlier start or measured now."""
-    from evenflow.model.default_model import cache_folder
     from evenflow.native.build import library
 
     machine = platform.processor(), os.cpu_count(), library() is not None
-    key = repr((model, config.weights, config.threads, config.max_steps_in_flight, *machine))
-    path = cache_folder() / "step-times" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = load_calibration(path)
+    path = step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
+    known = load_step_times(path)
     if known is None:
         logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", _CALIBRATION_S)
         known = calibrate(
@@ -149,7 +147,7 @@ def _known_step_times(
             max_model_len=min(model.max_position, scheduler.num_blocks * scheduler.block_size),
             seconds=_CALIBRATION_S,
         )
-        save_calibration(known, path)
+        save_step_times(known, path)
     return known
 
 

@@ -1,24 +1,18 @@
 """A few measured steps at start, so that the first real ones are sized by knowledge, not by guess.
 
-Runs a small load of its own on the executor before anybody is served, and keeps what was learned per model and device.
+Runs a small load of its own on the executor before anybody is served.
 Must not know: what the executor is.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
-from evenflow.errors import InvalidInput
 from evenflow.executors.base import Executor
-
-logger = logging.getLogger("evenflow")
 
 _NUM_STREAMS = 4
 _STREAM_TOKENS = 24
@@ -72,22 +66,3 @@ def _step(scheduler: Scheduler, executor: Executor, policy: str, clock: Callable
     result = executor.wait()
     scheduler.commit(result, clock())
     return result.seconds
-
-
-def load_calibration(path: Path) -> StepTimeModel | None:
-    """What an earlier start learned; None where there is nothing of use."""
-    try:
-        return StepTimeModel.from_record(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, InvalidInput):
-        return None
-
-
-def save_calibration(model: StepTimeModel, path: Path) -> None:
-    """Keep it for the next start. A cache that cannot be written costs that start some seconds, and no more."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(model.to_record()))
-        scratch.replace(path)
-    except OSError as error:
-        logger.warning("Step times were not kept for the next start: %s", error)

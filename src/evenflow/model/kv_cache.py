@@ -7,6 +7,7 @@ Must not know: requests, plans, how attention reads what lies here.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,16 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
 
 
 def new_sequence_kv(config: ModelConfig, num_tokens: int) -> Tensor:
-    """Room for one sequence: [layers, keys and values, KV heads, tokens, head_dim]."""
+    """Room for one sequence: [layers, keys and values, KV heads, tokens, head_dim].
+
+    It comes from the system and goes back to it with the sequence. From the process's heap, where sizes of every kind
+    come and go, a server's memory would grow for as long as it runs.
+    """
     capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-    return torch.empty(config.num_layers, 2, config.num_kv_heads, capacity, config.head_dim)
+    pages = mmap.mmap(-1, capacity * kv_bytes_per_token(config))
+    return torch.frombuffer(pages, dtype=torch.float32).view(
+        config.num_layers, 2, config.num_kv_heads, capacity, config.head_dim
+    )
 
 
 class PrefixStore:

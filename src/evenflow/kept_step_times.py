@@ -1,0 +1,41 @@
+"""What was learned of step times, kept for the next start of the same model on the same machine.
+
+Must not know: how it was learned, what an executor or vLLM is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from evenflow.core.step_time import StepTimeModel
+from evenflow.errors import InvalidInput
+from evenflow.model.default_model import cache_folder
+
+logger = logging.getLogger("evenflow")
+
+
+def step_times_path(*key: object) -> Path:
+    """The file for all that a step's time depends on."""
+    return cache_folder() / "step-times" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
+
+
+def load_step_times(path: Path) -> StepTimeModel | None:
+    """What an earlier start learned; None where there is nothing of use."""
+    try:
+        return StepTimeModel.from_record(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, InvalidInput):
+        return None
+
+
+def save_step_times(model: StepTimeModel, path: Path) -> None:
+    """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(model.to_record()))
+        scratch.replace(path)
+    except OSError as error:
+        logger.warning("Step times were not kept for the next start: %s", error)
