@@ -61,6 +61,11 @@ class MachineSpeed:
         # What is likely noise is left out, smoothly.
         self.now = self.level * math.exp(deviation**3 / (deviation**2 + _NOISE**2))
 
+    @property
+    def last(self) -> float:
+        """The speed by the last step alone."""
+        return self.recent[-1].ratio if self.recent else self.now
+
     def settled(self) -> RecentStep | None:
         """The step of which it has just shown whether the machine changed with it."""
         return self.recent[-1 - _STRAYING_STEPS] if len(self.recent) > _STRAYING_STEPS else None

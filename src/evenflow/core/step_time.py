@@ -41,7 +41,7 @@ _SURPRISING_ERROR = 0.15
 _NUM_ERRORS = 128  # mixed steps that the margin and the reported error are taken over
 _QUANTILE = 0.97
 _BURST_QUANTILE = 0.84  # hardly moved by bursts, in which the machine is disturbed and against which no margin helps
-_MAX_TAIL = 2.5  # times that lesser quantile are as much as the margin allows for
+_MAX_TAIL = 2.2  # times that lesser quantile are as much as the margin allows for
 _UNTRIED_LOG_MARGIN = 0.25
 _MAX_MARGIN = 3.0
 
@@ -96,8 +96,13 @@ class StepTimeModel:
         return self._speed_of(features).now * self._costs.seconds(features)
 
     def margin(self, shape: StepShape) -> float:
-        """The factor on `predict` that 97 of 100 mixed steps stay below; wider the less is known of such shapes."""
-        log_margin = self._log_margin * self._costs.spread(features_of(shape))
+        """The factor on `predict` that 97 of 100 mixed steps stay below; wider the less is known of such shapes.
+
+        A step that took longer may be the first of several: the next one allows for as much.
+        """
+        features = features_of(shape)
+        speed = self._speed_of(features)
+        log_margin = max(self._log_margin * self._costs.spread(features), math.log(speed.last / speed.now))
         if shape.padded_rows > self.largest_rows_seen > 0:
             # If the machine turns compute-bound just beyond what was seen, seconds grow as fast as rows.
             log_margin += math.log(shape.padded_rows / self.largest_rows_seen) / 2
