@@ -39,7 +39,7 @@ _UNFAMILIAR_SPREAD = 1.5
 _SURPRISING_ERROR = 0.15
 
 _NUM_ERRORS = 128  # mixed steps that the margin and the reported error are taken over
-_QUANTILE = 0.97
+_QUANTILE = 0.98
 _BURST_QUANTILE = 0.84  # hardly moved by bursts, in which the machine is disturbed and against which no margin helps
 _MAX_TAIL = 2.2  # times that lesser quantile are as much as the margin allows for
 _UNTRIED_LOG_MARGIN = 0.25
@@ -96,7 +96,7 @@ class StepTimeModel:
         return self._speed_of(features).now * self._costs.seconds(features)
 
     def margin(self, shape: StepShape) -> float:
-        """The factor on `predict` that 97 of 100 mixed steps stay below; wider the less is known of such shapes.
+        """The factor on `predict` that 98 of 100 mixed steps stay below; wider the less is known of such shapes.
 
         A step that took longer may be the first of several: the next one allows for as much.
         """
