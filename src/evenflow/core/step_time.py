@@ -127,10 +127,11 @@ class StepTimeModel:
         surprised = not self.is_calibrated or self._follow_speed(shape, sample)
         self.largest_rows_seen = max(self.largest_rows_seen, shape.padded_rows)
         self._keep(sample)
+        if surprised or has_prefill(features):
+            self._steps_since_fit += 1  # others, which decode as ever, give no reason to fit
         self._go_on_fitting(surprised)
 
     def _go_on_fitting(self, surprised: bool) -> None:
-        self._steps_since_fit += 1
         patience = _STEPS_BETWEEN_FITS_IF_SURPRISED if surprised else _STEPS_BETWEEN_FITS
         if self._fitting is None and self._steps_since_fit >= min(patience, 1 + self._num_samples // 2):
             self._begin_fit()
