@@ -102,8 +102,14 @@ def endless(*more: object) -> list[str]:
     return command_line(arguments)
 
 
+def heed_interrupts() -> None:
+    """Also where the tests run in the background, to which shells leave interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_ends_it_without_a_traceback() -> None:
-    with subprocess.Popen(endless(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(endless(), **pipes, preexec_fn=heed_interrupts) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)  # it streams
