@@ -30,7 +30,8 @@ def new_sequence_kv(config: ModelConfig, num_tokens: int) -> Tensor:
     come and go, a server's memory would grow for as long as it runs.
     """
     capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-    pages = mmap.mmap(-1, capacity * kv_bytes_per_token(config))
+    num_bytes = capacity * kv_bytes_per_token(config)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.float32).view(
         config.num_layers, 2, config.num_kv_heads, capacity, config.head_dim
     )
