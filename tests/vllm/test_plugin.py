@@ -194,7 +194,7 @@ def test_steps_too_large_for_a_graph_are_told_apart(milliseconds: int) -> None:
     driver = LaunchingDriver(make_scheduler(f"{milliseconds}ms", is_async=True, largest_graph=512))
     chats = [make_request(64, 5_000) for _ in range(32)]
     driver.add(*chats)
-    for _ in range(6):  # the first ones teach it
+    for _ in range(9):  # the first ones teach it
         driver.run(num_steps=20)
         driver.add(long := make_request(16_000, 1))
         driver.times.clear()
