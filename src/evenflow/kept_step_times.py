@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from pathlib import Path
 
 from evenflow.core.step_time import StepTimeModel
@@ -34,7 +35,7 @@ def save_step_times(model: StepTimeModel, path: Path) -> None:
     """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
         scratch.write_text(json.dumps(model.to_record()))
         scratch.replace(path)
     except OSError as error:

@@ -18,6 +18,7 @@ _NOISE = 0.04  # by so much that median may stray while the machine is as fast a
 _STRAYING_STEPS = 5  # that all stray by more
 _LASTING_CHANGE = 1.2  # than this may show that the machine changed
 _RECENT_STEPS = 32  # that may have run since it did
+_UNFAMILIAR_SPREAD = 1.5
 
 
 @dataclass(slots=True)
@@ -40,7 +41,11 @@ class RecentStep:
     predicted: float
     level: float  # in the prediction
     spread: float
-    is_familiar: bool  # the costs involved are known well: if it strays, that may be the machine
+
+    @property
+    def is_familiar(self) -> bool:
+        """Whether the costs involved are known well: if it strays, that may be the machine."""
+        return self.spread < _UNFAMILIAR_SPREAD
 
 
 class MachineSpeed:

@@ -35,7 +35,6 @@ _MIN_PREFILL_KINDS = 4
 _STEPS_BETWEEN_FITS = 64
 _STEPS_BETWEEN_FITS_IF_SURPRISED = 4
 
-_UNFAMILIAR_SPREAD = 1.5
 _SURPRISING_ERROR = 0.15
 
 _NUM_ERRORS = 128  # mixed steps that the margin and the reported error are taken over
@@ -154,13 +153,13 @@ class StepTimeModel:
             return True  # nothing that such a step holds has a known cost yet
         speed = self._speed_of(sample.features)
         spread = self._costs.spread(sample.features)
-        is_familiar = spread < _UNFAMILIAR_SPREAD
-        speed.take(RecentStep(sample, self._ratio(sample), predicted, speed.level, spread, is_familiar))
+        step = RecentStep(sample, self._ratio(sample), predicted, speed.level, spread)
+        speed.take(step)
         settled = speed.settled()
         if settled is not None:
             self._count_error(settled)
         is_off = abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
-        return is_off or not is_familiar or speed.suspected_level() is not None
+        return is_off or not step.is_familiar or speed.suspected_level() is not None
 
     def _ratio(self, sample: Sample) -> float:
         """Seconds / what the costs say; the level itself where new costs say nothing of such a step."""

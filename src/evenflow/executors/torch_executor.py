@@ -123,8 +123,8 @@ class TorchExecutor:
         try:
             with torch.inference_mode():
                 return self._step(plan, began)
-        except (MemoryError, OSError, RuntimeError) as error:
-            if isinstance(error, MemoryError | OSError) or "allocate memory" in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
                 raise OutOfMemory(_out_of_memory_advice(plan)) from error
             raise
         finally:

@@ -31,7 +31,10 @@ def new_sequence_kv(config: ModelConfig, num_tokens: int) -> Tensor:
     """
     capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
     num_bytes = capacity * kv_bytes_per_token(config)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"The system gives no {num_bytes} bytes.") from error
     return torch.frombuffer(pages, dtype=torch.float32).view(
         config.num_layers, 2, config.num_kv_heads, capacity, config.head_dim
     )
