@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,44 @@ from tests.vllm.driving import Driver, make_request, make_scheduler
 
 import msgspec  # isort: skip
 
+from evenflow.server.wire import FrameReader  # isort: skip
+from evenflow.vllm import reports  # isort: skip
 from evenflow.vllm.messages import SteeredStep  # isort: skip
 from evenflow.vllm.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE  # isort: skip
 from evenflow.vllm.target_file import TargetFile  # isort: skip
 
 
+class Listener:
+    """Whoever listens to one scheduler's steps, as slowly as the test likes."""
+
+    def __init__(self, path: Path) -> None:
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(path))
+        self._server.listen()
+        self._connection: socket.socket | None = None
+        self._frames = FrameReader()
+
+    def close(self) -> None:
+        self._server.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def read(self) -> Iterator[SteeredStep]:
+        """All that was told and not read yet."""
+        if self._connection is None:
+            self._connection, _ = self._server.accept()
+            self._connection.setblocking(False)
+        with suppress(BlockingIOError):
+            while data := self._connection.recv(1 << 20):
+                for content in self._frames.feed(data):
+                    yield msgspec.msgpack.decode(content, type=SteeredStep)
+
+
 @pytest.fixture
-def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "steps"))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
-        listening.bind(str(tmp_path / "steps"))
-        listening.setblocking(False)
+    with closing(Listener(tmp_path / "steps")) as listening:
         yield listening
-
-
-def read_steps(steps: socket.socket) -> Iterator[SteeredStep]:
-    """All that was told and not read yet."""
-    with suppress(BlockingIOError):
-        while True:
-            yield msgspec.msgpack.decode(steps.recv(1 << 20), type=SteeredStep)
 
 
 @contextmanager
@@ -60,12 +79,12 @@ def test_a_target_that_is_written_is_kept_from_then_on(tmp_path: Path, monkeypat
     assert max(at_20_ms) < min(at_50_ms)
 
 
-def test_steps_say_which_requests_came_and_went(steps: socket.socket) -> None:
+def test_steps_say_which_requests_came_and_went(listener: Listener) -> None:
     request = make_request(100, 3)
     with driving() as driver:
         driver.add(request)
         driver.run()
-    first, *between, last = read_steps(steps)
+    first, *between, last = listener.read()
     assert [(one.request_id, one.num_prompt_tokens, one.max_tokens) for one in first.arrived] == [
         (request.request_id, 100, 3)
     ]
@@ -73,17 +92,43 @@ def test_steps_say_which_requests_came_and_went(steps: socket.socket) -> None:
     assert not any(step.arrived or step.left for step in between)
 
 
-def test_a_slow_listener_hears_of_every_request(steps: socket.socket) -> None:
-    requests = [make_request(20, 200) for _ in range(3)]
+def steps_told_late(driver: Driver, listener: Listener) -> list[SteeredStep]:
+    """The steps of three requests, told to one who begins to listen long after they began."""
+    for _ in range(3):  # far more steps than the socket has room for
+        driver.add(make_request(20, 800))
+        driver.run(num_steps=600)
     told: list[SteeredStep] = []
+    while driver.scheduler.requests:
+        told += listener.read()
+        driver.step()
+    return told + list(listener.read())
+
+
+def test_a_slow_listener_hears_of_every_step(listener: Listener) -> None:
     with driving() as driver:
-        for request in requests:  # far more steps than the socket has room for
-            driver.add(request)
-            driver.run(num_steps=150)
-        while driver.scheduler.requests:
-            told += read_steps(steps)
-            driver.step()
-        told += read_steps(steps)
+        told = steps_told_late(driver, listener)
+    assert [step.step_id for step in told] == list(range(1, len(driver.ran) + 1))
+
+
+def test_one_too_slow_hears_of_every_request(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_MAX_UNSENT_BYTES", 1000)
+    with driving() as driver:
+        told = steps_told_late(driver, listener)
     assert len(told) < len(driver.ran)
-    assert {one.request_id for step in told for one in step.arrived} == {request.request_id for request in requests}
-    assert {one.request_id for step in told for one in step.left} == {request.request_id for request in requests}
+    assert len({one.request_id for step in told for one in step.arrived}) == 3
+    assert len({one.request_id for step in told for one in step.left}) == 3
+
+
+def test_a_listener_may_come_late_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "steps"))
+    with driving() as driver:
+        driver.add(make_request(20, 100))
+        driver.run(num_steps=10)
+        with closing(Listener(tmp_path / "steps")) as listener:
+            driver.run(num_steps=10)
+            assert len(list(listener.read())) == 10
+        (tmp_path / "steps").unlink()
+        driver.run(num_steps=10)
+        with closing(Listener(tmp_path / "steps")) as listener:
+            driver.run(num_steps=10)
+            assert len(list(listener.read())) == 10

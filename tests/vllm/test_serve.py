@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.models import tiny_hf_folder
 _PYTHON_VARIABLE = "EVENFLOW_VLLM_PYTHON"
 _START_S = 600
 _LONG_PROMPT = 3000
+_MAX_LENGTH = 60_000
 
 pytestmark = [
     pytest.mark.vllm,
@@ -35,7 +37,7 @@ class Front:
     def __init__(self, model: Path) -> None:
         command = [sys.executable, "-c", "import sys; from evenflow.cli.main import main; sys.exit(main())", "serve"]
         options = ["--engine", "vllm", "--model", str(model), "--served-model-name", "tiny", "--tbt-target", "2s"]
-        flags = ["--", "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32"]
+        flags = ["--", "--enforce-eager", "--max-model-len", str(_MAX_LENGTH), "--dtype", "float32"]
         self.process = subprocess.Popen(
             [*command, *options, "--port", "0", *flags],
             stderr=subprocess.PIPE,
@@ -79,27 +81,28 @@ class Front:
 
     def chunks_beside_decodes(self, first_token: int) -> list[int]:
         """The lengths of a long prompt's chunks in steps that decode too, as the page is told of them."""
-        with httpx.stream("GET", self.url + "/live/feed", timeout=_START_S) as response:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            self.complete(5, _MAX_LENGTH - 5, first_token + 1, stream=True) as chat,
+            httpx.stream("GET", self.url + "/live/feed", timeout=_START_S) as response,
+        ):
+            next(iter(chat))  # it goes on for far longer than the prompt takes
             lines = response.iter_lines()
             while next(lines) != "event: figures":  # what came before is told by now
                 pass
-            asking = threading.Thread(target=self._prefill_beside_a_chat, args=(first_token,))
-            asking.start()  # while this thread reads: whoever reads too slowly is not told everything
+            # Asked while this thread reads: whoever reads too slowly is not told everything.
+            asking = pool.submit(self.complete, _LONG_PROMPT, 1, first_token)
             found: list[int] = []
             end = 0
             while end < _LONG_PROMPT:
+                if asking.done():
+                    asking.result()  # an error would be why nothing comes
                 if next(lines) == "event: steps":
                     columns = json.loads(next(lines).removeprefix("data: "))
                     for num_decodes, chunks in zip(columns["decodes"], columns["chunks"], strict=True):
                         end = max([end, *(start + length for _, start, length, *_ in chunks)])
                         found += [length for _, _, length, *_ in chunks if num_decodes]
-            asking.join()
             return found
-
-    def _prefill_beside_a_chat(self, first_token: int) -> None:
-        with self.complete(5, 4000, first_token + 1, stream=True) as chat:
-            next(iter(chat))
-            self.complete(_LONG_PROMPT, 1, first_token)
 
     def vllm_group(self) -> int:
         """The id of vLLM's process group: that of the command's child whose command line says so."""
@@ -110,7 +113,7 @@ class Front:
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 4096}
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": _MAX_LENGTH}
     running = Front(tiny_hf_folder(tmp_path_factory.mktemp("model"), "LlamaForCausalLM", **sizes))
     yield running
     running.close()

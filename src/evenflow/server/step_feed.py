@@ -6,49 +6,39 @@ Must not know: how vLLM is started, HTTP.
 from __future__ import annotations
 
 import asyncio
-import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from evenflow.core.request import FinishReason
 from evenflow.server.metrics import Observer
+from evenflow.server.wire import FrameReader
 from evenflow.vllm.messages import SteeredStep
-
-_MAX_MESSAGE_BYTES = 1 << 20
-_MESSAGES_AT_ONCE = 64
-_BUFFER_BYTES = 1 << 22
 
 _decode = msgspec.msgpack.Decoder(SteeredStep).decode
 
 
 class StepFeed:
-    """A socket that every engine process of vLLM's sends its steps to. A step that finds no room is lost."""
+    """A socket that every engine process of vLLM's connects to, to tell of its steps."""
 
-    def __init__(self, path: Path, observer: Observer) -> None:
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-        self._socket.setblocking(False)
-        self._socket.bind(str(path))
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, path: Path) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Link(self._take), path)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
+        if self._server is not None:
+            self._server.close()
 
     def forget_requests(self) -> None:
         """No request is open: end those whose end was lost or will not be told."""
         observer = self._observer
         for request_id in list(observer.requests):
             observer.on_request_finished(request_id, FinishReason.ABORT, 0, observer.clock())
-
-    def _read(self) -> None:
-        for _ in range(_MESSAGES_AT_ONCE):
-            try:
-                self._take(_decode(self._socket.recv(_MAX_MESSAGE_BYTES)))
-            except BlockingIOError:
-                return
 
     def _take(self, step: SteeredStep) -> None:
         observer = self._observer
@@ -66,3 +56,15 @@ class StepFeed:
             if gone.request_id in observer.requests:  # else it was forgotten
                 # Why it ended shows in vLLM's own metrics.
                 observer.on_request_finished(gone.request_id, FinishReason.STOP, gone.num_output_tokens, step.at)
+
+
+class _Link(asyncio.Protocol):
+    """What one engine process says."""
+
+    def __init__(self, take: Callable[[SteeredStep], None]) -> None:
+        self._take = take
+        self._frames = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for content in self._frames.feed(data):
+            self._take(_decode(content))

@@ -59,7 +59,7 @@ class VllmEngine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self.http = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
-        self._feed: StepFeed | None = None
+        self._feed = StepFeed(observer)
         self._relays: set[Relay] = set()
         self._num_restarts = 0
         self._supervisor: asyncio.Task[None] | None = None
@@ -100,7 +100,6 @@ class VllmEngine:
 
     def start(self) -> asyncio.Future[None]:
         """Begin to start vLLM. What is returned is done when vLLM is ready, or has failed to become so."""
-        self._feed = StepFeed(self._folder.step_socket, self._observer)
         first_start = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(first_start))
         return first_start
@@ -111,14 +110,13 @@ class VllmEngine:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
+        self._feed.close()
         await self.http.aclose()
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     async def _supervise(self, first_start: asyncio.Future[None]) -> None:
         loop, delays = asyncio.get_running_loop(), RestartDelay()
+        await self._feed.listen(self._folder.step_socket)
         while True:
             began = loop.time()
             await self._run_process(first_start)
@@ -183,7 +181,7 @@ class VllmEngine:
         self._observer.on_engine_state(EngineState(self.is_up, self._num_restarts, policy=self._policy))
 
     def _forget_requests(self) -> None:
-        if not self._relays and self._feed is not None:
+        if not self._relays:
             self._feed.forget_requests()
 
 

@@ -137,7 +137,7 @@ _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Com
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
-def frame(message: Command | Event) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """The message as it goes over the socket."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, buffer, _LENGTH_BYTES)

@@ -1,7 +1,7 @@
 """What the plug-in tells of its steps: a line in vLLM's log every so often, and each step to whoever listens.
 
 Steps go out as the messages that evenflow's own server is made of, so that its metrics and page can show vLLM's steps.
-Nobody is waited for: a message that cannot be sent at once is dropped. Must not know: vLLM's classes.
+Nobody is waited for: what finds no room is kept for later, up to a limit. Must not know: vLLM's classes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.evenflow")  # vLLM shows what its own loggers say
 
 LOG_INTERVAL_S = 10.0
+_MAX_UNSENT_BYTES = 4 << 20  # thousands of steps
 
 
 class ChunkDone(NamedTuple):
@@ -80,6 +81,53 @@ class _Interval:
             self.errors.append(abs(step.predicted_seconds - step.seconds) / step.seconds)
 
 
+class _Listener:
+    """Who is told of each step, at the other end of a Unix stream socket, once there is somebody."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._socket: socket.socket | None = None
+        self._unsent = bytearray()
+
+    def has_room(self) -> bool:
+        """May more be sent? Not while so much is left that whoever listens must have stopped."""
+        self._flush()
+        return len(self._unsent) < _MAX_UNSENT_BYTES
+
+    def send(self, content: bytes) -> None:
+        """Send this, or what the socket has room for now, and the rest later."""
+        self._unsent += content
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            if self._socket is None:
+                self._socket = _connect(self._path)
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass  # who listens is slow
+        except OSError:  # nobody listens
+            self.close()
+
+    def close(self) -> None:
+        self._unsent.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _connect(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 class Reporter:
     """Tells of steps as they end."""
 
@@ -90,10 +138,7 @@ class Reporter:
         self._interval: _Interval | None = None
         self._arrived: list[tuple[str, float, int, int]] = []  # since the last message, as are those that left
         self._left: list[tuple[str, int]] = []
-        self._address = step_socket
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if step_socket else None
-        if self._socket is not None:
-            self._socket.setblocking(False)
+        self._listener = _Listener(step_socket) if step_socket else None
 
     def retarget(self, policy: str, target: float) -> None:
         """From here on steps keep this target."""
@@ -101,12 +146,12 @@ class Reporter:
 
     def arrived(self, request_id: str, at: float, num_prompt_tokens: int, max_tokens: int) -> None:
         """A request came to the scheduler; the next message says so."""
-        if self._socket is not None:
+        if self._listener is not None:
             self._arrived.append((request_id, at, num_prompt_tokens, max_tokens))
 
     def left(self, request_id: str, num_output_tokens: int) -> None:
         """A request is gone, with its last token or without; the next message says so."""
-        if self._socket is not None:
+        if self._listener is not None:
             self._left.append((request_id, num_output_tokens))
 
     def report(self, step: StepDone) -> None:
@@ -117,13 +162,13 @@ class Reporter:
         if step.at - self._interval.since >= LOG_INTERVAL_S:
             self._log(self._interval, step.at)
             self._interval = None
-        if self._socket is not None:
-            self._send(self._socket, step)
+        if self._listener is not None and self._listener.has_room():
+            self._tell(self._listener, step)
 
     def close(self) -> None:
         """No step follows."""
-        if self._socket is not None:
-            self._socket.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _log(self, interval: _Interval, now: float) -> None:
         if not interval.num_mixed_steps:
@@ -142,16 +187,10 @@ class Reporter:
             100 * sum(interval.errors) / len(interval.errors),
         )
 
-    def _send(self, to: socket.socket, step: StepDone) -> None:
-        import msgspec  # the base package does without it; vLLM does not
+    def _tell(self, listener: _Listener, step: StepDone) -> None:
+        from evenflow.server.wire import frame  # it needs msgspec: the base package does without it, vLLM does not
 
-        message = msgspec.msgpack.encode(self._message(step))
-        try:
-            to.sendto(message, self._address or "")
-        except BlockingIOError:  # who listens is slow: it hears of these requests with a later step
-            return
-        except OSError:  # nobody listens
-            pass
+        listener.send(frame(self._message(step)))
         self._arrived.clear()
         self._left.clear()
 

@@ -28,7 +28,7 @@ class Settings:
     """All of the plug-in's own settings."""
 
     policy: str  # target:MS[,paced]
-    step_socket: str | None  # a Unix datagram socket that is told of each step
+    step_socket: str | None  # a Unix stream socket that is told of each step
     target_file: str | None  # where another target is written while vLLM runs
 
 
