@@ -307,11 +307,11 @@ def test_little_free_memory_makes_chunks_small(monkeypatch: pytest.MonkeyPatch) 
 @torch.inference_mode()
 def test_a_time_target_sizes_chunks_by_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
     """Costs that are told, not timed: a token takes a millisecond."""
-    from evenflow.core.plan import prefill_shape
+    from evenflow.core.plan import ExecutorCaps
 
     optimizer = ChunkedPrefillOptimizer(chunk_size=2048, enable_threshold=0, target_seconds=0.1)
     for length in (16, 32, 64, 128, 256, 512) * 3:
-        optimizer.step_times.observe(prefill_shape(0, length), length * 1e-3)
+        optimizer.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
     assert 60 < optimizer._within_target(0, 2048) <= 100
     with caplog.at_level(logging.WARNING):
         tokens = random_tokens(1, 200)

@@ -300,7 +300,7 @@ def test_shape_describes_the_step() -> None:
     driver.add(30, name="b")
     driver.step()
     driver.step()
-    shape = driver.plans[2].shape()  # a at position 11, b's rows 11 to 21
+    shape = driver.plans[2].shape(ExecutorCaps())  # a at position 11, b's rows 11 to 21
     assert (shape.total_rows, shape.prefill_rows, shape.decode_sequences) == (12, 11, 1)
     assert shape.decode_context == 12
     assert shape.prefill_attention == sum(range(12, 23))

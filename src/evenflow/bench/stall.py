@@ -13,7 +13,7 @@ from statistics import fmean, median
 from evenflow.bench.figures import percentile
 from evenflow.bench.stall_load import NUM_WORST_GAPS, StallLoad, StallRun, run_load
 from evenflow.config import EngineConfig
-from evenflow.core.plan import StepShape
+from evenflow.core.plan import chunk_attention
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import SamplingParams
@@ -82,17 +82,14 @@ def measure(engine: Engine, load: StallLoad) -> float:
 def feasible_target(engine: Engine, load: StallLoad) -> float:
     """Seconds of the chats' decodes and the least chunk at the end of a long prompt, with the model's margin."""
     start = max(0, max(map(len, load.long_prompts)) - FLOOR_TOKENS)
-    rows = load.num_chats + FLOOR_TOKENS
     context = max(map(len, load.chat_prompts)) + max(map(load.longest_chat, range(load.num_chats)))
-    shape = StepShape(
-        total_rows=rows,
-        padded_rows=engine.scheduler.caps.padded_rows(rows),
-        prefill_rows=FLOOR_TOKENS,
-        prefill_attention=FLOOR_TOKENS * start + FLOOR_TOKENS * (FLOOR_TOKENS + 1) // 2,
-        decode_sequences=load.num_chats,
+    shape = engine.scheduler.caps.step_shape(
+        num_decodes=load.num_chats,
         decode_context=load.num_chats * context,
-        attention_calls=2,
-        logit_rows=load.num_chats + 1,
+        prefill_rows=FLOOR_TOKENS,
+        prefill_attention=chunk_attention(start, FLOOR_TOKENS),
+        num_chunks=1,
+        prefill_logit_rows=1,
     )
     return engine.scheduler.step_time.upper(shape) + engine.scheduler.overhead
 

@@ -20,7 +20,7 @@ from evenflow.compile.model_call import (
     why_not_in_chunks,
 )
 from evenflow.core.chunk_rules import chunk_size_for_prompt
-from evenflow.core.plan import prefill_shape
+from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidConfig, UnsupportedModel
 
@@ -28,6 +28,7 @@ logger = logging.getLogger("evenflow")
 
 _SCORE_BYTES = 4
 _FIRST_TIMED_CHUNK = 64  # tokens, while nothing is known of the machine
+_CAPS = ExecutorCaps()  # steps of one chunk, as they come
 
 
 class OptimizerStats(TypedDict):
@@ -110,7 +111,7 @@ class ChunkedPrefillOptimizer:
 
         def on_chunk(chunk: ChunkTime) -> None:
             chunks.append(chunk)
-            self.step_times.observe(prefill_shape(chunk.start, chunk.length), chunk.seconds)
+            self.step_times.observe(_CAPS.prefill_shape(chunk.start, chunk.length), chunk.seconds)
 
         output = run_in_chunks(model, call, choose_length, on_chunk)
         self._count(batch_size, end, chunks)
@@ -125,7 +126,7 @@ class ChunkedPrefillOptimizer:
         low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.step_times.upper(prefill_shape(start, middle)) <= self.target_seconds
+            fits = self.step_times.upper(_CAPS.prefill_shape(start, middle)) <= self.target_seconds
             low, high = (middle, high) if fits else (low, middle - 1)
         return max(low, min(most, _FIRST_TIMED_CHUNK // 4))
 

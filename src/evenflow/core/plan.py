@@ -43,6 +43,35 @@ class ExecutorCaps:
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
 
+    def step_shape(
+        self,
+        *,
+        num_decodes: int = 0,
+        decode_context: int = 0,
+        prefill_rows: int = 0,
+        prefill_attention: int = 0,
+        num_chunks: int = 0,
+        prefill_logit_rows: int = 0,
+    ) -> StepShape:
+        """The figures of a step that holds this, as it runs here. A decode with guessed tokens counts once for each."""
+        rows = num_decodes + prefill_rows
+        return StepShape(
+            total_rows=rows,
+            padded_rows=self.padded_rows(rows),
+            prefill_rows=prefill_rows,
+            prefill_attention=prefill_attention,
+            decode_sequences=num_decodes,
+            decode_context=decode_context,
+            attention_calls=num_chunks + (1 if num_decodes else 0),
+            logit_rows=num_decodes + prefill_logit_rows,
+            is_launched=self.is_launched(rows),
+        )
+
+    def prefill_shape(self, start: int, length: int) -> StepShape:
+        """A step of one chunk alone, which ends its prompt."""
+        attention = chunk_attention(start, length)
+        return self.step_shape(prefill_rows=length, prefill_attention=attention, num_chunks=1, prefill_logit_rows=1)
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -122,10 +151,9 @@ class StepShape:
     is_launched: bool = False  # op by op: it has more rows than any captured graph
 
 
-def prefill_shape(start: int, length: int) -> StepShape:
-    """A step of one chunk alone."""
-    attention = length * start + length * (length + 1) // 2
-    return StepShape(length, length, length, attention, 0, 0, 1, 1)
+def chunk_attention(start: int, length: int) -> int:
+    """The sum over a chunk's rows of the positions each one sees."""
+    return length * start + length * (length + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +177,16 @@ class StepPlan:
         """Entries of the step's StepResult: one a decode, then one a chunk."""
         return len(self.decodes) + len(self.chunks)
 
-    def shape(self) -> StepShape:
-        num_decodes = len(self.decodes)
-        prefill_rows = sum(chunk.length for chunk in self.chunks)
-        return StepShape(
-            total_rows=num_decodes + prefill_rows,
-            padded_rows=self.padded_rows,
-            prefill_rows=prefill_rows,
-            prefill_attention=sum(c.length * c.start + c.length * (c.length + 1) // 2 for c in self.chunks),
-            decode_sequences=num_decodes,
-            decode_context=sum(self.decodes.positions) + num_decodes,
-            attention_calls=len(self.chunks) + (1 if num_decodes else 0),
-            logit_rows=num_decodes + sum(chunk.num_logit_rows for chunk in self.chunks),
+    def shape(self, caps: ExecutorCaps, num_chunks: int | None = None) -> StepShape:
+        """Its figures on an executor, or those of the same step with only the first of its chunks."""
+        chunks = self.chunks[:num_chunks]
+        return caps.step_shape(
+            num_decodes=len(self.decodes),
+            decode_context=sum(self.decodes.positions) + len(self.decodes),
+            prefill_rows=sum(chunk.length for chunk in chunks),
+            prefill_attention=sum(chunk_attention(chunk.start, chunk.length) for chunk in chunks),
+            num_chunks=len(chunks),
+            prefill_logit_rows=sum(chunk.num_logit_rows for chunk in chunks),
         )
 
 

@@ -25,7 +25,6 @@ from evenflow.core.plan import (
     StepPlan,
     StepResult,
     StepShape,
-    prefill_shape,
 )
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import Candidate, Quota, StepView
@@ -133,7 +132,7 @@ class Scheduler:
         if not self.policy.patience:
             return 0.0
         num_cached = len(self.prefix_cache.find(request)) * self.block_size
-        own_seconds = self.step_time.predict(prefill_shape(num_cached, request.num_known - num_cached))
+        own_seconds = self.step_time.predict(self.caps.prefill_shape(num_cached, request.num_known - num_cached))
         return min(self.policy.patience * own_seconds, request.sampling.ttft_target or math.inf)
 
     def abort(self, request_id: str) -> bool:
@@ -234,7 +233,7 @@ class Scheduler:
             chunks=tuple(chunk for chunk, _ in chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
         )
-        shape = plan.shape()
+        shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + [request for _, request in chunks]))
         return plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evenflow.core.pacing import NO_DEADLINE, Pacing
-from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.plan import ChunkReason, StepShape, chunk_attention
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
 
 # A step that nobody waits for may be longer, since that is efficient; but whoever arrives meanwhile waits it out.
@@ -109,19 +109,15 @@ def _shape(view: StepView, num_tokens: int) -> StepShape:
         if not left:
             break
         length = min(_most_of(view, candidate), left)
-        attention += length * candidate.start + length * (length + 1) // 2
+        attention += chunk_attention(candidate.start, length)
         num_chunks += 1
         num_ended += length == candidate.length
         left -= length
-    rows = view.num_decodes + num_tokens
-    return StepShape(
-        total_rows=rows,
-        padded_rows=view.caps.padded_rows(rows),
+    return view.caps.step_shape(
+        num_decodes=view.num_decodes,
+        decode_context=view.decode_context,
         prefill_rows=num_tokens,
         prefill_attention=attention,
-        decode_sequences=view.num_decodes,
-        decode_context=view.decode_context,
-        attention_calls=num_chunks + (1 if view.num_decodes else 0),
-        logit_rows=view.num_decodes + num_ended,
-        is_launched=view.caps.is_launched(rows),
+        num_chunks=num_chunks,
+        prefill_logit_rows=num_ended,
     )

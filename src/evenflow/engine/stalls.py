@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
+from evenflow.core.plan import ExecutorCaps, StepPlan
 from evenflow.core.scheduler import Committed, Late
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.gc_timer import GcTimer
@@ -137,30 +137,6 @@ class StallLog:
 
     def predicted_parts(self, plan: StepPlan) -> list[float]:
         """Predicted seconds of the step had it only decoded, then what each of its chunks adds to those before it."""
-        seconds = [self.step_time.predict(shape) for shape in _growing_shapes(plan, self.caps)]
+        shapes = (plan.shape(self.caps, num_chunks) for num_chunks in range(len(plan.chunks) + 1))
+        seconds = [self.step_time.predict(shape) for shape in shapes]
         return [seconds[0], *(max(after - before, 0.0) for before, after in pairwise(seconds))]
-
-
-def _growing_shapes(plan: StepPlan, caps: ExecutorCaps) -> Iterator[StepShape]:
-    """The step with its decodes alone, then with one chunk more each time."""
-    num_decodes = len(plan.decodes)
-    decode_context = sum(plan.decodes.positions) + num_decodes
-    prefill_rows = prefill_attention = 0
-    calls, logit_rows = int(num_decodes > 0), num_decodes
-    for chunk in (None, *plan.chunks):
-        if chunk is not None:
-            prefill_rows += chunk.length
-            prefill_attention += chunk.length * chunk.start + chunk.length * (chunk.length + 1) // 2
-            calls += 1
-            logit_rows += chunk.num_logit_rows
-        rows = num_decodes + prefill_rows
-        yield StepShape(
-            total_rows=rows,
-            padded_rows=caps.padded_rows(rows),
-            prefill_rows=prefill_rows,
-            prefill_attention=prefill_attention,
-            decode_sequences=num_decodes,
-            decode_context=decode_context,
-            attention_calls=calls,
-            logit_rows=logit_rows,
-        )

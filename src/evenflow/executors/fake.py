@@ -88,7 +88,7 @@ class FakeExecutor:
 
     def wait(self) -> StepResult:
         plan, submitted = self._queue.popleft()
-        seconds = self._cost(plan.shape())
+        seconds = self._cost(plan.shape(self.caps))
         self._last_end = max(submitted, self._last_end) + seconds
         self.clock.now = max(self.clock.now, self._last_end)
         self._apply_changes(plan)

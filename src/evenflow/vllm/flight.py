@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenflow.core.plan import ExecutorCaps, StepShape
+from evenflow.core.plan import ExecutorCaps, StepShape, chunk_attention
 from evenflow.core.step_time import StepTimeModel
 
 
@@ -65,18 +65,15 @@ class Flight:
             else:
                 step.chunks.append((request_id, end - length, length))
                 prefill_rows += length
-                attention += length * (end - length) + length * (length + 1) // 2
+                attention += chunk_attention(end - length, length)
                 num_ended += not request.is_prefill_chunk
-        step.shape = StepShape(
-            total_rows=num_rows + prefill_rows,
-            padded_rows=self._caps.padded_rows(num_rows + prefill_rows),
+        step.shape = self._caps.step_shape(
+            num_decodes=num_rows,
+            decode_context=context,
             prefill_rows=prefill_rows,
             prefill_attention=attention,
-            decode_sequences=num_rows,
-            decode_context=context,
-            attention_calls=len(step.chunks) + (1 if num_rows else 0),
-            logit_rows=num_rows + num_ended,
-            is_launched=self._caps.is_launched(num_rows + prefill_rows),
+            num_chunks=len(step.chunks),
+            prefill_logit_rows=num_ended,
         )
         step.predicted = self._step_time.predict(step.shape)
 

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.pacing import NO_DEADLINE, Pacing
-from evenflow.core.plan import ExecutorCaps, StepShape, prefill_shape
+from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.step_time import StepTimeModel
@@ -103,7 +103,7 @@ class Steering:
     def add(self, request: Any) -> None:
         """A request arrived. The short may pass the long, as in evenflow's own queue: see `evenflow.core.queue`."""
         num_cached = self._num_cached(request)
-        prefill_seconds = self.step_time.predict(prefill_shape(num_cached, request.num_tokens - num_cached))
+        prefill_seconds = self.step_time.predict(self._caps.prefill_shape(num_cached, request.num_tokens - num_cached))
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         rank = request.arrival_time + self._policy.patience * prefill_seconds
         self._streams[request.request_id] = _Stream(own_target(extra_args), rank)
@@ -309,15 +309,7 @@ class Steering:
 
     def _done(self, step: Step, shape: StepShape, late: Sequence[LateToken], num_tokens: Mapping[str, int]) -> StepDone:
         num_running, num_waiting = self._scheduler.get_request_counts()
-        decodes_alone = replace(
-            shape,
-            total_rows=shape.decode_sequences,
-            padded_rows=self._caps.padded_rows(shape.decode_sequences),
-            prefill_rows=0,
-            prefill_attention=0,
-            attention_calls=1,
-            logit_rows=shape.decode_sequences,
-        )
+        decodes_alone = self._caps.step_shape(num_decodes=shape.decode_sequences, decode_context=shape.decode_context)
         return StepDone(
             step_id=self._num_steps,
             at=step.ended_at,
