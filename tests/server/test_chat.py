@@ -76,8 +76,8 @@ def test_nothing_is_sent_before_the_first_token(server: RunningServer) -> None:
     _, _, parts = received.partition(b"\r\n\r\n")
     size, _, rest = parts.partition(b"\r\n")
     first_part = rest[: int(size, 16)]
-    events = [json.loads(event.removeprefix(b"data: ")) for event in first_part.split(b"\n\n") if event]
-    deltas = [event["choices"][0]["delta"] for event in events]
+    events = first_part.split(b"\n\n")[:2]  # more may follow where the engine was faster than the server
+    deltas = [json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1]["content"]
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
@@ -44,6 +44,7 @@ from evenflow.server.wire import (
 logger = logging.getLogger("evenflow")
 
 _END_S = 5.0  # for a process that was asked to end
+_STREAMS_AT_ONCE = 8  # whose tokens are written before the next ones' are looked at
 
 
 class EngineClient:
@@ -77,6 +78,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._became_ready: asyncio.Future[None] | None = None
         self._is_closing = False
+        self._handing_out: Iterator[bool] = iter(())  # the last step's tokens
 
     # ---- what routes use ----
 
@@ -142,7 +144,8 @@ class EngineClient:
         self._tell_state()
 
     def fail_all(self, failure: EvenflowError) -> None:
-        """End every open request with this error."""
+        """End every open request with this error, after what the last step gave it."""
+        self._finish_handing_out()
         for stream in list(self._streams.values()):
             self._send(Abort(stream.request.id))
             stream.fail(failure)
@@ -257,11 +260,27 @@ class EngineClient:
             self._became_ready.set_result(None)
 
     def _take_step(self, step: StepDone) -> None:
-        """Hand out a step's tokens. This runs for every token of every stream."""
         self._observer.on_step(step.event)
+        self._finish_handing_out()
+        self._handing_out = self._hand_out(step)
+        self._go_on_handing_out()
+
+    def _go_on_handing_out(self) -> None:
+        """Hand out a few streams' tokens; those that follow have their turn when the loop has written these."""
+        if next(self._handing_out, False):
+            asyncio.get_running_loop().call_soon(self._go_on_handing_out)
+
+    def _finish_handing_out(self) -> None:
+        for _ in self._handing_out:
+            pass
+
+    def _hand_out(self, step: StepDone) -> Iterator[bool]:
+        """Give every stream its tokens, and yield between a few and the next. This runs for every token."""
         now, streams = step.event.at, self._streams
         started, ended, logprobs = step.started, step.ended, step.logprobs
         for row, (request_id, tokens) in enumerate(zip(step.ids, step.tokens, strict=True)):
+            if row and row % _STREAMS_AT_ONCE == 0:
+                yield True
             stream = streams.get(request_id)
             if stream is None:  # it ended here before the engine knew
                 continue

@@ -1,6 +1,7 @@
 """The engine in a process of its own: commands in, one message a step out, and nothing but steps in between.
 
-One thread reads commands, one writes events; the main thread steps and never waits for the socket.
+One thread reads commands; the main thread steps, and never waits for the socket: what finds no room there is left to a
+thread that does.
 Must not know: text, HTTP, who asks.
 """
 
@@ -11,6 +12,7 @@ import queue
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,20 +60,17 @@ def run_engine_process(connection: socket.socket, factory: EngineFactory) -> Non
     """The whole life of the process; it ends with the front, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is for the front to handle
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
-    writer = threading.Thread(target=_write_events, args=(connection, events), daemon=True)
-    writer.start()
+    events = EventWriter(connection)
     try:
-        EngineServer(factory(), commands, events.put).run()
+        EngineServer(factory(), commands, events.send).run()
     except EvenflowError as error:
-        events.put(Failed(type(error).__name__, str(error)))
+        events.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
-        events.put(Failed("EngineFailed", f"the engine stopped: {error!r}"))
+        events.send(Failed("EngineFailed", f"the engine stopped: {error!r}"))
         raise
     finally:
-        events.put(None)
-        writer.join()
+        events.close()
 
 
 def _read_commands(connection: socket.socket, commands: queue.SimpleQueue[Command]) -> None:
@@ -83,10 +82,54 @@ def _read_commands(connection: socket.socket, commands: queue.SimpleQueue[Comman
     commands.put(Stop())
 
 
-def _write_events(connection: socket.socket, events: queue.SimpleQueue[Event | None]) -> None:
-    with contextlib.suppress(OSError):  # the front is gone: the reader sees that too, and ends the process
-        while (event := events.get()) is not None:
-            connection.sendall(frame(event))
+class EventWriter:
+    """Sends events in order and at once, without waiting: a thread would first have to wait for the interpreter."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._unsent: deque[bytes] = deque()  # what the thread sends; the first is under way
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._send_rest, daemon=True)
+        self._thread.start()
+
+    def send(self, event: Event) -> None:
+        content = frame(event)
+        with self._changed:
+            if not self._unsent:
+                content = content[self._send_now(content) :]
+            if content:
+                self._unsent.append(content)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _send_now(self, content: bytes) -> int:
+        """How many bytes found room."""
+        try:
+            return self._connection.send(content, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the front is gone: the reader sees that too, and ends the process
+            return len(content)
+
+    def _send_rest(self) -> None:
+        while self._wait_for_rest():
+            with contextlib.suppress(OSError):
+                self._connection.sendall(self._unsent[0])
+            with self._changed:
+                self._unsent.popleft()
+
+    def _wait_for_rest(self) -> bool:
+        """False: there is none, and will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent or self._is_closed)
+            return bool(self._unsent)
 
 
 class EngineServer:

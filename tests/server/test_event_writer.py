@@ -1,0 +1,51 @@
+"""The engine's events reach the front whole and in order, and the engine never waits for the front to read."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from evenflow.server.engine_process import EventWriter
+from evenflow.server.wire import FrameReader, Refused, read_event
+
+_NUM_EVENTS = 400
+_TEXT = "x" * 10_000  # so that the socket has room for a few only
+
+
+def _read_all(connection: socket.socket) -> list[str]:
+    frames, found = FrameReader(), []
+    while data := connection.recv(1 << 16):
+        for content in frames.feed(data):
+            event = read_event(content)
+            assert isinstance(event, Refused)
+            assert event.message == _TEXT
+            found.append(event.id)
+    return found
+
+
+def test_a_slow_reader_gets_all_in_order_and_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = EventWriter(theirs)
+        for number in range(_NUM_EVENTS):
+            writer.send(Refused(str(number), _TEXT))  # would never return if it waited: nobody reads yet
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.extend(_read_all(ours)))
+        reader.start()
+        for number in range(_NUM_EVENTS, 2 * _NUM_EVENTS):
+            writer.send(Refused(str(number), _TEXT))
+        writer.close()
+        theirs.shutdown(socket.SHUT_WR)
+        reader.join()
+    assert found == [str(number) for number in range(2 * _NUM_EVENTS)]
+
+
+def test_a_front_that_is_gone_is_no_error() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        writer = EventWriter(theirs)
+        for number in range(_NUM_EVENTS):
+            writer.send(Refused(str(number), _TEXT))
+        ours.close()
+        writer.send(Refused("last", _TEXT))
+        writer.close()
