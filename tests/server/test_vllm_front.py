@@ -28,6 +28,7 @@ from evenflow.cli.main import main
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.server.access import ServerLimits
 from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
+from evenflow.server.vllm_engine import start_guard
 from evenflow.vllm import launch
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 from evenflow.vllm.target_file import TargetFile
@@ -249,6 +250,25 @@ def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
         url = line.split(" at ")[1].split("/v1")[0]
         pid = httpx.get(url + "/seen").json()["pid"]
         process.kill()
+    _wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("is_leader_alive", [False, True])
+def test_the_guard_ends_workers_that_do_not_go_by_themselves(is_leader_alive: bool) -> None:
+    worker = "trap '' TERM; echo $$; while :; do sleep 0.05; done"
+    leader = ["/bin/sh", "-c", '/bin/sh -c "$1" & wait', "leader", worker]
+    with subprocess.Popen(leader, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        guard = start_guard(process.pid)
+        if not is_leader_alive:
+            process.kill()
+            process.wait()
+        guard.communicate()  # as if the front were gone
+        _wait_until_gone(pid)
+
+
+def _wait_until_gone(pid: int) -> None:
     end = time.monotonic() + 20
     while _is_alive(pid):
         assert time.monotonic() < end, "vLLM is still there"

@@ -35,7 +35,7 @@ _END_S = 20.0  # for vLLM to end by itself
 _FORGET_S = 1.0  # after the last request: for the last step to be told
 _STDERR = 2
 # Ends vLLM and its workers when its own standard input ends: they must not outlive a front that was killed.
-_GUARD = 'read -r _; kill -TERM "$1" && sleep 10; kill -KILL -- "-$1"'
+_GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 
 
 class Relay(Protocol):
@@ -138,12 +138,7 @@ class VllmEngine:
             stdout=_STDERR,
             start_new_session=True,  # an interrupt at the terminal is for the front to handle
         )
-        guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, "evenflow-guard", str(process.pid)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        guard = start_guard(process.pid)
         ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
         try:
             if await self._becomes_ready(ended):
@@ -189,6 +184,16 @@ def _last_words(exit_code: int, was_up: bool) -> EngineFailed:
     if was_up:
         return EngineFailed(f"vLLM died (exit code {exit_code})")
     return EngineFailed(f"vLLM ended before it was ready (exit code {exit_code}); its own log says why")
+
+
+def start_guard(group: int) -> subprocess.Popen[bytes]:
+    """A process that ends this group of processes once its standard input ends: with whoever holds the other end."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "evenflow-guard", str(group)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
