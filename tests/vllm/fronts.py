@@ -25,7 +25,11 @@ START_S = 600
 _LONG_PROMPT = 3000
 _MAX_LENGTH = 60_000
 MODEL_SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": _MAX_LENGTH}
-_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+_CALM = str(Path(__file__).with_name("calm"))
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (_CALM, os.environ.get("PYTHONPATH")))),
+}
 # Left to itself, vLLM binds each of two ranks to cores of a memory node of its own, and fails where there is only one.
 A_CORE_A_RANK = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
