@@ -327,6 +327,18 @@ def test_modes_are_those_of_torch() -> None:
 
 
 @pytest.mark.slow
+def test_kernels_can_be_tuned(tmp_path: Path) -> None:
+    compiler, model = load(tmp_path, mode="max-autotune")
+    assert outcome(compiler) == "compiled", compiler.monitor
+    assert_right(model)
+    again, model = load(tmp_path, mode="max-autotune")
+    assert outcome(again) == "loaded from the cache"
+    assert_right(model)
+    other, _ = load(tmp_path, mode="default")
+    assert outcome(other) == "compiled"  # a mode has packages of its own
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_every_architecture_compiles(name: str, tmp_path: Path) -> None:

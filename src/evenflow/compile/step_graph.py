@@ -23,8 +23,9 @@ from evenflow.errors import UnsupportedModel
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS, _EXAMPLE_CONTEXT = 2, 5, 7
 _MOST_LIFTED_VALUES = 65536
 
-# Weights stay those of the model in memory: a package is small, and no second copy is ever made.
-_WITHOUT_WEIGHTS = {"aot_inductor.package_constants_in_so": False}
+# Weights stay those of the model in memory: a package is small, and no second copy is ever made. Inductor's own kernels
+# for products on a CPU, which tuning would try, take repacked copies.
+_WITHOUT_WEIGHTS = {"aot_inductor.package_constants_in_so": False, "max_autotune_gemm_backends": "ATEN,TRITON"}
 
 
 class _GraphLayer(DynamicLayer):  # type: ignore[misc]
