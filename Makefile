@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SERVE_ARGS ?= --tbt-target 400ms
 
 .PHONY: help install install-vllm test-vllm demo serve test test-browser test-clients test-slow lint format bench clean
 
 help:  ## Say what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 install: $(STAMP)  ## Create .venv with all that development and the tests need
 
@@ -24,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run both demos on the default model (fetched on the first run, 93 MB)
 	$(BIN)/evenflow demo
 
-serve: $(STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." adds options
+serve: $(STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." sets other options
 	$(BIN)/evenflow serve $(SERVE_ARGS)
 
 test: lint  ## Lint, type-check and test

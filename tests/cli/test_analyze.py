@@ -220,6 +220,7 @@ def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         (["data.jsonl", "--model", "."], "config.json"),
         (["data.jsonl", "--limit", "0"], "--limit"),
         (["data.jsonl", "--vllm-version", "0.9"], "'0.9'"),
+        (["data.jsonl", "--vllm-version", "9.9"], "'9.9'"),
         (["data.jsonl", "--vllm-version", "newest"], "'newest'"),
         (["data.jsonl", "--vllm-python", "/no/such/python"], "'/no/such/python'"),
         (["data.jsonl", "--vllm-python", "python", "--vllm-version", "0.32"], "not both"),

@@ -31,7 +31,15 @@ from evenflow.cli.options import JsonTarget, parse_new_file, takes_options
 from evenflow.cli.output import progress, table_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
-from evenflow.vllm.flags import EngineArgs, accepted_by, command_line, installed_version, newest_version, parse_version
+from evenflow.vllm.flags import (
+    NEWEST,
+    EngineArgs,
+    accepted_by,
+    command_line,
+    installed_version,
+    newest_version,
+    parse_version,
+)
 from evenflow.workload.inputs import Input
 from evenflow.workload.reading import ReadTally, read_inputs
 
@@ -139,7 +147,8 @@ def _analyze_file(
         tally.add(item)
     if not tally.count:
         why = "; ".join(f"{count:,} x {what}" for what, count in read.unusable.most_common(3)) or "it is empty"
-        raise InvalidInput(f"Got {str(path)!r} but nothing in it can be used: {why}. --field names the prompt's field.")
+        hint = " --field names the prompt's field." if "no field" in why or "no column" in why else ""
+        raise InvalidInput(f"Got {str(path)!r} but nothing in it can be used: {why}.{hint}")
     is_cut_short = options.limit == tally.count and next(found, None) is not None
     return tally.analysis(dict(read.unusable), is_cut_short=is_cut_short)
 
@@ -182,7 +191,10 @@ def _which_vllm(options: VllmOptions) -> tuple[str | None, str, str]:
     if options.vllm_python:
         return options.vllm_python, version_in(options.vllm_python), f"asked in {options.vllm_python}"
     if options.vllm_version:
-        parse_version(options.vllm_version)
+        if parse_version(options.vllm_version)[:2] > NEWEST[:2]:
+            raise InvalidInput(
+                f"Got vLLM version {options.vllm_version!r} but {newest_version()} is the newest that is known here."
+            )
         return None, options.vllm_version, "from a table of versions, not asked: --vllm-python names one that can be"
     if found := installed_version():
         return sys.executable, found, "asked in this environment"

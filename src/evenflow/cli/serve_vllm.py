@@ -59,7 +59,9 @@ def launch_of(
 ) -> VllmLaunch:
     """The vLLM that these options ask for."""
     if model.model == EngineConfig().model:
-        raise InvalidInput("--engine vllm needs --model: a name or a folder that vLLM can load.")
+        raise InvalidInput(
+            "--engine vllm needs --model: a name or a folder that vLLM can load; the default model is none."
+        )
     policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).policy
     if policy is None or not has_target(policy):
         raise InvalidInput("--engine vllm needs --tbt-target, such as 50ms: the time between tokens to keep.")

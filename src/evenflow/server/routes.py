@@ -6,6 +6,7 @@ Must not know: how an answer is made, who may ask.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from fastapi import APIRouter, Request, Response
 
@@ -22,6 +23,8 @@ from evenflow.server.openapi import described
 from evenflow.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody, seconds_of
 from evenflow.server.requests import read_body
 from evenflow.server.service import Served, Service
+
+logger = logging.getLogger("evenflow")
 
 _ANSWER_ERRORS = (404, 429, 500, 503)
 
@@ -147,6 +150,7 @@ def target_routes(service: Served) -> APIRouter:
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, service.limits.max_body_bytes)
         client.set_target(seconds_of(body.tbt_target), body.paced)
+        logger.info("The policy is %s from now on.", client.policy)
         return _json(_target(client.policy))
 
     return routes

@@ -62,6 +62,7 @@ export class Chat {
         model: this.model,
         messages: [{ role: "user", content: padding(numWords) + message }],
         max_tokens: Number(document.getElementById("max-tokens").value),
+        temperature: 0,
         stream: true,
       }),
     });
