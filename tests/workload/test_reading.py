@@ -101,6 +101,14 @@ def test_a_folder_of_data_files_is_their_records(tmp_path: Path) -> None:
     assert len(read(tmp_path)[0]) == 2 * len(TEXTS)
 
 
+def test_records_among_texts_are_records(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data.jsonl")
+    (tmp_path / "readme.txt").write_text("about the data", encoding="utf-8")
+    inputs, _ = read(tmp_path)
+    assert len(inputs) == len(TEXTS) + 1
+    assert inputs[-1] == TextInput("about the data")
+
+
 def test_broken_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "one"}\n\n{"prompt": \n\xff\xfe\n{"other": 1}\n[1, 2]\n{"prompt": "two"}')

@@ -25,6 +25,7 @@ from evenflow.workload.records import KNOWN_FIELDS, UnusableRecordError, input_o
 _MAX_TEXT_BYTES = 1 << 28  # one text is one prompt and is read whole: far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
 _PARQUET_ROWS = 256
+_NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
 
 
 @dataclass(slots=True)
@@ -44,13 +45,15 @@ def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Itera
     """The inputs of one dataset."""
     files = _files_of(path)
     tally.num_bytes = sum(file.stat().st_size for file in files)
-    as_texts = not all(_format_of(file) in _RECORD_READERS for file in files)
-    for file in files:
+    formats = [_format_of(file) for file in files]
+    # Among texts, such as the files of a program, these are records all the same; .json and .csv are texts there.
+    records = _RECORD_READERS if all(name in _RECORD_READERS for name in formats) else _NEVER_TEXTS
+    for file, name in zip(files, formats, strict=True):
         try:
-            if as_texts:
-                yield from _read_text(file, tally)
-            else:
+            if name in records:
                 yield from _read_records(file, prompt_field, tally)
+            else:
+                yield from _read_text(file, tally)
         except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file that breaks off
             tally.unusable[f"a file that cannot be read ({getattr(error, 'strerror', None) or error})"] += 1
 
