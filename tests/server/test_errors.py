@@ -52,7 +52,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, 400, "stop: List should have at most 16 items"),
     (CHAT, {"messages": MESSAGES, "temprature": 1}, 400, "temprature"),
     (CHAT, {"messages": MESSAGES, "tbt_target": 0.05}, 400, "only the policy 'target'"),
-    (CHAT, {"messages": MESSAGES, "tbt_target": "soon"}, 400, "tbt_target"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tbt_target": "soon"},
+        400,
+        "tbt_target: expected seconds, or a duration such as 50ms",
+    ),
     (CHAT, {"messages": MESSAGES, "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "no tools"),

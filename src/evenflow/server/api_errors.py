@@ -21,6 +21,7 @@ logger = logging.getLogger("evenflow")
 _MOST_MESSAGE_CHARACTERS = 1000
 RETRY_AFTER_S = 1
 
+_DURATIONS = ("tbt_target", "ttft_target")
 _UNSUPPORTED = {
     "priority": "requests have no priorities yet; leave it out",
     "logit_bias": "biases are not supported; leave it out",
@@ -108,7 +109,9 @@ def invalid_body(error: ValidationError) -> ApiError:
         return ApiError(400, f"{field}: {_UNSUPPORTED[field]}.", param=field, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {'.'.join(names)}.", param=field, code="unknown_parameter")
-    return ApiError(400, ": ".join(filter(None, [".".join(names), first["msg"]])) + ".", param=field)
+    is_no_duration = first["type"] == "string_pattern_mismatch" and field in _DURATIONS
+    what = "expected seconds, or a duration such as 50ms" if is_no_duration else first["msg"]
+    return ApiError(400, ": ".join(filter(None, [".".join(names), what])) + ".", param=field)
 
 
 def respond(error: ApiError) -> Response:
