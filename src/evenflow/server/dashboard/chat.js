@@ -62,7 +62,6 @@ export class Chat {
         model: this.model,
         messages: [{ role: "user", content: padding(numWords) + message }],
         max_tokens: Number(document.getElementById("max-tokens").value),
-        temperature: 0,
         stream: true,
       }),
     });
