@@ -32,13 +32,12 @@ from evenflow.cli.output import progress, table_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
 from evenflow.vllm.flags import (
-    NEWEST,
     EngineArgs,
     accepted_by,
+    check_known,
     command_line,
     installed_version,
     newest_version,
-    parse_version,
 )
 from evenflow.workload.inputs import Input
 from evenflow.workload.reading import ReadTally, read_inputs
@@ -191,10 +190,7 @@ def _which_vllm(options: VllmOptions) -> tuple[str | None, str, str]:
     if options.vllm_python:
         return options.vllm_python, version_in(options.vllm_python), f"asked in {options.vllm_python}"
     if options.vllm_version:
-        if parse_version(options.vllm_version)[:2] > NEWEST[:2]:
-            raise InvalidInput(
-                f"Got vLLM version {options.vllm_version!r} but {newest_version()} is the newest that is known here."
-            )
+        check_known(options.vllm_version)
         return None, options.vllm_version, "from a table of versions, not asked: --vllm-python names one that can be"
     if found := installed_version():
         return sys.executable, found, "asked in this environment"

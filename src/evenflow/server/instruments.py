@@ -6,6 +6,7 @@ Must not know: what makes a figure change; that is `metrics`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -29,32 +30,33 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1)
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+
 
 class Maker:
     """Makes metrics that carry the labels that all of vLLM's have."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._registry = registry
+    def __init__(self, collectors: CollectorRegistry, model_name: str) -> None:
+        self._collectors = collectors
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+        return self._make(Counter, name, text, self._labels).labels(**self._labels)
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, list(self._labels), registry=self._registry).labels(**self._labels)
+        return self._make(Gauge, name, text, self._labels).labels(**self._labels)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
-        return metric.labels(**self._labels)
+        return self._make(Histogram, name, text, self._labels, buckets=buckets).labels(**self._labels)
 
     def bulk_histogram(self, names: dict[str, str], buckets: tuple[float, ...]) -> BulkHistogram:
         metric = BulkHistogram(names, buckets, self._labels)
-        self._registry.register(metric)
+        self._collectors.register(metric)
         return metric
 
     def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> SplitCounter:
         """A counter by one label more; the values `known` are there from the start, so that rates see their first."""
-        metric = Counter(name, text, [*self._labels, label], registry=self._registry)
+        metric = self._make(Counter, name, text, [*self._labels, label])
         counter = SplitCounter(metric, tuple(self._labels.values()))
         for value in known:
             counter.inc(0, value)
@@ -63,7 +65,10 @@ class Maker:
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """A gauge that is always 1 and says what it has to say in its labels."""
         labels = {**values, "engine": self._labels["engine"]}
-        Gauge(name, text, list(labels), registry=self._registry).labels(**labels).set(1)
+        self._make(Gauge, name, text, labels).labels(**labels).set(1)
+
+    def _make(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
+        return kind(name, text, list(labels), registry=self._collectors, **options)
 
 
 class SplitCounter:

@@ -77,6 +77,12 @@ def parse_version(text: str) -> Version:
     return found
 
 
+def check_known(text: str) -> None:
+    """Refuse a version that the table knows nothing of."""
+    if parse_version(text)[:2] > NEWEST[:2]:
+        raise InvalidInput(f"Got vLLM version {text!r} but {newest_version()} is the newest that is known here.")
+
+
 def installed_version() -> str | None:
     """The version of the vLLM in this environment, found without importing it."""
     for package in PACKAGES:
