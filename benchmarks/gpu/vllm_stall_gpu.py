@@ -10,11 +10,9 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +55,8 @@ TINY = LLAMA_8B | {
     "torch_dtype": "float32",
 }
 
+WARM_UP_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -80,20 +80,23 @@ class Seen:
         found = []
         for moments in self.token_times.values():
             for before, now in pairwise(moments):
-                if any(start < now <= end for start, end in self.long_spans):
+                if self.is_pending(now):
                     found.append(now - before)
         return found
+
+    def is_pending(self, now: float) -> bool:
+        """Did a long prompt wait for its first token then?"""
+        return any(start < now <= end for start, end in self.long_spans)
 
 
 class Bench:
     """One engine, and what its steps tell."""
 
-    def __init__(self, engine: Any, load: Load, mode_path: Path, steps: socket.socket, vocab_size: int) -> None:
-        self.engine, self.load, self.mode_path, self.steps, self.vocab_size = engine, load, mode_path, steps, vocab_size
+    def __init__(self, engine: Any, load: Load, mode_path: Path, vocab_size: int) -> None:
+        self.engine, self.load, self.mode_path, self.vocab_size = engine, load, mode_path, vocab_size
         self._number = 0
         self._runs = 0
-        self._events: list[Any] = []
-        asyncio.get_running_loop().add_reader(steps, self._read)
+        self._told: list[bytes] = []  # what steps told, read after a run: reading takes time from the clients
 
     async def _generate(self, num_tokens: int, max_tokens: int, moments: list[float]) -> None:
         from vllm import SamplingParams
@@ -128,24 +131,35 @@ class Bench:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.5)  # the engine core drops them
 
+    async def warm_up(self) -> None:
+        """Run steps of all sizes once, alone: CUDA loads a kernel when it is first used, and all wait for that."""
+        for num_tokens in range(WARM_UP_ROWS, self.load.long_prompt_tokens // 16 + 1, WARM_UP_ROWS):
+            await self._generate(num_tokens, 1, [])
+
     def _switch(self, mode: str) -> None:
         self._runs += 1
         self.mode_path.write_text(mode)
         os.utime(self.mode_path, ns=(self._runs, self._runs))
-        self._events = []
+        self._told = []
 
-    def _read(self) -> None:
-        """Take in what steps tell, at once: the system keeps but a few such messages for us."""
+    async def read_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take in what the plug-in tells of its steps."""
+        from evenflow.server.wire import FrameReader
+
+        frames = FrameReader()
+        while content := await reader.read(1 << 20):
+            self._told.extend(frames.feed(content))
+        writer.close()
+
+    def _steps(self) -> list[Any]:
         import msgspec
 
-        from evenflow.server.events import StepEvent
+        from evenflow.vllm.messages import SteeredStep
 
-        with suppress(BlockingIOError):
-            while True:
-                self._events.append(msgspec.msgpack.decode(self.steps.recv(1 << 20), type=StepEvent))
+        return [msgspec.msgpack.decode(frame, type=SteeredStep) for frame in self._told]
 
-    async def stall(self, mode: str) -> tuple[StallPoint, list[Any]]:
-        """One run under a mode: its figures, and what its steps told where they were steered."""
+    async def stall(self, mode: str) -> tuple[StallPoint, list[Any], list[Any]]:
+        """One run under a mode: its figures and, if they were steered, its steps and those beside a long prompt."""
         self._switch(mode)
         seen = Seen()
         tasks = await self._chats(seen)
@@ -160,7 +174,9 @@ class Bench:
         await self._end(tasks)
         target = float(mode.removeprefix("target:").removesuffix("ms")) / 1000 if mode.startswith("target:") else None
         ttfts = [end - start for start, end in seen.long_spans]
-        return summarise(mode, target, seen.gaps(), ttfts, total), self._events
+        steps = self._steps()
+        pending = [step for step in steps if seen.is_pending(step.at)]
+        return summarise(mode, target, seen.gaps(), ttfts, total), steps, pending
 
     async def _long(self, seen: Seen) -> None:
         start, moments = time.perf_counter(), list[float]()
@@ -182,7 +198,7 @@ class Bench:
         return tokens / seconds / self.load.num_chats
 
 
-async def measure(args: argparse.Namespace, folder: Path, steps: socket.socket) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -207,21 +223,25 @@ async def measure(args: argparse.Namespace, folder: Path, steps: socket.socket) 
             scheduler_cls="switchable.Switchable",
         )
     )
-    bench = Bench(engine, load, mode_path, steps, int(config["vocab_size"]))  # type: ignore[call-overload]
+    bench = Bench(engine, load, mode_path, int(config["vocab_size"]))  # type: ignore[call-overload]
+    listener = await asyncio.start_unix_server(bench.read_steps, os.environ["EVENFLOW_STEP_SOCKET"])
     print(f"ready in {time.perf_counter() - started:.0f} s", flush=True)
+    await bench.warm_up()
     points, errors, steps_of_runs = [], {}, {}
     for mode in args.modes.split(","):
-        point, events = await bench.stall(mode)
+        point, steps, pending = await bench.stall(mode)
         points.append(point)
         print(f"{time.perf_counter() - started:.0f} s: {point}", flush=True)
-        if events:
+        if steps:
             run = f"{len(points)} {mode}"
-            errors[run] = mean_error(events)
-            steps_of_runs[run] = [step_row(event) for event in events]
+            errors[run] = mean_error(pending)
+            steps_of_runs[run] = [step_row(step) for step in steps]
     speeds: dict[str, list[float]] = {}
     for mode in [args.modes.split(",")[0], "fixed:8192"] * 3:
         speeds.setdefault(mode, []).append(await bench.decode_alone(mode))
     engine.shutdown()
+    await asyncio.sleep(0.1)  # the plug-in's connection ends
+    listener.close()
     return {
         "points": points,
         "step_time_errors": errors,
@@ -231,18 +251,26 @@ async def measure(args: argparse.Namespace, folder: Path, steps: socket.socket) 
     }
 
 
-STEP_COLUMNS = ["at", "seconds", "predicted_seconds", "num_decodes", "chunks", "num_late_tokens"]
+STEP_COLUMNS = ["at", "seconds", "predicted_seconds", "num_decodes", "chunks", "num_late_tokens", "is_own_time"]
 
 
 def step_row(step: Any) -> list[Any]:
     """A step as `STEP_COLUMNS` says."""
     chunks = [[chunk.start, chunk.length, chunk.reason] for chunk in step.chunks]
-    return [step.at, step.seconds, step.predicted_seconds, step.num_decodes, chunks, step.num_late_tokens]
+    return [
+        step.at,
+        step.seconds,
+        step.predicted_seconds,
+        step.num_decodes,
+        chunks,
+        step.num_late_tokens,
+        step.is_own_time,
+    ]
 
 
 def mean_error(steps: list[Any]) -> float:
-    """Mean of |predicted - actual| / actual over steps with prefill and decodes."""
-    mixed = [step for step in steps if step.chunks and step.num_decodes and step.predicted_seconds]
+    """Mean of |predicted - actual| / actual over steps with prefill and decodes whose time is known apart."""
+    mixed = [step for step in steps if step.chunks and step.num_decodes and step.is_own_time]
     total: float = sum(abs(step.predicted_seconds - step.seconds) / step.seconds for step in mixed)
     return total / max(1, len(mixed))
 
@@ -256,18 +284,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="write all figures there")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and load: tries the script, measures nothing")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as steps:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        steps.bind(str(folder / "steps"))
-        steps.setblocking(False)
-        steps.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
         os.environ |= {
             "EVENFLOW_BENCH_MODE_FILE": str(folder / "mode"),
             "EVENFLOW_STEP_SOCKET": str(folder / "steps"),
             "EVENFLOW_TBT_TARGET": "50ms",
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         }
-        figures = asyncio.run(measure(args, folder, steps))
+        figures = asyncio.run(measure(args, folder))
     print(table(figures["points"]))
     print("step-time errors:", {mode: f"{100 * error:.1f}%" for mode, error in figures["step_time_errors"].items()})
     for mode, speeds in figures["decode_tokens_per_s"].items():

@@ -332,6 +332,7 @@ figures = st.builds(
     decode_context=st.integers(0, 100_000_000),
     attention_calls=st.integers(0, 17),
     logit_rows=st.integers(0, 8192),
+    wave_attention=st.integers(0, 800_000_000),
 )
 FIELDS = sorted(StepShape.__dataclass_fields__)
 
@@ -411,7 +412,7 @@ def test_an_empty_record_is_an_empty_model() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 7 but expected 3"):
+    with pytest.raises(InvalidInput, match="version 7 but expected 4"):
         StepTimeModel.from_record({"version": 7})
 
 

@@ -65,6 +65,7 @@ class Scheduler:
             step_id=self._num_steps,
             at=time.perf_counter(),
             seconds=TOKEN_S,
+            is_own_time=True,
             predicted_seconds=TOKEN_S,
             predicted_decode_seconds=TOKEN_S * decodes,
             shape=StepShape(

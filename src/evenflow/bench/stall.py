@@ -13,7 +13,6 @@ from statistics import fmean, median
 from evenflow.bench.figures import percentile
 from evenflow.bench.stall_load import NUM_WORST_GAPS, StallLoad, StallRun, run_load
 from evenflow.config import EngineConfig
-from evenflow.core.plan import chunk_attention
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import SamplingParams
@@ -86,9 +85,7 @@ def feasible_target(engine: Engine, load: StallLoad) -> float:
     shape = engine.scheduler.caps.step_shape(
         num_decodes=load.num_chats,
         decode_context=load.num_chats * context,
-        prefill_rows=FLOOR_TOKENS,
-        prefill_attention=chunk_attention(start, FLOOR_TOKENS),
-        num_chunks=1,
+        chunks=[(start, FLOOR_TOKENS)],
         prefill_logit_rows=1,
     )
     return engine.scheduler.step_time.upper(shape) + engine.scheduler.overhead

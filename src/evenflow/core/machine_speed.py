@@ -41,6 +41,8 @@ class RecentStep:
     predicted: float
     level: float  # in the prediction
     spread: float
+    is_fresh: bool
+    padded_rows: int
 
     @property
     def is_familiar(self) -> bool:

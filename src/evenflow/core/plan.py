@@ -6,7 +6,7 @@ calibration set and a replay. Must not know: tensors, devices, text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -35,6 +35,8 @@ class ExecutorCaps:
     max_prefill_sequences: int = 16  # chunks in one step
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, which steps are padded to, ascending; empty: none
+    attention_tile: int = 1  # rows of a chunk that attention computes together, as many of them as there may be
+    attention_wave: int = 0  # rows of a chunk that occupy the whole device at once; 0: nothing like that
 
     def is_launched(self, rows: int) -> bool:
         """Is a step of so many rows launched op by op, which costs the host more than replaying a graph?"""
@@ -48,18 +50,24 @@ class ExecutorCaps:
         *,
         num_decodes: int = 0,
         decode_context: int = 0,
-        prefill_rows: int = 0,
-        prefill_attention: int = 0,
-        num_chunks: int = 0,
+        chunks: Iterable[tuple[int, int]] = (),  # starts and lengths
         prefill_logit_rows: int = 0,
     ) -> StepShape:
         """The figures of a step that holds this, as it runs here. A decode with guessed tokens counts once for each."""
+        num_chunks = prefill_rows = attention = wave_attention = 0
+        for start, length in chunks:
+            num_chunks += 1
+            prefill_rows += length
+            attention += _attention(start, length, self.attention_tile)
+            if 2 * length > self.attention_wave > 0:  # shorter ones are spread over the device
+                wave_attention += _attention(start, length, self.attention_wave)
         rows = num_decodes + prefill_rows
         return StepShape(
             total_rows=rows,
             padded_rows=self.padded_rows(rows),
             prefill_rows=prefill_rows,
-            prefill_attention=prefill_attention,
+            prefill_attention=attention,
+            wave_attention=wave_attention,
             decode_sequences=num_decodes,
             decode_context=decode_context,
             attention_calls=num_chunks + (1 if num_decodes else 0),
@@ -69,8 +77,13 @@ class ExecutorCaps:
 
     def prefill_shape(self, start: int, length: int) -> StepShape:
         """A step of one chunk alone, which ends its prompt."""
-        attention = chunk_attention(start, length)
-        return self.step_shape(prefill_rows=length, prefill_attention=attention, num_chunks=1, prefill_logit_rows=1)
+        return self.step_shape(chunks=[(start, length)], prefill_logit_rows=1)
+
+
+def _attention(start: int, length: int, granule: int) -> int:
+    """The sum over a chunk's rows, padded to whole granules, of the positions each one sees."""
+    rows = -(-length // granule) * granule
+    return rows * (2 * start + length + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +156,13 @@ class StepShape:
     total_rows: int
     padded_rows: int
     prefill_rows: int
-    prefill_attention: int  # sum over prefill rows of the positions each one sees
+    prefill_attention: int  # sum over prefill rows, padded to tiles, of the positions each one sees
     decode_sequences: int
     decode_context: int  # sum over decodes of the positions each one sees
     attention_calls: int
     logit_rows: int
     is_launched: bool = False  # op by op: it has more rows than any captured graph
-
-
-def chunk_attention(start: int, length: int) -> int:
-    """The sum over a chunk's rows of the positions each one sees."""
-    return length * start + length * (length + 1) // 2
+    wave_attention: int = 0  # the same of long chunks, padded to whole waves
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +192,7 @@ class StepPlan:
         return caps.step_shape(
             num_decodes=len(self.decodes),
             decode_context=sum(self.decodes.positions) + len(self.decodes),
-            prefill_rows=sum(chunk.length for chunk in chunks),
-            prefill_attention=sum(chunk_attention(chunk.start, chunk.length) for chunk in chunks),
-            num_chunks=len(chunks),
+            chunks=[(chunk.start, chunk.length) for chunk in chunks],
             prefill_logit_rows=sum(chunk.num_logit_rows for chunk in chunks),
         )
 

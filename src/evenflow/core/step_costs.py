@@ -19,7 +19,7 @@ from evenflow.core.plan import StepShape
 
 Features = tuple[int, ...]
 
-_NUM_FEATURES = 10
+_NUM_FEATURES = 11
 _ROWS, _HAS_PREFILL, _DECODES = 1, 3, 6  # the places of padded rows and others among the features
 _NUM_OWN = 3  # of the features, the first ones: a step, its rows, its launch
 _KNEES = tuple(8 << doubling for doubling in range(10))  # rows at which to look for the turn from bound to bound
@@ -46,6 +46,7 @@ def features_of(shape: StepShape) -> Features:
         shape.decode_context,
         shape.attention_calls,
         shape.logit_rows,
+        shape.wave_attention,
     )
 
 
@@ -59,9 +60,9 @@ def is_mixed(features: Features) -> bool:
 
 def _sum(costs: Vector, figures: Vector) -> float:
     """Their dot product, written out because planning a step asks for dozens."""
-    a, b, c, d, e, f, g, h, i, j = costs
-    q, r, s, t, u, v, w, x, y, z = figures
-    return a * q + b * r + c * s + d * t + e * u + f * v + g * w + h * x + i * y + j * z
+    a, b, c, d, e, f, g, h, i, j, k = costs
+    p, q, r, s, t, u, v, w, x, y, z = figures
+    return a * p + b * q + c * r + d * s + e * t + f * u + g * v + h * w + i * x + j * y + k * z
 
 
 @dataclass(frozen=True, slots=True)

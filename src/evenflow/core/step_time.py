@@ -26,7 +26,7 @@ from evenflow.core.step_costs import (
 )
 from evenflow.errors import InvalidInput
 
-_VERSION = 3
+_VERSION = 4
 
 _MAX_SAMPLES = 128
 _SAMPLES_PER_KIND = 8
@@ -42,6 +42,13 @@ _QUANTILE = 0.98
 _BURST_QUANTILE = 0.84  # hardly moved by bursts, in which the machine is disturbed and against which no margin helps
 _MAX_TAIL = 2.2  # times that lesser quantile are as much as the margin allows for
 _UNTRIED_LOG_MARGIN = 0.25
+# The first steps of a prefill are called fresh: a device that has rested runs faster until it is hot, and they are
+# unlike those that the speed was learned from. They have a margin of their own.
+_FRESH_STEPS = 8
+# A captured graph, or the kernels chosen for one number of rows, may be worse than those for a few more. No cost shows
+# that, and a policy that fills steps up to a limit comes there again and again. So errors are kept by size, too.
+_ERRORS_PER_SIZE = 3
+_MAX_SIZES = 256
 _MAX_MARGIN = 3.0
 
 _Kind = tuple[int, ...]
@@ -49,7 +56,7 @@ _Kind = tuple[int, ...]
 
 def _kind(features: Features) -> _Kind:
     """Steps of one kind are alike within a factor of 2 in rows and of 4 in attention."""
-    _, _, is_launched, _, prefill_rows, prefill_attention, decodes, decode_context, _, _ = features
+    _, _, is_launched, _, prefill_rows, prefill_attention, decodes, decode_context, *_ = features
     return (
         prefill_rows.bit_length(),
         prefill_attention.bit_length() // 2,
@@ -81,8 +88,10 @@ class StepTimeModel:
         self._steps_since_fit = 0
         self._speed_of_decodes = MachineSpeed()  # while nothing else is in the step
         self._speed_of_prefill = MachineSpeed()
-        self._errors: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)  # see _count_error
-        self._log_margin = _UNTRIED_LOG_MARGIN
+        self._errors: deque[tuple[float, float, bool]] = deque(maxlen=_NUM_ERRORS)  # see _count_error
+        self._log_margins = dict.fromkeys((False, True), _UNTRIED_LOG_MARGIN)
+        self._errors_by_size: dict[int, deque[float]] = {}  # of mixed steps, by padded rows
+        self._prefill_steps = 0  # since the last step without prefill
 
     # ---- asking ----
 
@@ -97,15 +106,22 @@ class StepTimeModel:
     def margin(self, shape: StepShape) -> float:
         """The factor on `predict` that 98 of 100 mixed steps stay below; wider the less is known of such shapes.
 
-        A step that took longer may be the first of several: the next one allows for as much.
+        A step that took longer may be the first of several: the next one allows for as much. So does one of a size that
+        took longer each time.
         """
         features = features_of(shape)
         speed = self._speed_of(features)
-        log_margin = max(self._log_margin * self._costs.spread(features), math.log(speed.last / speed.now))
+        log_margin = self._log_margins[self._is_fresh] * self._costs.spread(features)
+        log_margin = max(log_margin, math.log(speed.last / speed.now), self._least_error(shape.padded_rows))
         if shape.padded_rows > self.largest_rows_seen > 0:
             # If the machine turns compute-bound just beyond what was seen, seconds grow as fast as rows.
-            log_margin += math.log(shape.padded_rows / self.largest_rows_seen) / 2
+            log_margin += math.log(shape.padded_rows / self.largest_rows_seen)
         return math.exp(min(log_margin, math.log(_MAX_MARGIN)))
+
+    def _least_error(self, size: int) -> float:
+        """By how much mixed steps of a size took longer than predicted, each of the last few times."""
+        errors = self._errors_by_size.get(size, ())
+        return min(errors) if len(errors) == _ERRORS_PER_SIZE else 0.0
 
     def upper(self, shape: StepShape) -> float:
         """Seconds that a step of this shape hardly ever exceeds."""
@@ -114,7 +130,7 @@ class StepTimeModel:
     @property
     def error(self) -> float:
         """Mean of |predicted - actual| / actual over recent mixed steps, each predicted before it ran."""
-        return sum(abs(math.exp(-error) - 1) for error, _ in self._errors) / max(1, len(self._errors))
+        return sum(abs(math.exp(-error) - 1) for error, *_ in self._errors) / max(1, len(self._errors))
 
     # ---- learning ----
 
@@ -124,6 +140,7 @@ class StepTimeModel:
         features = features_of(shape)
         sample = Sample(features, seconds, self._speed_of(features).level)
         surprised = not self.is_calibrated or self._follow_speed(shape, sample)
+        self._prefill_steps = self._prefill_steps + 1 if has_prefill(features) else 0
         self.largest_rows_seen = max(self.largest_rows_seen, shape.padded_rows)
         self._keep(sample)
         if surprised or has_prefill(features):
@@ -153,13 +170,19 @@ class StepTimeModel:
             return True  # nothing that such a step holds has a known cost yet
         speed = self._speed_of(sample.features)
         spread = self._costs.spread(sample.features)
-        step = RecentStep(sample, self._ratio(sample), predicted, speed.level, spread)
+        step = RecentStep(
+            sample, self._ratio(sample), predicted, speed.level, spread, self._is_fresh, shape.padded_rows
+        )
         speed.take(step)
         settled = speed.settled()
         if settled is not None:
             self._count_error(settled)
         is_off = abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
         return is_off or not step.is_familiar or speed.suspected_level() is not None
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._prefill_steps < _FRESH_STEPS
 
     def _ratio(self, sample: Sample) -> float:
         """Seconds / what the costs say; the level itself where new costs say nothing of such a step."""
@@ -171,15 +194,23 @@ class StepTimeModel:
         if is_mixed(step.sample.features):
             error = math.log(step.sample.seconds / step.predicted)
             unexplained = min(error, error - math.log(self._speed_of_prefill.level / step.level), key=abs)
-            self._errors.append((error, unexplained / step.spread))
-            self._update_margin()
+            self._errors.append((error, unexplained / step.spread, step.is_fresh))
+            self._update_margin(step.is_fresh)
+            self._keep_error_of_size(step.padded_rows, unexplained)
 
-    def _update_margin(self) -> None:
+    def _keep_error_of_size(self, size: int, error: float) -> None:
+        errors = self._errors_by_size.pop(size, None) or deque(maxlen=_ERRORS_PER_SIZE)
+        self._errors_by_size[size] = errors  # the one not seen for longest comes first
+        errors.append(error)
+        if len(self._errors_by_size) > _MAX_SIZES:
+            del self._errors_by_size[next(iter(self._errors_by_size))]
+
+    def _update_margin(self, of_fresh: bool) -> None:
         """The greater quantile of noise is twice the lesser one; where there are bursts, it lies far beyond."""
-        errors = sorted(unexplained for _, unexplained in self._errors)
+        errors = sorted(unexplained for _, unexplained, is_fresh in self._errors if is_fresh == of_fresh)
         last = len(errors) - 1
         largest = min(errors[int(_QUANTILE * last)], _MAX_TAIL * errors[int(_BURST_QUANTILE * last)]) if errors else 0.0
-        self._log_margin = max(largest, _UNTRIED_LOG_MARGIN / math.sqrt(1 + len(errors)))
+        self._log_margins[of_fresh] = max(largest, _UNTRIED_LOG_MARGIN / math.sqrt(1 + len(errors)))
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample.features)
@@ -262,8 +293,9 @@ class StepTimeModel:
         model.largest_rows_seen = record["largest_rows_seen"]
         for *figures, seconds in record["samples"]:
             model._keep(Sample((1, *figures), seconds, level=1.0))
-        model._errors.extend((error, unexplained) for error, unexplained in record["errors"])
-        model._update_margin()
+        model._errors.extend((error, unexplained, is_fresh) for error, unexplained, is_fresh in record["errors"])
+        for is_fresh in model._log_margins:
+            model._update_margin(is_fresh)
         for _ in range(ATTEMPTS if record["samples"] else 0):
             model._begin_fit()
             model._finish_fit()

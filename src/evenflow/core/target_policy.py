@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evenflow.core.pacing import NO_DEADLINE, Pacing
-from evenflow.core.plan import ChunkReason, StepShape, chunk_attention
+from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
 
 # A step that nobody waits for may be longer, since that is efficient; but whoever arrives meanwhile waits it out.
@@ -104,20 +104,17 @@ def _most_of(view: StepView, candidate: Candidate) -> int:
 
 def _shape(view: StepView, num_tokens: int) -> StepShape:
     """The step that results if the candidates, in order, get so many tokens."""
-    left, attention, num_chunks, num_ended = num_tokens, 0, 0, 0
+    left, chunks, num_ended = num_tokens, list[tuple[int, int]](), 0
     for candidate in view.candidates:
         if not left:
             break
         length = min(_most_of(view, candidate), left)
-        attention += chunk_attention(candidate.start, length)
-        num_chunks += 1
+        chunks.append((candidate.start, length))
         num_ended += length == candidate.length
         left -= length
     return view.caps.step_shape(
         num_decodes=view.num_decodes,
         decode_context=view.decode_context,
-        prefill_rows=num_tokens,
-        prefill_attention=attention,
-        num_chunks=num_chunks,
+        chunks=chunks,
         prefill_logit_rows=num_ended,
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenflow.core.plan import ExecutorCaps, StepShape, chunk_attention
+from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.step_time import StepTimeModel
 
 
@@ -55,7 +55,7 @@ class Flight:
         self._steps.append(step)
         if not output.total_num_scheduled_tokens:
             return
-        num_rows = context = prefill_rows = attention = num_ended = 0
+        num_rows = context = num_ended = 0
         for request_id, length in output.num_scheduled_tokens.items():
             request = requests[request_id]
             end = request.num_computed_tokens  # with this step's tokens
@@ -64,15 +64,11 @@ class Flight:
                 context += length * end
             else:
                 step.chunks.append((request_id, end - length, length))
-                prefill_rows += length
-                attention += chunk_attention(end - length, length)
                 num_ended += not request.is_prefill_chunk
         step.shape = self._caps.step_shape(
             num_decodes=num_rows,
             decode_context=context,
-            prefill_rows=prefill_rows,
-            prefill_attention=attention,
-            num_chunks=len(step.chunks),
+            chunks=[(start, length) for _, start, length in step.chunks],
             prefill_logit_rows=num_ended,
         )
         step.predicted = self._step_time.predict(step.shape)

@@ -29,3 +29,4 @@ class SteeredStep(StepEvent, frozen=True, array_like=True):
 
     arrived: list[RequestArrived]
     left: list[RequestLeft]
+    is_own_time: bool  # the step's seconds hold nothing of another step's

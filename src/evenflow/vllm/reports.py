@@ -44,6 +44,7 @@ class StepDone:
     step_id: int
     at: float
     seconds: float
+    is_own_time: bool  # of these seconds: they hold nothing of another step's
     predicted_seconds: float
     predicted_decode_seconds: float  # had it only decoded
     shape: StepShape
@@ -78,7 +79,8 @@ class _Interval:
         if step.shape.prefill_rows and step.shape.decode_sequences:
             self.num_mixed_steps += 1
             self.num_prefill_tokens += step.shape.prefill_rows
-            self.errors.append(abs(step.predicted_seconds - step.seconds) / step.seconds)
+            if step.is_own_time:
+                self.errors.append(abs(step.predicted_seconds - step.seconds) / step.seconds)
 
 
 class _Listener:
@@ -184,7 +186,7 @@ class Reporter:
             interval.num_tokens,
             1000 * self._target,
             1000 * interval.worst_gap,
-            100 * sum(interval.errors) / len(interval.errors),
+            100 * sum(interval.errors) / max(1, len(interval.errors)),
         )
 
     def _tell(self, listener: _Listener, step: StepDone) -> None:
@@ -236,6 +238,7 @@ class Reporter:
             stall=stall,
             arrived=[RequestArrived(*one) for one in self._arrived],
             left=[RequestLeft(*one) for one in self._left],
+            is_own_time=step.is_own_time,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.platform_utils import cuda_get_device_properties
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.pacing import NO_DEADLINE, Pacing
@@ -35,6 +36,7 @@ from evenflow.vllm.target_file import TargetFile
 logger = init_logger("vllm.evenflow")
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
+_CUDA_ATTENTION_TILE = 128  # rows of a chunk, for one head, that one processor of a GPU computes together
 _STEPS_BETWEEN_SAVES = 8192  # of step times: a save takes a millisecond
 
 
@@ -70,6 +72,7 @@ class Steering:
         self._caps = ExecutorCaps(
             max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
             row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
+            **_attention_granules(scheduler.vllm_config),
         )
         self._step_times_path = _step_times_path(scheduler.vllm_config)
         self.step_time = load_step_times(self._step_times_path) or StepTimeModel()
@@ -314,6 +317,7 @@ class Steering:
             step_id=self._num_steps,
             at=step.ended_at,
             seconds=step.seconds,
+            is_own_time=step.is_own_time,
             predicted_seconds=step.predicted,
             predicted_decode_seconds=self.step_time.predict(decodes_alone) if shape.decode_sequences else 0.0,
             shape=shape,
@@ -339,6 +343,15 @@ class Steering:
 
 def _candidate(request: Any, start: int) -> Candidate:
     return Candidate(request.request_id, start, max(1, request.num_tokens - start), request.num_prompt_tokens)
+
+
+def _attention_granules(config: Any) -> dict[str, int]:
+    """The rows of a chunk by which its attention takes longer, for `ExecutorCaps`."""
+    if not current_platform.is_cuda():
+        return {}
+    (num_processors,) = cuda_get_device_properties(0, ("multi_processor_count",))
+    tiles_per_head = max(1, num_processors // config.model_config.get_num_attention_heads(config.parallel_config))
+    return {"attention_tile": _CUDA_ATTENTION_TILE, "attention_wave": tiles_per_head * _CUDA_ATTENTION_TILE}
 
 
 def _step_times_path(config: Any) -> Path:
