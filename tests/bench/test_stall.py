@@ -152,6 +152,27 @@ class ForgetfulExecutor(FakeExecutor):
         return replace(result, tokens=tuple(tokens))
 
 
+def test_policies_take_turns_and_each_has_the_whole_load() -> None:
+    it, turns = engine(), list[str]()
+    comparison = compare_policies(
+        it, LOAD, ("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_run=turns.append
+    )
+    assert turns == [
+        f"{policy}, long prompts {prompts}, run 1 of 1"
+        for prompts in ("1 to 2", "3 to 3")
+        for policy in ("fixed:103", "unchunked")
+    ]
+    run, whole = comparison.first_runs["fixed:103"], run_load(engine("fixed:103"), LOAD)
+    assert run.long_answers == whole.long_answers
+    assert sum(chunk.num_tokens for chunk in run.chunks) == 1200
+    assert len(run.long_ttft_s) == 3
+    moments = [token.at for token in run.tokens]
+    assert moments == sorted(moments)
+    assert run.chunks[-1].start > 2.0 + 4 * 0.118  # the third begins when the second has its answer
+    assert len({gap.request_id for gap in run.worst}) > 0
+    assert run.worst == sorted(run.worst, key=lambda gap: -gap.gap_s)
+
+
 def test_an_answer_that_differs_is_reported_where_it_begins_to() -> None:
     it = engine("unchunked")
     it.executor = ForgetfulExecutor(vocab_size=VOCAB, cost=cost, clock=it.executor.clock)  # type: ignore[attr-defined]

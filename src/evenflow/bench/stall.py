@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from evenflow.bench.figures import percentile
-from evenflow.bench.stall_load import NUM_WORST_GAPS, StallLoad, StallRun, run_load
+from evenflow.bench.stall_load import StallLoad, StallRun, join, longest_gaps, run_load
 from evenflow.config import EngineConfig
 from evenflow.core.policies import make_policy
 from evenflow.core.policy import FLOOR_TOKENS
@@ -128,18 +128,27 @@ def compare_policies(
     policies: Sequence[str],
     repeat: int,
     feasible_target_s: float,
+    *,
+    prompts_per_turn: int | None = None,
     on_run: Callable[[str], None] = lambda policy: None,
 ) -> Comparison:
-    """Run the load `repeat` times under each policy, in turn. `on_run` is told what runs next.
+    """Run the load `repeat` times under each policy. `on_run` is told what runs next.
 
-    The engine has no prefix cache: the prompts are the same each time.
+    Policies take turns after so many long prompts, so that a machine that becomes slower does so for all of them; None:
+    after the whole load, which prompts that wait for each other need. The engine has no prefix cache: the prompts are
+    the same each time.
     """
     runs: dict[str, list[StallRun]] = {policy: [] for policy in policies}
     for number in range(repeat):
+        parts: dict[str, list[StallRun]] = {policy: [] for policy in policies}
+        for part in load.parts(prompts_per_turn or len(load.long_prompts)):
+            for policy in policies:
+                last = part.first_number + len(part.long_prompts) - 1
+                on_run(f"{policy}, long prompts {part.first_number} to {last}, run {number + 1} of {repeat}")
+                set_policy(engine, policy)
+                parts[policy].append(run_load(engine, part))
         for policy in policies:
-            on_run(f"{policy}, run {number + 1} of {repeat}")
-            set_policy(engine, policy)
-            runs[policy].append(run_load(engine, load))
+            runs[policy].append(join(parts[policy]))
     expected = runs[policies[0]][0].long_answers
     figures = [
         _figures(policy, runs[policy], feasible_target_s, _divergence(engine, load, expected, runs[policy]))
@@ -156,7 +165,6 @@ def _figures(
     p50, p90, p99, longest = (percentile(gaps, percent) for percent in (50, 90, 99, 100))
     pacing = make_policy(policy, 1).pacing
     target_s = pacing.target if pacing is not None else None
-    worst = sorted((stall for run in runs for stall in run.worst), key=lambda stall: -stall.gap_s)
     return StallFigures(
         policy=policy,
         target_s=target_s,
@@ -174,7 +182,7 @@ def _figures(
         output_tokens_per_s=sum(run.output_tokens for run in runs) / sum(run.total_s for run in runs),
         step_time_mape=fmean([error for run in runs for error in run.step_errors] or [0.0]),
         divergence=divergence,
-        worst=tuple(worst[:NUM_WORST_GAPS]),
+        worst=tuple(longest_gaps(stall for run in runs for stall in run.worst)),
     )
 
 

@@ -7,8 +7,8 @@ how figures are shown.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -46,12 +46,20 @@ class StallLoad:
     long_prompts: Sequence[Sequence[int]]
     long_answer_tokens: int
     interval: float  # seconds from one long prompt to the next
+    first_number: int = 1  # of the long prompts, by which they are called
 
     def __post_init__(self) -> None:
         if not (self.num_chats and self.long_prompts):
             raise InvalidRequest(
                 f"Got {self.num_chats} chats and {len(self.long_prompts)} long prompts but expected some of both."
             )
+
+    def parts(self, num_prompts: int) -> list[StallLoad]:
+        """The same load in several, each with so many of the long prompts."""
+        return [
+            replace(self, long_prompts=self.long_prompts[start : start + num_prompts], first_number=1 + start)
+            for start in range(0, len(self.long_prompts), num_prompts)
+        ]
 
     def longest_chat(self, number: int) -> int:
         return self.chat_tokens + 7 * (number % self.num_chats)
@@ -112,6 +120,28 @@ class StallRun:
     worst: list[Stall] = field(default_factory=list)  # the longest gaps that count, longest first, one a step
 
 
+def join(runs: Iterable[StallRun]) -> StallRun:
+    """Runs of the parts of one load, as if each had begun when the one before ended."""
+    joined = StallRun()
+    for run in runs:
+        began = joined.total_s
+        joined.tokens += [token._replace(at=began + token.at) for token in run.tokens]
+        joined.chunks += [chunk._replace(start=began + chunk.start, end=began + chunk.end) for chunk in run.chunks]
+        joined.step_errors += run.step_errors
+        joined.pending_s += run.pending_s
+        joined.output_tokens += run.output_tokens
+        joined.total_s += run.total_s
+        joined.long_ttft_s += run.long_ttft_s
+        joined.long_answers += run.long_answers
+        joined.worst = longest_gaps([*joined.worst, *run.worst])
+    return joined
+
+
+def longest_gaps(gaps: Iterable[Stall]) -> list[Stall]:
+    """As many as are kept of a run, longest first."""
+    return sorted(gaps, key=lambda gap: -gap.gap_s)[:NUM_WORST_GAPS]
+
+
 def run_load(engine: Engine, load: StallLoad) -> StallRun:
     """Run the load once on an engine without other work, which is left without work."""
     return _Runner(engine, load).run()
@@ -135,7 +165,7 @@ class _Runner:
         answer = SamplingParams(temperature=0.0, max_tokens=load.long_answer_tokens, ignore_eos=True)
         arrivals = [
             engine.prepare(prompt, answer, request_id=f"long-{number}")
-            for number, prompt in enumerate(load.long_prompts, start=1)
+            for number, prompt in enumerate(load.long_prompts, start=load.first_number)
         ]
         self._start_chats()
         while any(not chat.num_output_tokens for chat in self._chats.values()):

@@ -40,6 +40,8 @@ _CAUSES = {
     CauseKind.KV_MEMORY: "no KV memory",
 }
 
+_PROMPTS_PER_TURN = 2  # where they do not wait for each other
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
@@ -93,10 +95,14 @@ def stall(
         say("Measuring step times beside the chats")
         feasible_target_s = measure(llm.engine, load)
         console.print(f"Least target that can be kept here: {1000 * feasible_target_s:.0f} ms.")
+        prompts_per_turn = None
         if options.interval is None:
+            prompts_per_turn = _PROMPTS_PER_TURN
             load = replace(load, interval=interval_to_keep_up(llm.engine, load, names))
             console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
-        comparison = compare_policies(llm.engine, load, names, repeat, feasible_target_s, on_run=say)
+        comparison = compare_policies(
+            llm.engine, load, names, repeat, feasible_target_s, prompts_per_turn=prompts_per_turn, on_run=say
+        )
     console.print(_table(comparison))
     if any(policy.feasible is False for policy in comparison.figures):
         console.print("* a target below the least that can be kept")
