@@ -5,11 +5,10 @@ Must not know: which engine ran, where.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from evenflow.bench.curves import read_off
 from evenflow.bench.figures import percentile
 
 
@@ -37,19 +36,6 @@ def summarise(
     return StallPoint(name, target_s, p50, p90, p99, largest, percentile(sorted(ttfts), 50), len(gaps), total_s)
 
 
-def ttft_on_curve(fixed: Sequence[StallPoint], gap_p99_s: float) -> float | None:
-    """The TTFT that fixed budgets would have at this p99 gap, between their points on logarithmic axes.
-
-    None beyond them: no budget measured has so small or so large a gap.
-    """
-    points = sorted((point.gap_p99_s, point.long_ttft_p50_s) for point in fixed)
-    for (low, slow), (high, fast) in pairwise(points):
-        if low <= gap_p99_s <= high:
-            share = (math.log(gap_p99_s) - math.log(low)) / (math.log(high) - math.log(low)) if high > low else 0.0
-            return math.exp(math.log(slow) * (1 - share) + math.log(fast) * share)
-    return None
-
-
 def table(points: Sequence[StallPoint]) -> str:
     """All runs, and for those with a target how they compare to the curve of those without."""
     fixed = [point for point in points if point.target_s is None]
@@ -60,7 +46,7 @@ def table(points: Sequence[StallPoint]) -> str:
             f"{point.name:24}" + "".join(f"{1000 * gap:9.1f}" for gap in gaps) + f"{1000 * point.long_ttft_p50_s:10.0f}"
         )
         if point.target_s is not None:
-            expected = ttft_on_curve(fixed, point.gap_p99_s)
+            expected = read_off(((f.gap_p99_s, f.long_ttft_p50_s) for f in fixed), point.gap_p99_s)
             ratio = "beyond it" if expected is None else f"{point.long_ttft_p50_s / expected:.3f}"
             line += f"{point.gap_p99_s / point.target_s:12.2f}  {ratio:>10}"
         lines.append(line)

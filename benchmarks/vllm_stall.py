@@ -59,7 +59,8 @@ def server(args: argparse.Namespace, setting: str, log: IO[bytes]) -> Iterator[s
     command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model)]
     command += ["--served-model-name", "model", "--port", str(args.port), "--dtype", "float32"]
     command += ["--no-enable-prefix-caching", "--max-model-len", "4096"]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "VLLM_CPU_KVCACHE_SPACE": "2"}
+    python_path = os.pathsep.join(filter(None, [str(HERE.parent / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": python_path, "VLLM_CPU_KVCACHE_SPACE": "2"}
     kind, _, value = setting.partition(":")
     if kind == "fixed":
         command += ["--max-num-batched-tokens", value, "--max-num-seqs", str(min(128, int(value)))]

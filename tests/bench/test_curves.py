@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from evenflow.bench.curves import against_fixed
@@ -32,12 +34,13 @@ def figures(policy: str, p99: float, ttft: float, rate: float, target: float | N
 FIXED = [figures("fixed:512", 0.8, 5.0, 600.0), figures("fixed:64", 0.2, 9.0, 300.0), figures("unchunked", 4.0, 4.0, 1)]
 
 
-def test_between_two_budgets_the_curve_is_straight_over_the_logarithm() -> None:
-    (found,) = against_fixed([*FIXED, figures("target:400ms", 0.4, 7.7, 405.0, target=0.4)])
+def test_between_two_budgets_the_curve_is_straight_on_logarithmic_axes() -> None:
+    ttft, rate = math.sqrt(9.0 * 5.0), math.sqrt(300.0 * 600.0)  # 0.4 s is as far from 0.2 as from 0.8
+    (found,) = against_fixed([*FIXED, figures("target:400ms", 0.4, 1.1 * ttft, 0.9 * rate, target=0.4)])
     assert found.policy == "target:400ms"
-    assert found.fixed_long_ttft_s == pytest.approx(7.0)
+    assert found.fixed_long_ttft_s == pytest.approx(ttft)
     assert found.ttft_ratio == pytest.approx(1.1)
-    assert found.fixed_prefill_tokens_per_s == pytest.approx(450.0)
+    assert found.fixed_prefill_tokens_per_s == pytest.approx(rate)
     assert found.prefill_ratio == pytest.approx(0.9)
 
 

@@ -6,9 +6,9 @@ Must not know: how figures are measured or shown.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from evenflow.bench.stall import StallFigures
 
@@ -37,26 +37,31 @@ class AgainstFixed:
 
 def against_fixed(figures: Sequence[StallFigures]) -> list[AgainstFixed]:
     """Each target whose p99 lies between those of two fixed budgets, beside the curve drawn through these."""
-    fixed = sorted((f for f in figures if f.policy.startswith("fixed:")), key=lambda f: f.tbt_p99_s)
-    return [
-        AgainstFixed(
-            policy=target.policy,
-            tbt_p99_s=target.tbt_p99_s,
-            long_ttft_s=target.long_ttft_p50_s,
-            fixed_long_ttft_s=_read_off(fixed, target.tbt_p99_s, lambda f: f.long_ttft_p50_s),
-            prefill_tokens_per_s=target.prefill_tokens_per_s,
-            fixed_prefill_tokens_per_s=_read_off(fixed, target.tbt_p99_s, lambda f: f.prefill_tokens_per_s),
-        )
-        for target in figures
-        if target.target_s is not None and fixed and fixed[0].tbt_p99_s <= target.tbt_p99_s <= fixed[-1].tbt_p99_s
-    ]
+    fixed = [f for f in figures if f.policy.startswith("fixed:")]
+    found = []
+    for target in figures:
+        ttft = read_off(((f.tbt_p99_s, f.long_ttft_p50_s) for f in fixed), target.tbt_p99_s)
+        rate = read_off(((f.tbt_p99_s, f.prefill_tokens_per_s) for f in fixed), target.tbt_p99_s)
+        if target.target_s is not None and ttft is not None and rate is not None:
+            found.append(
+                AgainstFixed(
+                    policy=target.policy,
+                    tbt_p99_s=target.tbt_p99_s,
+                    long_ttft_s=target.long_ttft_p50_s,
+                    fixed_long_ttft_s=ttft,
+                    prefill_tokens_per_s=target.prefill_tokens_per_s,
+                    fixed_prefill_tokens_per_s=rate,
+                )
+            )
+    return found
 
 
-def _read_off(fixed: Sequence[StallFigures], p99: float, value: Callable[[StallFigures], float]) -> float:
-    """A curve's value at a p99 gap: straight between its points over the gap's logarithm."""
-    after = max(1, bisect_left([f.tbt_p99_s for f in fixed], p99)) if len(fixed) > 1 else 0
-    if not after or fixed[after].tbt_p99_s == fixed[after - 1].tbt_p99_s:
-        return value(fixed[after])
-    low, high = fixed[after - 1], fixed[after]
-    way = math.log(p99 / low.tbt_p99_s) / math.log(high.tbt_p99_s / low.tbt_p99_s)
-    return value(low) + way * (value(high) - value(low))
+def read_off(points: Iterable[tuple[float, float]], p99: float) -> float | None:
+    """A curve's value at a p99 gap: straight between its points, (gap, value), on logarithmic axes; None beyond them."""
+    ordered = sorted(points)
+    if ordered and p99 == ordered[0][0]:
+        return ordered[0][1]
+    for (low, first), (high, second) in pairwise(ordered):
+        if low < p99 <= high:
+            return first * (second / first) ** (math.log(p99 / low) / math.log(high / low))
+    return None
