@@ -57,11 +57,12 @@ def against_fixed(figures: Sequence[StallFigures]) -> list[AgainstFixed]:
 
 
 def read_off(points: Iterable[tuple[float, float]], p99: float) -> float | None:
-    """A curve's value at a p99 gap: straight between its points, (gap, value), on logarithmic axes; None beyond them."""
+    """A curve's value at a p99 gap, straight between its points (gap, value) on logarithmic axes; None beyond them."""
     ordered = sorted(points)
     if ordered and p99 == ordered[0][0]:
         return ordered[0][1]
     for (low, first), (high, second) in pairwise(ordered):
         if low < p99 <= high:
-            return first * (second / first) ** (math.log(p99 / low) / math.log(high / low))
+            way = math.log(p99 / low) / math.log(high / low)
+            return first * math.exp(way * math.log(second / first))
     return None
