@@ -13,6 +13,7 @@ from typing import Any
 
 from evenflow.core.machine_speed import MachineSpeed, RecentStep, Sample
 from evenflow.core.plan import StepShape
+from evenflow.core.prediction_errors import PredictionError, PredictionErrors
 from evenflow.core.step_costs import (
     ATTEMPTS,
     FEW_SAMPLES,
@@ -37,18 +38,9 @@ _STEPS_BETWEEN_FITS_IF_SURPRISED = 4
 
 _SURPRISING_ERROR = 0.15
 
-_NUM_ERRORS = 128  # mixed steps that the margin and the reported error are taken over
-_QUANTILE = 0.98
-_BURST_QUANTILE = 0.84  # hardly moved by bursts, in which the machine is disturbed and against which no margin helps
-_MAX_TAIL = 2.2  # times that lesser quantile are as much as the margin allows for
-_UNTRIED_LOG_MARGIN = 0.25
 # The first steps of a prefill are called fresh: a device that has rested runs faster until it is hot, and they are
 # unlike those that the speed was learned from. They have a margin of their own.
 _FRESH_STEPS = 8
-# A captured graph, or the kernels chosen for one number of rows, may be worse than those for a few more. No cost shows
-# that, and a policy that fills steps up to a limit comes there again and again. So errors are kept by size, too.
-_ERRORS_PER_SIZE = 3
-_MAX_SIZES = 256
 _MAX_MARGIN = 3.0
 
 _Kind = tuple[int, ...]
@@ -88,9 +80,7 @@ class StepTimeModel:
         self._steps_since_fit = 0
         self._speed_of_decodes = MachineSpeed()  # while nothing else is in the step
         self._speed_of_prefill = MachineSpeed()
-        self._errors: deque[tuple[float, float, bool]] = deque(maxlen=_NUM_ERRORS)  # see _count_error
-        self._log_margins = dict.fromkeys((False, True), _UNTRIED_LOG_MARGIN)
-        self._errors_by_size: dict[int, deque[float]] = {}  # of mixed steps, by padded rows
+        self._errors = PredictionErrors()
         self._prefill_steps = 0  # since the last step without prefill
 
     # ---- asking ----
@@ -111,17 +101,15 @@ class StepTimeModel:
         """
         features = features_of(shape)
         speed = self._speed_of(features)
-        log_margin = self._log_margins[self._is_fresh] * self._costs.spread(features)
-        log_margin = max(log_margin, math.log(speed.last / speed.now), self._least_error(shape.padded_rows))
+        log_margin = max(
+            self._errors.margin(self._is_fresh) * self._costs.spread(features),
+            self._errors.least_of_size(shape.padded_rows),
+            math.log(speed.last / speed.now),
+        )
         if shape.padded_rows > self.largest_rows_seen > 0:
             # If the machine turns compute-bound just beyond what was seen, seconds grow as fast as rows.
             log_margin += math.log(shape.padded_rows / self.largest_rows_seen)
         return math.exp(min(log_margin, math.log(_MAX_MARGIN)))
-
-    def _least_error(self, size: int) -> float:
-        """By how much mixed steps of a size took longer than predicted, each of the last few times."""
-        errors = self._errors_by_size.get(size, ())
-        return min(errors) if len(errors) == _ERRORS_PER_SIZE else 0.0
 
     def upper(self, shape: StepShape) -> float:
         """Seconds that a step of this shape hardly ever exceeds."""
@@ -130,7 +118,7 @@ class StepTimeModel:
     @property
     def error(self) -> float:
         """Mean of |predicted - actual| / actual over recent mixed steps, each predicted before it ran."""
-        return sum(abs(math.exp(-error) - 1) for error, *_ in self._errors) / max(1, len(self._errors))
+        return self._errors.mean
 
     # ---- learning ----
 
@@ -194,23 +182,8 @@ class StepTimeModel:
         if is_mixed(step.sample.features):
             error = math.log(step.sample.seconds / step.predicted)
             unexplained = min(error, error - math.log(self._speed_of_prefill.level / step.level), key=abs)
-            self._errors.append((error, unexplained / step.spread, step.is_fresh))
-            self._update_margin(step.is_fresh)
-            self._keep_error_of_size(step.padded_rows, unexplained)
-
-    def _keep_error_of_size(self, size: int, error: float) -> None:
-        errors = self._errors_by_size.pop(size, None) or deque(maxlen=_ERRORS_PER_SIZE)
-        self._errors_by_size[size] = errors  # the one not seen for longest comes first
-        errors.append(error)
-        if len(self._errors_by_size) > _MAX_SIZES:
-            del self._errors_by_size[next(iter(self._errors_by_size))]
-
-    def _update_margin(self, of_fresh: bool) -> None:
-        """The greater quantile of noise is twice the lesser one; where there are bursts, it lies far beyond."""
-        errors = sorted(unexplained for _, unexplained, is_fresh in self._errors if is_fresh == of_fresh)
-        last = len(errors) - 1
-        largest = min(errors[int(_QUANTILE * last)], _MAX_TAIL * errors[int(_BURST_QUANTILE * last)]) if errors else 0.0
-        self._log_margins[of_fresh] = max(largest, _UNTRIED_LOG_MARGIN / math.sqrt(1 + len(errors)))
+            self._errors.add(PredictionError(error, unexplained / step.spread, step.is_fresh))
+            self._errors.add_to_size(step.padded_rows, unexplained)
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample.features)
@@ -279,7 +252,7 @@ class StepTimeModel:
             "version": _VERSION,
             "largest_rows_seen": self.largest_rows_seen,
             "samples": [[*sample.features[1:], self._seconds_now(sample)] for sample in self._samples()],
-            "errors": [list(errors) for errors in self._errors],
+            "errors": [list(error) for error in self._errors.recent],
         }
 
     def _seconds_now(self, sample: Sample) -> float:
@@ -293,9 +266,7 @@ class StepTimeModel:
         model.largest_rows_seen = record["largest_rows_seen"]
         for *figures, seconds in record["samples"]:
             model._keep(Sample((1, *figures), seconds, level=1.0))
-        model._errors.extend((error, unexplained, is_fresh) for error, unexplained, is_fresh in record["errors"])
-        for is_fresh in model._log_margins:
-            model._update_margin(is_fresh)
+        model._errors = PredictionErrors(PredictionError(*error) for error in record["errors"])
         for _ in range(ATTEMPTS if record["samples"] else 0):
             model._begin_fit()
             model._finish_fit()
