@@ -90,4 +90,4 @@ class ObservedEngine(ToldEngine):
         """What Prometheus would read under this name."""
         if not name.startswith("process_"):
             labels = {"model_name": "a-model", "engine": "0", **labels}
-        return self.observer.registry.get_sample_value(name, labels)
+        return self.observer.collectors.get_sample_value(name, labels)

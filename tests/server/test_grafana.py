@@ -23,7 +23,9 @@ def samples() -> dict[str, set[str]]:
     observed.run()
     observed.observer.on_request_rejected("queue_full")
     return {
-        sample.name: set(sample.labels) for family in observed.observer.registry.collect() for sample in family.samples
+        sample.name: set(sample.labels)
+        for family in observed.observer.collectors.collect()
+        for sample in family.samples
     }
 
 

@@ -185,7 +185,7 @@ def test_an_engine_that_dies_is_seen() -> None:
     labels = {"model_name": "a-model", "engine": "0"}
 
     def read(name: str) -> float | None:
-        return observer.registry.get_sample_value(name, labels)
+        return observer.collectors.get_sample_value(name, labels)
 
     assert read("evenflow:up") == 0
     observer.on_engine_state(EngineState(is_up=True, max_model_len=100, num_blocks=10, block_size=16))
@@ -198,7 +198,7 @@ def test_an_engine_that_dies_is_seen() -> None:
     observer.on_engine_state(EngineState(is_up=True, num_restarts=1, max_model_len=100, num_blocks=10, block_size=16))
     assert (read("evenflow:up"), read("evenflow:engine_restarts_total")) == (1, 1)
     info = {"block_size": "16", "num_gpu_blocks": "10", "engine": "0"}
-    assert observer.registry.get_sample_value("vllm:cache_config_info", info) == 1
+    assert observer.collectors.get_sample_value("vllm:cache_config_info", info) == 1
 
 
 def test_nothing_of_a_request_is_kept_after_its_end() -> None:
@@ -245,5 +245,5 @@ def test_quantiles_forget_what_is_long_past() -> None:
 def test_the_documentation_names_every_metric_with_its_kind() -> None:
     observed = ObservedEngine()
     documented = dict(re.findall(r"^\| `((?:vllm|evenflow):\w+)` \| (\w+) \|", DOCUMENTATION.read_text(), re.MULTILINE))
-    families = [family for family in observed.observer.registry.collect() if ":" in family.name]
+    families = [family for family in observed.observer.collectors.collect() if ":" in family.name]
     assert documented == {family.name: family.type for family in families}

@@ -68,7 +68,8 @@ class Maker:
         self._make(Gauge, name, text, labels).labels(**labels).set(1)
 
     def _make(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
-        return kind(name, text, list(labels), registry=self._collectors, **options)
+        namespace = subsystem = unit = ""  # they are in the name
+        return kind(name, text, list(labels), namespace, subsystem, unit, self._collectors, **options)
 
 
 class SplitCounter:

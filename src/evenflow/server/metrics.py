@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from evenflow.core.policies import target_of
@@ -66,12 +66,12 @@ class Observer:
     def __init__(self, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model_name = model_name
         self.clock = clock  # the one that events and calls take their times from
-        self.registry = CollectorRegistry()
+        self.collectors = CollectorRegistry()
         self.engine_state = EngineState(is_up=False)
         self.recent_tbt = RecentQuantiles(WINDOW_S)
         self.recent_ttft = RecentQuantiles(WINDOW_S)
         self.requests: dict[str, RequestRecord] = {}  # that have not ended
-        self._make = Maker(self.registry, model_name)
+        self._make = Maker(self.collectors, model_name)
         self._vllm = VllmMetrics(self._make)
         self._own = EvenflowMetrics(self._make)
         self._request_tokens: VllmRequestTokens | None = None
@@ -79,7 +79,7 @@ class Observer:
         self._tenants: set[str] = set()
         self._listeners: list[Listener] = []
         self._show_recent_quantiles()
-        ProcessCollector(registry=self.registry)
+        self.collectors.register(PROCESS_COLLECTOR)
 
     def listen(self, listener: Listener) -> None:
         """Tell this one too, from now on."""
@@ -296,6 +296,6 @@ def router(observer: Observer) -> APIRouter:
     @routes.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(observer.registry), media_type=content_type)
+        return Response(encode(observer.collectors), media_type=content_type)
 
     return routes

@@ -139,17 +139,17 @@ async def _client_left(receive: Receive) -> None:
 class _EvenflowFamilies(Collector):
     """What vLLM has no figures of; those called as vLLM's are vLLM's own to tell."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, collectors: CollectorRegistry) -> None:
+        self._collectors = collectors
 
     def collect(self) -> Iterator[Metric]:
-        return (family for family in self._registry.collect() if family.name.startswith("evenflow:"))
+        return (family for family in self._collectors.collect() if family.name.startswith("evenflow:"))
 
 
 def metrics_routes(service: VllmService, observer: Observer) -> APIRouter:
     """The route /metrics: vLLM's own figures and evenflow's."""
     routes = APIRouter()
-    engine, own = service.client, _EvenflowFamilies(observer.registry)
+    engine, own = service.client, _EvenflowFamilies(observer.collectors)
 
     @routes.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:
