@@ -42,7 +42,6 @@ class RecentStep:
     level: float  # in the prediction
     spread: float
     is_fresh: bool
-    padded_rows: int
 
     @property
     def is_familiar(self) -> bool:

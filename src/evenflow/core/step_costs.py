@@ -50,6 +50,10 @@ def features_of(shape: StepShape) -> Features:
     )
 
 
+def padded_rows(features: Features) -> int:
+    return features[_ROWS]
+
+
 def has_prefill(features: Features) -> bool:
     return features[_HAS_PREFILL] > 0
 

@@ -24,6 +24,7 @@ from evenflow.core.step_costs import (
     features_of,
     has_prefill,
     is_mixed,
+    padded_rows,
 )
 from evenflow.errors import InvalidInput
 
@@ -158,9 +159,7 @@ class StepTimeModel:
             return True  # nothing that such a step holds has a known cost yet
         speed = self._speed_of(sample.features)
         spread = self._costs.spread(sample.features)
-        step = RecentStep(
-            sample, self._ratio(sample), predicted, speed.level, spread, self._is_fresh, shape.padded_rows
-        )
+        step = RecentStep(sample, self._ratio(sample), predicted, speed.level, spread, self._is_fresh)
         speed.take(step)
         settled = speed.settled()
         if settled is not None:
@@ -183,7 +182,7 @@ class StepTimeModel:
             error = math.log(step.sample.seconds / step.predicted)
             unexplained = min(error, error - math.log(self._speed_of_prefill.level / step.level), key=abs)
             self._errors.add(PredictionError(error, unexplained / step.spread, step.is_fresh))
-            self._errors.add_to_size(step.padded_rows, unexplained)
+            self._errors.add_to_size(padded_rows(step.sample.features), unexplained)
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample.features)
