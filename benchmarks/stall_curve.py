@@ -5,8 +5,9 @@ Must not know: which engine ran, where.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from evenflow.bench.curves import read_off
 from evenflow.bench.figures import percentile
@@ -25,6 +26,16 @@ class StallPoint:
     long_ttft_p50_s: float
     num_gaps: int
     total_s: float
+
+
+def is_pending(long_spans: Iterable[tuple[float, float]], now: float) -> bool:
+    """Did a long prompt wait for its first token then? Each span goes from an arrival to that."""
+    return any(start < now <= end for start, end in long_spans)
+
+
+def pending_gaps(streams: Iterable[Sequence[float]], long_spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Gaps between a stream's tokens that ended while a long prompt waited for its first one."""
+    return [now - before for moments in streams for before, now in pairwise(moments) if is_pending(long_spans, now)]
 
 
 def summarise(

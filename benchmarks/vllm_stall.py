@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +26,7 @@ from tokenizers import Tokenizer
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from stall_curve import StallPoint, summarise, table  # noqa: E402
+from stall_curve import StallPoint, pending_gaps, summarise, table  # noqa: E402
 
 from evenflow.bench.stall_load import Prompts, english_prompts  # noqa: E402
 
@@ -42,15 +41,6 @@ class Seen:
     chat_times: list[list[float]] = field(default_factory=list)
     long_spans: list[tuple[float, float]] = field(default_factory=list)
     long_answers: list[str] = field(default_factory=list)
-
-    def gaps(self) -> list[float]:
-        """Gaps of chats that ended while a long prompt waited for its first token."""
-        return [
-            now - before
-            for moments in self.chat_times
-            for before, now in pairwise(moments)
-            if any(start < now <= end for start, end in self.long_spans)
-        ]
 
 
 @contextmanager
@@ -165,7 +155,7 @@ def main() -> None:
                 seen, total = asyncio.run(run(url, prompts, args))
             target = float(setting[7:-2]) / 1000 if setting.startswith("target:") else None
             ttfts = [end - start for start, end in seen.long_spans]
-            points.append(summarise(setting, target, seen.gaps(), ttfts, total))
+            points.append(summarise(setting, target, pending_gaps(seen.chat_times, seen.long_spans), ttfts, total))
             answers[setting] = seen.long_answers
             print(points[-1], flush=True)
     print(table(points))

@@ -14,14 +14,13 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from stall_curve import StallPoint, summarise, table  # noqa: E402
+from stall_curve import StallPoint, is_pending, pending_gaps, summarise, table  # noqa: E402
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,19 +73,6 @@ class Seen:
 
     token_times: dict[str, list[float]] = field(default_factory=dict)
     long_spans: list[tuple[float, float]] = field(default_factory=list)  # arrival and first token of each
-
-    def gaps(self) -> list[float]:
-        """Gaps that ended while a long prompt waited for its first token."""
-        found = []
-        for moments in self.token_times.values():
-            for before, now in pairwise(moments):
-                if self.is_pending(now):
-                    found.append(now - before)
-        return found
-
-    def is_pending(self, now: float) -> bool:
-        """Did a long prompt wait for its first token then?"""
-        return any(start < now <= end for start, end in self.long_spans)
 
 
 class Bench:
@@ -175,8 +161,9 @@ class Bench:
         target = float(mode.removeprefix("target:").removesuffix("ms")) / 1000 if mode.startswith("target:") else None
         ttfts = [end - start for start, end in seen.long_spans]
         steps = self._steps()
-        pending = [step for step in steps if seen.is_pending(step.at)]
-        return summarise(mode, target, seen.gaps(), ttfts, total), steps, pending
+        pending = [step for step in steps if is_pending(seen.long_spans, step.at)]
+        gaps = pending_gaps(seen.token_times.values(), seen.long_spans)
+        return summarise(mode, target, gaps, ttfts, total), steps, pending
 
     async def _long(self, seen: Seen) -> None:
         start, moments = time.perf_counter(), list[float]()
