@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from evenflow.core.plan import StepShape
@@ -177,7 +178,7 @@ class Reporter:
             return
         logger.info(
             "evenflow: in %.0f s %d steps, %d of them with prefill beside decodes (%.0f tokens each on average); "
-            "%.2f%% of %d tokens later than %.0f ms, longest gap of these %.0f ms; step times predicted within %.1f%%",
+            "%.2f%% of %d tokens later than %.0f ms, longest gap of these %.0f ms%s",
             now - interval.since,
             interval.num_steps,
             interval.num_mixed_steps,
@@ -186,7 +187,7 @@ class Reporter:
             interval.num_tokens,
             1000 * self._target,
             1000 * interval.worst_gap,
-            100 * sum(interval.errors) / max(1, len(interval.errors)),
+            f"; step times predicted within {100 * fmean(interval.errors):.1f}%" if interval.errors else "",
         )
 
     def _tell(self, listener: _Listener, step: StepDone) -> None:
