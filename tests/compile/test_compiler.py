@@ -6,6 +6,8 @@ import errno
 import os
 import resource
 import shutil
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,33 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
         assert len(reasons(caplog)) == 1
         assert "not kept" in reasons(caplog)[0]
         assert_right(compiled)
+
+
+def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a compiler that links a C++ library of its own makes them."""
+    (package,) = cache_dir.glob("*.pt2")
+    crashing = _crashing(package, tmp_path)
+    monkeypatch.setattr("evenflow.compile.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
+    compiler, model = load(tmp_path / "cache")
+    assert outcome(compiler) == "plain"
+    (reason,) = reasons(caplog)
+    assert "loading the compiled package ends a process with SIGSEGV" in reason
+    assert not (tmp_path / "cache").exists()
+    assert_right(model)
+
+
+def _crashing(package: Path, folder: Path) -> Path:
+    source, library, crashing = folder / "crash.cpp", folder / "crash.so", folder / "crashing.pt2"
+    source.write_text("#include <csignal>\n__attribute__((constructor)) static void crash() { raise(SIGSEGV); }\n")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    with zipfile.ZipFile(package) as whole, zipfile.ZipFile(crashing, "w") as changed:
+        for entry in whole.infolist():
+            is_code = entry.filename.endswith(".so")
+            changed.writestr(entry.filename, library.read_bytes() if is_code else whole.read(entry))
+    return crashing
 
 
 @pytest.mark.usefixtures("compiled_before")

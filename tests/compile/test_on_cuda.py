@@ -1,4 +1,4 @@
-"""Recorded steps on a GPU; and that nothing is recorded, and nothing changes, where there is none."""
+"""Recorded steps and packages on a GPU; and that nothing is recorded, and nothing changes, where there is none."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def on_gpu(name: str) -> Any:
     return copy.deepcopy(small_model(name)).to("cuda")
 
 
+def assert_generates_alike(compiled: Any, model: Any) -> None:
+    mask = padding_mask([50, 20, 3], "left")
+    call = {"attention_mask": mask.cuda(), "max_new_tokens": 12, "do_sample": False}
+    tokens = (random_tokens(3, 50) * mask).cuda()
+    assert torch.equal(compiled.generate(tokens, **call), model.generate(tokens, **call))
+
+
 @torch.inference_mode()
 def test_without_cuda_everything_runs_as_it_is() -> None:
     model, tokens = small_model("llama"), random_tokens(1, 10)
@@ -44,12 +51,9 @@ def test_generation_by_replays(name: str, tmp_path: Path) -> None:
     compiler = create_enhanced_compiler(cache_dir=tmp_path)
     graphed = compiler.compile_model(model, random_tokens(1, 20).cuda(), name)
     assert compiler.monitor.compilations[0].outcome == "recorded as CUDA graphs", compiler.monitor
-    mask = padding_mask([50, 20, 3], "left")
     for chunked in (graphed, ChunkedPrefillWrapper(graphed, ChunkedPrefillOptimizer(16, 32, False), name)):
         before = graphed.num_replays
-        call = {"attention_mask": mask.cuda(), "max_new_tokens": 12, "do_sample": False}
-        tokens = (random_tokens(3, 50) * mask).cuda()
-        assert torch.equal(chunked.generate(tokens, **call), model.generate(tokens, **call))
+        assert_generates_alike(chunked, model)
         assert graphed.num_replays == before + 11
 
 
@@ -71,18 +75,25 @@ def test_a_cache_of_the_callers_own() -> None:
 
 @needs_cuda
 @torch.inference_mode()
-def test_windows_that_move_are_not_recorded(tmp_path: Path) -> None:
+def test_windows_that_move_are_compiled_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = on_gpu("mistral-sliding")
     compiler = create_enhanced_compiler(cache_dir=tmp_path)
-    assert compiler.compile_model(model, random_tokens(1, 20).cuda(), "sliding") is model
-    assert "layers that move" in str(compiler.monitor)
+    compiled = compiler.compile_model(model, random_tokens(1, 20).cuda(), "sliding")
+    assert compiler.monitor.compilations[0].outcome == "compiled", compiler.monitor
+    assert "compiled without CUDA graphs: its cache has layers that move" in caplog.text
+    assert_generates_alike(compiled, model)
 
 
 @needs_cuda
 @torch.inference_mode()
-def test_without_graphs_the_model_is_plain(tmp_path: Path) -> None:
+def test_without_graphs_a_package_is_kept_on_disk(tmp_path: Path) -> None:
     model = on_gpu("llama")
-    for mode, enabled in (("default", True), ("reduce-overhead", False)):
+    outcomes = []
+    for mode, enabled in (("default", True), ("default", True), ("reduce-overhead", False)):
         compiler = create_enhanced_compiler(mode=mode, enable_cuda_graphs=enabled, cache_dir=tmp_path)
         assert not GraphConfig(mode, enabled).wants_cuda_graphs
-        assert compiler.compile_model(model, random_tokens(1, 20).cuda(), "plain") is model
+        compiled = compiler.compile_model(model, random_tokens(1, 20).cuda(), "llama")
+        outcomes.append(compiler.monitor.compilations[0].outcome)
+        assert_generates_alike(compiled, model)
+        assert set(compiler.monitor.calls) == {"compiled"}
+    assert outcomes == ["compiled", "loaded from the cache", "loaded from the cache"]

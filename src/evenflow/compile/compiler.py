@@ -28,10 +28,6 @@ logger = logging.getLogger("evenflow")
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CUDA_GRAPHS = "triton.cudagraphs"
-_NO_PACKAGES_ON_CUDA = (
-    "on CUDA a model is recorded as graphs, which this mode or enable_cuda_graphs=False excludes: loading a package "
-    "without weights kills the process there (seen with torch 2.11)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +125,12 @@ class EnhancedAOTModelCompiler:
         self, model: Model, example: dict[str, Tensor], model_id: str, config: GraphConfig, stages: Stages
     ) -> CheckedModel:
         module = hugging_face_module(model)
-        if module.device.type == "cuda":
-            if not config.wants_cuda_graphs:
-                raise UnsupportedModel(_NO_PACKAGES_ON_CUDA)
-            with stages.stage("recording a graph"):
-                return record_graph(model, example)
+        if module.device.type == "cuda" and config.wants_cuda_graphs:
+            try:
+                with stages.stage("recording a graph"):
+                    return record_graph(model, example)
+            except UnsupportedModel as error:
+                logger.warning("%s is compiled without CUDA graphs: %s.", model_id, error)
         with stages.stage("fingerprinting"):
             key = artifact_key(module, model_id, config.inductor_options)
         return PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-_FORMAT = 1  # of packages and manifests
+_FORMAT = 2  # of packages, manifests, and the options that packages are made with
 _SAMPLED_VALUES = 1024
 
 

@@ -22,6 +22,7 @@ from evenflow.compile.model_call import Model, hugging_face_module
 from evenflow.compile.progress import Stages
 from evenflow.compile.step_graph import StepGraph, compile_step, export_step, layers_are_sliding, lifted_constants
 from evenflow.compile.step_runner import StepRunner
+from evenflow.compile.trial import why_not_loadable
 from evenflow.errors import UnsupportedModel
 
 logger = logging.getLogger("evenflow")
@@ -66,6 +67,9 @@ class PackageMaker:
         notes = {"constants": _to_plain(lifted_constants(self._graph, program))}
         with self._stages.stage("compiling"):
             compile_step(program, package, self._options)
+        with self._stages.stage("trying the package"):
+            if (reason := why_not_loadable(package)) is not None:
+                raise UnsupportedModel(reason)
         try:
             return store.put(key, package, notes)
         except OSError as error:  # a full disk, a folder that cannot be written: this process can use it all the same
@@ -74,8 +78,7 @@ class PackageMaker:
 
     def _checked(self, artifact: Artifact, outcome: str) -> CheckedModel:
         with self._stages.stage("loading"):
-            device = self._cache.layers[0].keys.device
-            lifted = _from_plain(artifact.notes["constants"], device)
+            lifted = _from_plain(artifact.notes["constants"], self._cache.layers[0].keys.device)
             runner = StepRunner(self._graph, artifact.package, lifted, self._cache)
         with self._stages.stage("checking"):
             try:
@@ -92,7 +95,7 @@ def record_graph(model: Model, example: dict[str, Tensor]) -> CheckedModel:
     graphed = GraphedModel(model, hugging_face_module(model))
     difference = largest_step_difference(model, graphed, example)
     if graphed.why_no_graphs is not None:
-        raise UnsupportedModel(f"no CUDA graphs: {graphed.why_no_graphs}")
+        raise UnsupportedModel(graphed.why_no_graphs)
     return CheckedModel(graphed, "recorded as CUDA graphs", 0, difference)
 
 

@@ -23,9 +23,14 @@ from evenflow.errors import UnsupportedModel
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS, _EXAMPLE_CONTEXT = 2, 5, 7
 _MOST_LIFTED_VALUES = 65536
 
-# Weights stay those of the model in memory: a package is small, and no second copy is ever made. Inductor's own kernels
-# for products on a CPU, which tuning would try, take repacked copies.
-_WITHOUT_WEIGHTS = {"aot_inductor.package_constants_in_so": False, "max_autotune_gemm_backends": "ATEN,TRITON"}
+_OPTIONS = {
+    # Weights stay those of the model in memory: a package is small, and no second copy is ever made. Inductor's own
+    # kernels for products on a CPU, which tuning would try, take repacked copies.
+    "aot_inductor.package_constants_in_so": False,
+    "max_autotune_gemm_backends": "ATEN,TRITON",
+    # Operations that are fused into one round where the model's own would: in bfloat16 too its tokens are the same.
+    "emulate_precision_casts": True,
+}
 
 
 class _GraphLayer(DynamicLayer):  # type: ignore[misc]
@@ -132,5 +137,5 @@ def compile_step(program: torch.export.ExportedProgram, path: Path, options: dic
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs={**_WITHOUT_WEIGHTS, **options}
+            program, package_path=str(path), inductor_configs={**_OPTIONS, **options}
         )

@@ -18,6 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from evenflow.compile.step_graph import StepGraph
 from evenflow.errors import UnsupportedModel
 
+_ALIGNED_BYTES = 16  # kernels for CUDA read so many at a time
+
 
 class StepRunner:
     """One step of the model: `run` gives logits, and the cache grows in place.
@@ -26,9 +28,12 @@ class StepRunner:
     """
 
     def __init__(self, graph: StepGraph, package: Path, lifted: Mapping[str, Tensor], cache: Any) -> None:
+        device_index = cache.layers[0].keys.device.index
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compiled = torch._inductor.aoti_load_package(str(package))
+            compiled = torch._inductor.aoti_load_package(
+                str(package), device_index=-1 if device_index is None else device_index
+            )
         tensors = {**dict(graph.named_parameters(remove_duplicate=False)), **dict(graph.named_buffers()), **lifted}
         names = compiled.get_constant_fqns()
         if missing := [name for name in names if name not in tensors]:
@@ -49,7 +54,7 @@ class StepRunner:
         inputs = [input_ids, mask, logit_rows]
         if self._takes_positions and positions is not None:
             inputs.append(positions)
-        logits, *new_kv = self._loader.boxed_run([tensor.contiguous() for tensor in (*inputs, *kv)])
+        logits, *new_kv = self._loader.boxed_run([_as_compiled(tensor) for tensor in (*inputs, *kv)])
         self._fill(cache, new_kv, input_ids.shape[1])
         return logits, cache
 
@@ -79,3 +84,9 @@ class StepRunner:
                 layer.cumulative_length += num_new
                 keys, values = (tensor[:, :, -layer.sliding_window + 1 :, :] for tensor in (keys, values))
             layer.keys, layer.values = keys, values
+
+
+def _as_compiled(tensor: Tensor) -> Tensor:
+    """The tensor as the graph's kernels read it: a part of another one may start anywhere."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNED_BYTES == 0 else tensor.clone()
