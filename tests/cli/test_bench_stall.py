@@ -66,6 +66,15 @@ def test_without_an_interval_one_is_chosen_and_said(capsys: pytest.CaptureFixtur
     assert "A long prompt every 0.5 s: the slowest policy keeps up with that." in capsys.readouterr().out
 
 
+def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--policies", "fixed:16", "--repeat", "2", "--long-prompts", "1", "--interval", "50ms")
+    assert stall(*arguments) == 0
+    assert "run 2 of 2" not in capsys.readouterr().err  # half a minute is not over
+    monkeypatch.setattr("evenflow.cli.output.SECONDS_BETWEEN_LINES", 0.0)
+    assert stall(*arguments) == 0
+    assert "fixed:16, long prompts 1 to 1, run 2 of 2\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

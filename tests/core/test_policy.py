@@ -164,6 +164,12 @@ def test_a_bad_policy_is_named(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["target:soon", "target:2s", "adaptive:1.5"])
+def test_a_bad_duration_is_told_what_one_looks_like(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"whole milliseconds such as 50ms"):
+        make_policy(text, 2048)
+
+
 @pytest.mark.parametrize("text", ["adaptive:80", "adaptive:80ms"])
 def test_milliseconds_may_be_written_out(text: str) -> None:
     make_policy(text, 2048)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from evenflow.model.default_model import default_model_path
+
+SECONDS_BETWEEN_LINES = 30.0  # of progress, in a log
 
 
 def text_stream(json_target: str | None) -> TextIO:
@@ -44,13 +47,28 @@ def write_json(json_target: str | None, figures: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """A moving line on standard error while something takes long, where that is a terminal; call it to change it."""
+    """A moving line on standard error while something takes long; call it to change it.
+
+    Where that is no terminal, a log keeps a line of it every half minute.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: None
+        yield _lines_now_and_then()
         return
     with console.status(text) as status:
         yield lambda text: status.update(text)
+
+
+def _lines_now_and_then() -> Callable[[str], None]:
+    next_at = time.monotonic() + SECONDS_BETWEEN_LINES
+
+    def say(text: str) -> None:
+        nonlocal next_at
+        if time.monotonic() >= next_at:
+            next_at = time.monotonic() + SECONDS_BETWEEN_LINES
+            print(text, file=sys.stderr, flush=True)
+
+    return say
 
 
 def loading(model: str) -> AbstractContextManager[Callable[[str], None]]:

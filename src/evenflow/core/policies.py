@@ -59,11 +59,11 @@ def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
     return f"target:{round(seconds * 1000)}ms" + ",paced" * is_paced
 
 
-def _seconds(policy: str, milliseconds: str) -> float:
-    return _positive_int(policy, milliseconds.removesuffix("ms")) / 1000
+def _seconds(policy: str, argument: str) -> float:
+    return _positive_int(policy, argument.removesuffix("ms"), "whole milliseconds such as 50ms") / 1000
 
 
-def _positive_int(policy: str, argument: str) -> int:
+def _positive_int(policy: str, argument: str, expected: str = "a whole number >= 1") -> int:
     if not argument.isdecimal() or int(argument) == 0:
-        raise InvalidConfig(f"Got policy={policy!r} but expected a whole number >= 1 after the colon.")
+        raise InvalidConfig(f"Got policy={policy!r} but expected {expected} after the colon.")
     return int(argument)
