@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import resource
@@ -107,6 +108,16 @@ def test_generation_is_the_plain_models(cache_dir: Path, caplog: pytest.LogCaptu
         assert torch.equal(compiled.generate(tokens, **call), plain.generate(tokens, **call))
     assert "plain" not in compiler.monitor.calls
     assert reasons(caplog) == []
+
+
+@torch.inference_mode()
+def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path) -> None:
+    plain = copy.deepcopy(tiny_model()).to(torch.bfloat16)
+    compiler = create_enhanced_compiler(cache_dir=tmp_path)
+    compiled = compiler.compile_model(plain, example(), "tiny")
+    assert outcome(compiler) == "compiled"
+    tokens = random_tokens(2, 30)
+    assert torch.equal(compiled(tokens).logits, plain(tokens).logits)
 
 
 @torch.inference_mode()
