@@ -29,6 +29,7 @@ sys.path.insert(0, str(HERE))
 from stall_curve import StallPoint, pending_gaps, summarise, table  # noqa: E402
 
 from evenflow.bench.stall_load import Prompts, english_prompts  # noqa: E402
+from evenflow.core.policies import has_target, target_of  # noqa: E402
 
 SETTINGS = "default,fixed:128,fixed:512,target:400ms,target:800ms"
 SECONDS_TO_START = 600
@@ -153,7 +154,7 @@ def main() -> None:
         for setting in args.settings.split(","):
             with server(args, setting, log) as url:
                 seen, total = asyncio.run(run(url, prompts, args))
-            target = float(setting[7:-2]) / 1000 if setting.startswith("target:") else None
+            target = target_of(setting) if has_target(setting) else None  # "default" is no policy of ours
             ttfts = [end - start for start, end in seen.long_spans]
             points.append(summarise(setting, target, pending_gaps(seen.chat_times, seen.long_spans), ttfts, total))
             answers[setting] = seen.long_answers

@@ -22,6 +22,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from stall_curve import StallPoint, is_pending, pending_gaps, summarise, table  # noqa: E402
 
+from evenflow.core.policies import target_of  # noqa: E402
+
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -158,12 +160,11 @@ class Bench:
         await asyncio.gather(*long_tasks)
         total = time.perf_counter() - began
         await self._end(tasks)
-        target = float(mode.removeprefix("target:").removesuffix("ms")) / 1000 if mode.startswith("target:") else None
         ttfts = [end - start for start, end in seen.long_spans]
         steps = self._steps()
         pending = [step for step in steps if is_pending(seen.long_spans, step.at)]
         gaps = pending_gaps(seen.token_times.values(), seen.long_spans)
-        return summarise(mode, target, gaps, ttfts, total), steps, pending
+        return summarise(mode, target_of(mode), gaps, ttfts, total), steps, pending
 
     async def _long(self, seen: Seen) -> None:
         start, moments = time.perf_counter(), list[float]()
