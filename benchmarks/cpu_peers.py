@@ -23,7 +23,8 @@ from peers.report import build_report, print_report
 from rich.console import Console
 
 from evenflow.errors import InvalidInput
-from evenflow.model.default_model import cache_folder, default_model_path
+from evenflow.host import cache_folder
+from evenflow.model.default_model import default_model_path
 from evenflow.model.loader import load_model
 
 WEIGHTS = ("float32", "int4")

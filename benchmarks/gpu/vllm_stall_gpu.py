@@ -132,7 +132,7 @@ class Bench:
 
     async def read_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what the plug-in tells of its steps."""
-        from evenflow.server.wire import FrameReader
+        from evenflow.server.engine.wire import FrameReader
 
         frames = FrameReader()
         while content := await reader.read(1 << 20):

@@ -1,4 +1,4 @@
-"""The machine this process runs on: how much memory it has, and how much of it can be had."""
+"""The machine this process runs on: its memory, and where the user's cache lies."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def available_memory() -> int:
     except OSError:
         match = None
     return int(match[1]) * 1024 if match else total_memory() // 2
+
+
+def cache_folder() -> Path:
+    """Where fetched models lie: $EVENFLOW_CACHE, else evenflow in the user's cache folder."""
+    if chosen := os.environ.get("EVENFLOW_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenflow"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from evenflow.errors import ModelNotFound
-from evenflow.model.default_model import SMOLLM2_135M, PackagedModel, cache_folder, default_model_path
+from evenflow.host import cache_folder
+from evenflow.model.default_model import SMOLLM2_135M, PackagedModel, default_model_path
 
 CONTENT = b"GGUF, or so it says" * 1000
 

@@ -10,8 +10,8 @@ from evenflow.core.request import SamplingParams
 from evenflow.core.scheduler import Committed
 from evenflow.engine.engine import Engine
 from evenflow.engine.outputs import Delta
-from evenflow.server.events import EngineState, StepEvent, step_event
-from evenflow.server.metrics import Observer
+from evenflow.server.metrics.events import EngineState, StepEvent, step_event
+from evenflow.server.metrics.observer import Observer
 from tests.engine.fakes import fake_engine
 
 

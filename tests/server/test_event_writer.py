@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
-from evenflow.server.engine_process import EventWriter
-from evenflow.server.wire import FrameReader, Refused, read_event
+from evenflow.server.engine.process import EventWriter
+from evenflow.server.engine.wire import FrameReader, Refused, read_event
 
 _NUM_EVENTS = 400
 _TEXT = "x" * 10_000  # so that the socket has room for a few only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evenflow.server.events import StepEvent
+from evenflow.server.metrics.events import StepEvent
 from tests.server.stepping import ToldEngine, step_seconds
 
 

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from evenflow.core.request import SamplingParams
-from evenflow.server.engine_process import EngineServer
-from evenflow.server.events import StepEvent
-from evenflow.server.metrics import Listener
-from evenflow.server.wire import Abort, Add, Command, Event, Ready, SetTarget, StepDone, Stop, StopAfter
+from evenflow.server.engine.process import EngineServer
+from evenflow.server.engine.wire import Abort, Add, Command, Event, Ready, SetTarget, StepDone, Stop, StopAfter
+from evenflow.server.metrics.events import StepEvent
+from evenflow.server.metrics.observer import Listener
 from tests.engine.fakes import fake_engine
 from tests.server.serving import MODEL, RunningServer, scripted_server
 

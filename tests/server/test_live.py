@@ -12,9 +12,9 @@ import pytest
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from evenflow.server import live
-from evenflow.server.events import EngineState
-from evenflow.server.live import LiveFeed, StepRow, router
+from evenflow.server.live import feed as live
+from evenflow.server.live.feed import LiveFeed, StepRow, router
+from evenflow.server.metrics.events import EngineState
 from tests.server.stepping import ObservedEngine, step_seconds
 
 

@@ -11,9 +11,17 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenflow.server.events import EngineState
-from evenflow.server.figures import RecentQuantiles
-from evenflow.server.metrics import MAX_TENANTS, OTHER_TENANTS, WINDOW_S, Listener, Observer, RequestRecord, router
+from evenflow.server.metrics.distributions import RecentQuantiles
+from evenflow.server.metrics.events import EngineState
+from evenflow.server.metrics.observer import (
+    MAX_TENANTS,
+    OTHER_TENANTS,
+    WINDOW_S,
+    Listener,
+    Observer,
+    RequestRecord,
+    router,
+)
 from tests.server.stepping import ObservedEngine, step_seconds
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from evenflow.server import answers
-from evenflow.server.api_errors import ErrorBody
+from evenflow.server.api import response_models as answers
+from evenflow.server.api.errors import ErrorBody
 from tests.server.serving import RunningServer, scripted_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]

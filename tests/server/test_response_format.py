@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from evenflow import Grammar, SamplingParams
 from evenflow.core.request import Request
 from evenflow.errors import InvalidRequest
-from evenflow.server.response_format import GrammarFields
-from evenflow.server.wire import Add, FrameReader, frame, read_command
+from evenflow.server.api.response_format import GrammarFields
+from evenflow.server.engine.wire import Add, FrameReader, frame, read_command
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"name": "thing", "schema": SCHEMA, "strict": True}

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenflow.model.chat_template import ToolStyle
-from evenflow.server.tool_stream import CallArguments, CallStart, Content, Event, ToolStream, as_delta, whole_message
+from evenflow.server.api.tool_stream import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    ToolStream,
+    as_delta,
+    whole_message,
+)
 
 HERMES, LLAMA, MISTRAL = ToolStyle.HERMES, ToolStyle.LLAMA, ToolStyle.MISTRAL
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]\\"{"}]}}'

@@ -14,8 +14,8 @@ from evenflow import LLM, Grammar, SamplingParams
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.grammar import Grammars
-from evenflow.server.tool_stream import whole_message
-from evenflow.server.tools import ToolFields, ToolUse
+from evenflow.server.api.tool_stream import whole_message
+from evenflow.server.api.tools import ToolFields, ToolUse
 from tests.models import tiny_llama
 
 WEATHER = {

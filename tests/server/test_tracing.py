@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evenflow.errors import InvalidConfig, MissingDependency
-from evenflow.server.tracing import RequestTracer, make_tracer
+from evenflow.server.metrics.tracing import RequestTracer, make_tracer
 from tests.server.stepping import ObservedEngine
 
 pytest.importorskip("opentelemetry.sdk")

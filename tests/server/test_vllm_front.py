@@ -27,8 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from evenflow.cli.main import main
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.server.access import ServerLimits
+from evenflow.server.proxy.vllm_engine import start_guard
 from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
-from evenflow.server.vllm_engine import start_guard
 from evenflow.vllm import launch
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 from evenflow.vllm.target_file import TargetFile

@@ -9,7 +9,17 @@ from evenflow.core.plan import ChunkReason, RowLogprobs, TokenLogprob
 from evenflow.core.record import request_record
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.outputs import ChunkTaken
-from evenflow.server.wire import Abort, Add, Ended, FrameReader, Started, StepDone, frame, read_command, read_event
+from evenflow.server.engine.wire import (
+    Abort,
+    Add,
+    Ended,
+    FrameReader,
+    Started,
+    StepDone,
+    frame,
+    read_command,
+    read_event,
+)
 from tests.server.stepping import ToldEngine
 
 

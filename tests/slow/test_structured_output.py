@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from evenflow import LLM, Grammar, SamplingParams
-from evenflow.server.tool_stream import whole_message
-from evenflow.server.tools import ToolFields
+from evenflow.server.api.tool_stream import whole_message
+from evenflow.server.api.tools import ToolFields
 from tests.models import default_model_path
 
 pytestmark = pytest.mark.slow

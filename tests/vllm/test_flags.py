@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 
 from evenflow.advisor.memory import LLAMA_3_1_8B
+from evenflow.advisor.vllm_flags import (
+    NEWEST,
+    OLDEST,
+    EngineArgs,
+    accepted_by,
+    command_flags,
+    command_line,
+    parse_version,
+)
 from evenflow.errors import InvalidInput
 from evenflow.vllm import checking
-from evenflow.vllm.flags import NEWEST, OLDEST, EngineArgs, accepted_by, command_flags, command_line, parse_version
 
 VERSIONS = [f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 ASKED = {

@@ -13,7 +13,7 @@ from tests.vllm.driving import Driver, make_request, make_scheduler
 
 import msgspec  # isort: skip
 
-from evenflow.server.wire import FrameReader  # isort: skip
+from evenflow.server.engine.wire import FrameReader  # isort: skip
 from evenflow.vllm import reports  # isort: skip
 from evenflow.vllm.messages import SteeredStep  # isort: skip
 from evenflow.vllm.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE  # isort: skip

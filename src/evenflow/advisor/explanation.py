@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule, budget, budget_fact, hit_rate, rules_for
-from evenflow.vllm.logs import Fact, LogFacts
+from evenflow.advisor.vllm_logs import Fact, LogFacts
 
 _BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")
 _FULL = 0.9  # of the KV cache: the next long prompt has to wait for somebody to end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evenflow.vllm.logs import Fact, LogFacts
+from evenflow.advisor.vllm_logs import Fact, LogFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Settings of vLLM's chunked prefill under the names its users know, and a choice of them from a dataset's figures.
 
-Must not know: files; which version takes which setting is for `evenflow.vllm.flags` to say.
+Must not know: files; which version takes which setting is for `evenflow.advisor.vllm_flags` to say.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Decision, decide
 from evenflow.advisor.recommendation import decide_for
+from evenflow.advisor.vllm_flags import EngineArgs, accepted_by, installed_version, newest_version
 from evenflow.errors import InvalidConfig
-from evenflow.vllm.flags import EngineArgs, accepted_by, installed_version, newest_version
 
 DatasetStats = Mapping[str, float] | Analysis | DatasetAnalysis
 

@@ -23,6 +23,14 @@ from evenflow.advisor.presets import PRESET_TOKENS, preset_dataset
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, VllmAdvice
 from evenflow.advisor.tokens import EstimatedTokens, TokenCounter
+from evenflow.advisor.vllm_flags import (
+    EngineArgs,
+    accepted_by,
+    check_known,
+    command_line,
+    installed_version,
+    newest_version,
+)
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
@@ -31,14 +39,6 @@ from evenflow.cli.options import JsonTarget, parse_new_file, takes_options
 from evenflow.cli.output import progress, table_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
-from evenflow.vllm.flags import (
-    EngineArgs,
-    accepted_by,
-    check_known,
-    command_line,
-    installed_version,
-    newest_version,
-)
 from evenflow.workload.inputs import Input
 from evenflow.workload.reading import ReadTally, read_inputs
 

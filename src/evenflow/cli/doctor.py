@@ -13,8 +13,8 @@ from evenflow import __version__
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import table_console, write_json
 from evenflow.config import GIB
-from evenflow.host import available_memory, total_memory
-from evenflow.model.default_model import SMOLLM2_135M, cache_folder
+from evenflow.host import available_memory, cache_folder, total_memory
+from evenflow.model.default_model import SMOLLM2_135M
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "typer", "rich")
 

@@ -11,10 +11,10 @@ from typer import Argument, Option
 
 from evenflow.advisor.explanation import Explanation, Statement
 from evenflow.advisor.explanation import explain as explain_facts
+from evenflow.advisor.vllm_logs import Fact, LogFacts, read_facts
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import progress, table_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.vllm.logs import Fact, LogFacts, read_facts
 
 _SHOWN = 240  # characters of a line
 

@@ -139,7 +139,7 @@ def serve(
 async def _serving(
     settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None
 ) -> None:
-    from evenflow.server.engine_process import build_served_engine
+    from evenflow.server.engine.process import build_served_engine
     from evenflow.server.serving import serve
 
     host, port = listener.getsockname()[:2]

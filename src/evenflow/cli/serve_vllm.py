@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenflow.advisor.vllm_flags import command_flags
 from evenflow.cli.options import ModelOptions, SchedulingOptions, knobs
 from evenflow.config import EngineConfig
 from evenflow.core.policies import has_target
 from evenflow.errors import InvalidInput
-from evenflow.vllm.flags import command_flags
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 
 if TYPE_CHECKING:

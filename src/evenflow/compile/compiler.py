@@ -22,7 +22,7 @@ from evenflow.compile.monitoring import CompilationFigures, PerformanceMonitor
 from evenflow.compile.packages import CheckedModel, PackageMaker, record_graph
 from evenflow.compile.progress import Stages
 from evenflow.errors import InvalidConfig, UnsupportedModel
-from evenflow.model.default_model import cache_folder
+from evenflow.host import cache_folder
 
 logger = logging.getLogger("evenflow")
 

@@ -24,7 +24,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
 from evenflow.host import available_memory
-from evenflow.kept_step_times import load_step_times, save_step_times, step_times_path
+from evenflow.step_time_store import load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig

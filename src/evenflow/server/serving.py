@@ -20,16 +20,16 @@ from fastapi import FastAPI
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
+from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.api.service import Served, Service
 from evenflow.server.app import make_app, make_vllm_app
-from evenflow.server.engine_client import EngineClient
-from evenflow.server.engine_process import EngineFactory
-from evenflow.server.grammar_gate import GrammarGate
-from evenflow.server.live import LiveFeed
-from evenflow.server.metrics import Observer
-from evenflow.server.proxy import VllmService
-from evenflow.server.service import Served, Service
-from evenflow.server.tracing import make_tracer
-from evenflow.server.vllm_engine import VllmEngine
+from evenflow.server.engine.client import EngineClient
+from evenflow.server.engine.process import EngineFactory
+from evenflow.server.live.feed import LiveFeed
+from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.tracing import make_tracer
+from evenflow.server.proxy.response import VllmService
+from evenflow.server.proxy.vllm_engine import VllmEngine
 from evenflow.vllm.launch import VllmLaunch
 
 logger = logging.getLogger("evenflow")

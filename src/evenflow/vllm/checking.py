@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from evenflow.advisor.memory import ModelShape
+from evenflow.advisor.vllm_flags import PACKAGES, EngineArgs, command_flags
 from evenflow.errors import InvalidInput
 from evenflow.vllm import check_config
-from evenflow.vllm.flags import PACKAGES, EngineArgs, command_flags
 
 _FIND_VERSION = f"""
 import importlib.metadata

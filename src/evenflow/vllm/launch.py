@@ -13,9 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 import evenflow
+from evenflow.advisor.vllm_flags import installed_version
 from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.vllm.checking import version_in
-from evenflow.vllm.flags import installed_version
 from evenflow.vllm.settings import CONFIG_KEY, SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
 from evenflow.vllm.target_file import TargetFile
 

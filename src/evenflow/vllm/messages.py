@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from evenflow.server.events import StepEvent
+from evenflow.server.metrics.events import StepEvent
 
 
 class RequestArrived(msgspec.Struct, frozen=True, array_like=True):

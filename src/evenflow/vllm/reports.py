@@ -191,14 +191,16 @@ class Reporter:
         )
 
     def _tell(self, listener: _Listener, step: StepDone) -> None:
-        from evenflow.server.wire import frame  # it needs msgspec: the base package does without it, vLLM does not
+        from evenflow.server.engine.wire import (
+            frame,  # it needs msgspec: the base package does without it, vLLM does not
+        )
 
         listener.send(frame(self._message(step)))
         self._arrived.clear()
         self._left.clear()
 
     def _message(self, step: StepDone) -> SteeredStep:
-        from evenflow.server.events import CauseEvent, ChunkEvent, StallEvent
+        from evenflow.server.metrics.events import CauseEvent, ChunkEvent, StallEvent
         from evenflow.vllm.messages import RequestArrived, RequestLeft, SteeredStep
 
         prefill_seconds = step.seconds * (1 - _share(step.predicted_decode_seconds, step.predicted_seconds))

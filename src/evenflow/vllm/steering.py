@@ -27,7 +27,7 @@ from evenflow.core.policies import make_policy
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.step_time import StepTimeModel
 from evenflow.core.target_policy import Target
-from evenflow.kept_step_times import load_step_times, save_step_times, step_times_path
+from evenflow.step_time_store import load_step_times, save_step_times, step_times_path
 from evenflow.vllm.flight import Flight, Step
 from evenflow.vllm.reports import ChunkDone, LateToken, Reporter, StepDone
 from evenflow.vllm.settings import Settings, own_target

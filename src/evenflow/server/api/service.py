@@ -12,8 +12,8 @@ from typing import Protocol
 from evenflow.errors import EvenflowError
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate, ServerLimits
-from evenflow.server.api_errors import ApiError
-from evenflow.server.engine_client import EngineClient
+from evenflow.server.api.errors import ApiError
+from evenflow.server.engine.client import EngineClient
 
 
 class Engine(Protocol):

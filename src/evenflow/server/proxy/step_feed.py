@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from evenflow.core.request import FinishReason
-from evenflow.server.metrics import Observer
-from evenflow.server.wire import FrameReader
+from evenflow.server.engine.wire import FrameReader
+from evenflow.server.metrics.observer import Observer
 from evenflow.vllm.messages import SteeredStep
 
 _decode = msgspec.msgpack.Decoder(SteeredStep).decode

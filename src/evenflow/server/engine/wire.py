@@ -14,7 +14,7 @@ import msgspec
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.outputs import ChunkTaken
-from evenflow.server.events import StepEvent
+from evenflow.server.metrics.events import StepEvent
 
 _LENGTH_BYTES = 4
 

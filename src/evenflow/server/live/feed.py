@@ -19,8 +19,8 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from evenflow.core.policies import target_of
-from evenflow.server.events import EngineState, StallEvent, StepEvent
-from evenflow.server.metrics import Listener, Observer, RequestRecord
+from evenflow.server.metrics.events import EngineState, StallEvent, StepEvent
+from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_READERS = 64
 BATCH_S = 0.1

@@ -11,7 +11,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from evenflow.server.api_errors import ApiError, invalid_body
+from evenflow.server.api.errors import ApiError, invalid_body
 
 _BODY_FOR_A_THREAD = 1 << 16  # bytes whose parsing the other streams would feel
 

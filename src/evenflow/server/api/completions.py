@@ -13,10 +13,10 @@ from typing import Any
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.answering import encode_json, event_of, new_id
-from evenflow.server.logprobs import completion_logprobs, prompt_logprobs
-from evenflow.server.protocol import CompletionBody, StreamOptions
-from evenflow.server.service import Service
+from evenflow.server.api.generation_response import encode_json, event_of, new_id
+from evenflow.server.api.logprobs import completion_logprobs, prompt_logprobs
+from evenflow.server.api.request_models import CompletionBody, StreamOptions
+from evenflow.server.api.service import Service
 
 _DEFAULT_MAX_TOKENS = 16
 

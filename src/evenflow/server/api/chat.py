@@ -14,11 +14,11 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.answering import encode_json, event_of, new_id
-from evenflow.server.logprobs import chat_logprobs, prompt_logprobs
-from evenflow.server.protocol import ChatBody, ChatMessage, StreamOptions
-from evenflow.server.service import Service
-from evenflow.server.tool_stream import Content, Event, as_delta, whole_message
+from evenflow.server.api.generation_response import encode_json, event_of, new_id
+from evenflow.server.api.logprobs import chat_logprobs, prompt_logprobs
+from evenflow.server.api.request_models import ChatBody, ChatMessage, StreamOptions
+from evenflow.server.api.service import Service
+from evenflow.server.api.tool_stream import Content, Event, as_delta, whole_message
 
 
 def encode_messages(

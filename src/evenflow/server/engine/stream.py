@@ -11,7 +11,7 @@ from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput, TextDecoder
 from evenflow.errors import EvenflowError
-from evenflow.server.wire import Ended, Started
+from evenflow.server.engine.wire import Ended, Started
 
 _NO_TOKENS: frozenset[int] = frozenset()
 

@@ -14,8 +14,8 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
-from evenflow.server.response_format import GrammarFields
-from evenflow.server.tools import ToolFields
+from evenflow.server.api.response_format import GrammarFields
+from evenflow.server.api.tools import ToolFields
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16

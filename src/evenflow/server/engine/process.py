@@ -21,8 +21,7 @@ from evenflow.core.scheduler import Committed
 from evenflow.engine.engine import Engine
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
-from evenflow.server.events import step_event
-from evenflow.server.wire import (
+from evenflow.server.engine.wire import (
     Abort,
     Add,
     Command,
@@ -40,6 +39,7 @@ from evenflow.server.wire import (
     frame,
     read_command,
 )
+from evenflow.server.metrics.events import step_event
 
 EngineFactory = Callable[[], Engine]
 

@@ -22,10 +22,10 @@ import httpx
 
 from evenflow.core.policies import retarget
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.server.events import EngineState
-from evenflow.server.metrics import Observer
-from evenflow.server.restarts import RestartDelay
-from evenflow.server.step_feed import StepFeed
+from evenflow.server.engine.restarts import RestartDelay
+from evenflow.server.metrics.events import EngineState
+from evenflow.server.metrics.observer import Observer
+from evenflow.server.proxy.step_feed import StepFeed
 from evenflow.vllm.launch import RunFolder, VllmLaunch
 
 logger = logging.getLogger("evenflow")

@@ -25,7 +25,7 @@ from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.grammar import BLANKS_IN_JSON
-from evenflow.server.tool_stream import ToolStream
+from evenflow.server.api.tool_stream import ToolStream
 
 MOST_TOOLS = 128
 _MOST_PARALLEL_CALLS = 16  # a model that may go on for ever sometimes does

@@ -19,12 +19,10 @@ from evenflow.core.policies import retarget
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.intake import Intake, Limits, TextCodec
 from evenflow.errors import EngineFailed, EvenflowError, InvalidRequest
-from evenflow.server.engine_process import EngineFactory, run_engine_process
-from evenflow.server.events import EngineState
-from evenflow.server.metrics import Observer
-from evenflow.server.restarts import RestartDelay
-from evenflow.server.stream import Stream
-from evenflow.server.wire import (
+from evenflow.server.engine.process import EngineFactory, run_engine_process
+from evenflow.server.engine.restarts import RestartDelay
+from evenflow.server.engine.stream import Stream
+from evenflow.server.engine.wire import (
     Abort,
     Add,
     Command,
@@ -40,6 +38,8 @@ from evenflow.server.wire import (
     frame,
     read_event,
 )
+from evenflow.server.metrics.events import EngineState
+from evenflow.server.metrics.observer import Observer
 
 logger = logging.getLogger("evenflow")
 

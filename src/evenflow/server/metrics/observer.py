@@ -17,9 +17,9 @@ from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from evenflow.core.policies import target_of
-from evenflow.server.events import ChunkEvent, EngineState, StepEvent
-from evenflow.server.figures import RecentQuantiles
-from evenflow.server.instruments import EvenflowMetrics, Maker, VllmMetrics, VllmRequestTokens
+from evenflow.server.metrics.distributions import RecentQuantiles
+from evenflow.server.metrics.events import ChunkEvent, EngineState, StepEvent
+from evenflow.server.metrics.instruments import EvenflowMetrics, Maker, VllmMetrics, VllmRequestTokens
 
 WINDOW_S = 60  # that the attained quantiles are taken over
 MAX_TENANTS = 100  # with figures of their own: a label value costs memory for good, and tenants can be made up

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from evenflow.server.api_errors import ErrorBody
+from evenflow.server.api.errors import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODY_ERRORS = (400, 413, 415)

@@ -1,4 +1,4 @@
-"""The routes besides the page and the metrics: each reads its body, asks somebody else, and answers.
+"""The routes besides the page and the metrics: each reads its body, asks somebody else, and models.
 
 Must not know: how an answer is made, who may ask.
 """
@@ -12,17 +12,24 @@ from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
 from evenflow.core.policies import target_of
-from evenflow.server import answers
 from evenflow.server.access import Caller
-from evenflow.server.answering import Answering, encode_json
-from evenflow.server.api_errors import ApiError, overloaded
-from evenflow.server.chat import ChatFormat, encode_messages
-from evenflow.server.completions import CompletionFormat
-from evenflow.server.logprobs import token_text
-from evenflow.server.openapi import described
-from evenflow.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody, seconds_of
-from evenflow.server.requests import read_body
-from evenflow.server.service import Served, Service
+from evenflow.server.api import response_models as models
+from evenflow.server.api.chat import ChatFormat, encode_messages
+from evenflow.server.api.completions import CompletionFormat
+from evenflow.server.api.errors import ApiError, overloaded
+from evenflow.server.api.generation_response import Answering, encode_json
+from evenflow.server.api.logprobs import token_text
+from evenflow.server.api.openapi import described
+from evenflow.server.api.request_body import read_body
+from evenflow.server.api.request_models import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TargetBody,
+    TokenizeBody,
+    seconds_of,
+)
+from evenflow.server.api.service import Served, Service
 
 logger = logging.getLogger("evenflow")
 
@@ -41,7 +48,7 @@ def answer_routes(service: Service) -> APIRouter:
     @routes.post(
         "/v1/completions",
         summary="Continue prompts",
-        **described(answers.Completion, body=CompletionBody, errors=_ANSWER_ERRORS, streams=True),
+        **described(models.Completion, body=CompletionBody, errors=_ANSWER_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes)
@@ -52,7 +59,7 @@ def answer_routes(service: Service) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         summary="Answer a conversation",
-        **described(answers.ChatCompletion, body=ChatBody, errors=_ANSWER_ERRORS, streams=True),
+        **described(models.ChatCompletion, body=ChatBody, errors=_ANSWER_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes)
@@ -67,19 +74,19 @@ def state_routes(service: Served) -> APIRouter:
     """Whether the server is well: for whoever watches it, without a key."""
     routes = APIRouter()
 
-    @routes.get("/health", summary="Whether the engine is up", **described(answers.Status, errors=(503,)))
+    @routes.get("/health", summary="Whether the engine is up", **described(models.Status, errors=(503,)))
     async def health() -> Response:
         if not service.client.is_up:
             raise overloaded("The engine is down; it is being started again.")
         return _json({"status": "ok"})
 
-    @routes.get("/ready", summary="Whether requests are taken", **described(answers.Status, errors=(503,)))
+    @routes.get("/ready", summary="Whether requests are taken", **described(models.Status, errors=(503,)))
     async def ready() -> Response:
         if not service.client.is_up or service.gate.is_draining:
             raise overloaded("The server takes no requests now.")
         return _json({"status": "ready"})
 
-    @routes.get("/version", summary="evenflow's version", **described(answers.Version))
+    @routes.get("/version", summary="evenflow's version", **described(models.Version))
     async def version() -> Response:
         return _json({"version": __version__})
 
@@ -101,15 +108,15 @@ def model_routes(service: Service) -> APIRouter:
             "max_model_len": client.limits.max_model_len,
         }
 
-    @routes.get("/v1/models", summary="What is served", **described(answers.ModelList))
-    async def models() -> Response:
+    @routes.get("/v1/models", summary="What is served", **described(models.ModelList))
+    async def list_models() -> Response:
         return _json({"object": "list", "data": [model_card(name) for name in service.model_names]})
 
-    @routes.get("/v1/models/{name:path}", summary="One model", **described(answers.ModelCard, errors=(404,)))
+    @routes.get("/v1/models/{name:path}", summary="One model", **described(models.ModelCard, errors=(404,)))
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize", summary="Text to tokens", **described(answers.Tokens, body=TokenizeBody, errors=(404,)))
+    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=(404,)))
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, max_bytes)
         service.model_name(body.model)
@@ -122,7 +129,7 @@ def model_routes(service: Service) -> APIRouter:
     @routes.post(
         "/detokenize",
         summary="Tokens to text",
-        **described(answers.PlainText, body=DetokenizeBody, errors=(404,)),
+        **described(models.PlainText, body=DetokenizeBody, errors=(404,)),
     )
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, max_bytes)
@@ -142,11 +149,11 @@ def target_routes(service: Served) -> APIRouter:
     routes = APIRouter()
     client = service.client
 
-    @routes.get("/v1/target", summary="The latency target", **described(answers.CurrentTarget))
+    @routes.get("/v1/target", summary="The latency target", **described(models.CurrentTarget))
     async def get_target() -> Response:
         return _json(_target(client.policy))
 
-    @routes.put("/v1/target", summary="Change the latency target", **described(answers.CurrentTarget, body=TargetBody))
+    @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, service.limits.max_body_bytes)
         client.set_target(seconds_of(body.tbt_target), body.paced)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evenflow.core.plan import ChunkReason
 from evenflow.core.request import FinishReason
 from evenflow.engine.stalls import CauseKind
-from evenflow.server.figures import BulkHistogram
+from evenflow.server.metrics.distributions import BulkHistogram
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")

@@ -21,11 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import Caller, Gate, ServerLimits
-from evenflow.server.answering import DONE, event_of
-from evenflow.server.api_errors import as_api_error
-from evenflow.server.metrics import Observer
-from evenflow.server.requests import read_bytes
-from evenflow.server.vllm_engine import VllmEngine
+from evenflow.server.api.errors import as_api_error
+from evenflow.server.api.generation_response import DONE, event_of
+from evenflow.server.api.request_body import read_bytes
+from evenflow.server.metrics.observer import Observer
+from evenflow.server.proxy.vllm_engine import VllmEngine
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _URL = httpx.URL("http://vllm")

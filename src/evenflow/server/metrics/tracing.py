@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from evenflow.errors import InvalidConfig, MissingDependency
-from evenflow.server.metrics import Listener, RequestRecord
+from evenflow.server.metrics.observer import Listener, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidInput
-from evenflow.model.default_model import cache_folder
+from evenflow.host import cache_folder
 
 logger = logging.getLogger("evenflow")
 

@@ -1,0 +1,1 @@
+"""A host engine behind evenflow's front."""
