@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from evenflow import LLM, SamplingParams
 from evenflow.bench.stall_load import english_prompts
-from evenflow.core.scheduler import Committed
 from evenflow.duration import parse_duration
 
 CALM_S, BUSY_S = 30.0, 60.0
@@ -47,12 +46,11 @@ class Load:
     """Chats that never end and a long prompt that is always there, on a real engine."""
 
     def __init__(self, llm: LLM) -> None:
-        self._engine = llm.engine
+        self._llm, self._engine = llm, llm.engine
         self._ids = count()
         chats, self._long = english_prompts(llm.tokenizer.encode, NUM_LONG, LONG_TOKENS)
         self._steps: list[Step] = []
         self._last_commit = time.perf_counter()
-        self._engine.watch_step = self._watch
         self._chats = chats[:NUM_CHATS]
         for chat in self._chats:
             self._add("chat", chat, 4000)
@@ -60,13 +58,15 @@ class Load:
     def _add(self, kind: str, prompt: Sequence[int], max_tokens: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         name = f"{kind}-{next(self._ids)}"
-        self._engine.add(self._engine.prepare(prompt, sampling, request_id=name))
+        self._engine.add(self._llm.prepare(prompt, sampling, request_id=name))
 
-    def _watch(self, committed: Committed, now: float) -> None:
-        prefill = sum(chunk.length for chunk in committed.plan.chunks if chunk.request_id.startswith("long"))
-        if prefill and len(committed.plan.decodes):
-            self._steps.append(Step(now, now - self._last_commit, prefill))
-        self._last_commit = now
+    def _step(self) -> None:
+        report = self._engine.step()
+        assert report is not None
+        prefill = sum(chunk.length for chunk in report.chunks if chunk.request_id.startswith("long"))
+        if prefill and report.num_decodes:
+            self._steps.append(Step(report.at, report.at - self._last_commit, prefill))
+        self._last_commit = report.at
 
     def run(self, until: Callable[[], bool]) -> list[Step]:
         """The steps with prefill until then."""
@@ -77,7 +77,7 @@ class Load:
                 self._add("long", self._long[next(self._ids) % NUM_LONG], 1)
             for name in range(NUM_CHATS - sum(name.startswith("chat") for name in running)):
                 self._add("chat", self._chats[name], 4000)
-            self._engine.step()
+            self._step()
         return list(self._steps)
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 
 from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -61,7 +62,7 @@ def step_cost(num_requests: int) -> float:
 
 def lookup_cost() -> tuple[float, float]:
     """Seconds to hash, and to look up, a long prompt that is cached whole."""
-    scheduler = Scheduler(SchedulerConfig(num_blocks=LONG_PROMPT // 16 + 2, policy="unchunked"))
+    scheduler = Scheduler(SchedulerConfig(num_blocks=LONG_PROMPT // 16 + 2, policy=PolicySpec("unchunked")))
     prompt = [token % 50_000 for token in range(LONG_PROMPT)]
     sampling = SamplingParams(max_tokens=1)
     start = time.perf_counter()

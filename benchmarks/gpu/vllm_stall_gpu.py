@@ -132,7 +132,7 @@ class Bench:
 
     async def read_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what the plug-in tells of its steps."""
-        from evenflow.server.engine.wire import FrameReader
+        from evenflow.framing import FrameReader
 
         frames = FrameReader()
         while content := await reader.read(1 << 20):
@@ -141,7 +141,6 @@ class Bench:
 
     def _steps(self) -> list[Any]:
         import msgspec
-
         from evenflow.vllm.messages import SteeredStep
 
         return [msgspec.msgpack.decode(frame, type=SteeredStep) for frame in self._told]

@@ -1,36 +1,31 @@
-"""The settings of an engine, checked when they are made. Names and meanings are those that vLLM's users know.
-
-Must not know: torch, models; what depends on the model at hand is resolved with its figures given as arguments.
-"""
+"""The settings of an engine, validated at construction. Names and meanings are those that vLLM's users know."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policies import has_target, make_policy, retarget
+from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.errors import InvalidConfig
 
-DEFAULT_BUDGET = 2048
-DEFAULT_TARGET_BUDGET = 8192  # under a target the budget only bounds memory
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine runs, and within which bounds."""
+    """What an engine runs, and its limits."""
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
-    policy: str | None = None  # see `evenflow.core.policies`; None: fixed:max_num_batched_tokens
+    policy: str | PolicySpec | None = None  # a text is parsed at once; None: fixed:max_num_batched_tokens
     tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
     max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
     max_num_seqs: int = 256
     max_model_len: int | None = None  # None: the model's context
-    gpu_memory_utilization: float = 0.9  # of the memory that can be had; on a CPU see `kv_cache_memory`
+    gpu_memory_utilization: float = 0.9  # of the available memory; on a CPU see `kv_cache_memory`
     kv_cache_memory: int | None = None  # bytes; None on a CPU: what utilization leaves, at most 4 GiB
     enable_prefix_caching: bool = True
-    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no such limit
+    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
     weights: Literal["float32", "int4"] = "float32"
     threads: int | None = None  # None: torch's choice
     max_steps_in_flight: int = 1
@@ -50,11 +45,16 @@ class EngineConfig:
             )
         if self.weights not in ("float32", "int4"):
             raise InvalidConfig(f"Got weights={self.weights!r} but expected 'float32' or 'int4'.")
+        if isinstance(self.policy, str):
+            object.__setattr__(self, "policy", PolicySpec.parse(self.policy))
         if self.tbt_target is not None:
             self._adopt_target(self.tbt_target)
-        if self.policy is not None:
-            make_policy(self.policy, DEFAULT_BUDGET)
         self._check_chunking()
+
+    @property
+    def spec(self) -> PolicySpec | None:
+        assert not isinstance(self.policy, str)  # parsed at construction
+        return self.policy
 
     def _require_at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
@@ -63,57 +63,51 @@ class EngineConfig:
 
     def _adopt_target(self, seconds: float) -> None:
         """Two ways to say one thing: from here on only the policy counts."""
-        policy = retarget("", seconds)
-        stated = None if self.policy is None else self.policy.removesuffix(",paced").removesuffix("ms") + "ms"
-        if stated not in (None, policy):
-            raise InvalidConfig(f"Got tbt_target={seconds} and policy={self.policy!r}: two policies; give one of them.")
+        policy = PolicySpec.for_target(seconds)
+        if self.spec is not None and self.spec.target != seconds:
+            raise InvalidConfig(f"Got tbt_target={seconds} and policy='{self.spec}': two policies; give one of them.")
         object.__setattr__(self, "policy", self.policy or policy)
 
     def _check_chunking(self) -> None:
-        unchunked = self.policy == "unchunked"
-        if self.enable_chunked_prefill is False and self.policy not in (None, "unchunked"):
-            raise InvalidConfig(
-                f"Got enable_chunked_prefill=False but policy={self.policy!r} cuts prompts into chunks."
-            )
+        spec = self.spec
+        unchunked = spec is not None and spec.name == "unchunked"
+        if self.enable_chunked_prefill is False and spec is not None and not unchunked:
+            raise InvalidConfig(f"Got enable_chunked_prefill=False but policy='{spec}' cuts prompts into chunks.")
         if self.enable_chunked_prefill is True and unchunked:
             raise InvalidConfig("Got enable_chunked_prefill=True but policy='unchunked' never cuts a prompt.")
         if self.long_prefill_token_threshold and (unchunked or self.enable_chunked_prefill is False):
             raise InvalidConfig(
                 f"Got long_prefill_token_threshold={self.long_prefill_token_threshold} but no prompt is cut unchunked."
             )
-        own_budget = self._budget_of_policy
-        if None not in (own_budget, self.max_num_batched_tokens) and own_budget != self.max_num_batched_tokens:
+        if spec is not None and spec.names_budget and self.max_num_batched_tokens not in (None, spec.budget):
             raise InvalidConfig(
-                f"Got policy={self.policy!r} and max_num_batched_tokens={self.max_num_batched_tokens}: "
+                f"Got policy='{spec}' and max_num_batched_tokens={self.max_num_batched_tokens}: "
                 "two different budgets; give one of them."
             )
 
-    @property
-    def _budget_of_policy(self) -> int | None:
-        name, _, argument = (self.policy or "").partition(":")
-        return int(argument) if name in ("fixed", "alternate") else None
-
-    def with_policy(self, policy: str) -> EngineConfig:
-        """The same settings under another policy, which brings its own budget."""
+    def with_policy(self, policy: str | PolicySpec) -> EngineConfig:
+        """The same settings with another policy, which brings its own budget."""
+        spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
         return replace(
             self,
-            policy=policy,
+            policy=spec,
             tbt_target=None,
             enable_chunked_prefill=None,
             max_num_batched_tokens=None,
-            long_prefill_token_threshold=0 if policy == "unchunked" else self.long_prefill_token_threshold,
+            long_prefill_token_threshold=0 if spec.name == "unchunked" else self.long_prefill_token_threshold,
         )
 
-    def resolve_policy(self, max_model_len: int) -> tuple[str, int]:
-        """The policy's text and the token budget, for a model whose prompts can be that long."""
-        if self.policy == "unchunked" or self.enable_chunked_prefill is False:
+    def resolve_policy(self, max_model_len: int) -> PolicySpec:
+        """The policy with its budget, for a model whose prompts have at most this many tokens."""
+        spec = self.spec
+        if (spec is not None and spec.name == "unchunked") or self.enable_chunked_prefill is False:
             budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)
             if budget < max_model_len:
                 raise InvalidConfig(
                     f"Got max_num_batched_tokens={budget} without chunked prefill, but a prompt of up to max_model_len="
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
-            return "unchunked", budget
-        default = DEFAULT_TARGET_BUDGET if has_target(self.policy or "") else DEFAULT_BUDGET
-        budget = self.max_num_batched_tokens or self._budget_of_policy or default
-        return self.policy or f"fixed:{budget}", budget
+            return PolicySpec("unchunked", budget)
+        if spec is None:
+            return PolicySpec("fixed", self.max_num_batched_tokens or DEFAULT_BUDGET)
+        return spec.bounded(self.max_num_batched_tokens or spec.budget)

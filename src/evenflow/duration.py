@@ -15,3 +15,9 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise InvalidInput(f"Got {text!r} but expected a duration such as 50ms or 2s.")
     return float(match[1]) / {"ms": 1000, "s": 1}[match[2]]
+
+
+def format_duration(seconds: float) -> str:
+    """Milliseconds, as exactly as they were written: 50ms, 2.5ms."""
+    text = f"{1000 * seconds:.6f}".rstrip("0").rstrip(".")
+    return f"{text}ms"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from evenflow.bench.stall import StallFigures
+from evenflow.core.policies import PolicySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class AgainstFixed:
 
 def against_fixed(figures: Sequence[StallFigures]) -> list[AgainstFixed]:
     """Each target whose p99 lies between those of two fixed budgets, beside the curve drawn through these."""
-    fixed = [f for f in figures if f.policy.startswith("fixed:")]
+    fixed = [f for f in figures if PolicySpec.parse(f.policy).name == "fixed"]
     found = []
     for target in figures:
         ttft = read_off(((f.tbt_p99_s, f.long_ttft_p50_s) for f in fixed), target.tbt_p99_s)

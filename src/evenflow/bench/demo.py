@@ -100,14 +100,14 @@ def with_demo_defaults(knobs: Mapping[str, Any]) -> dict[str, Any]:
     if not {"policy", "tbt_target", "max_num_batched_tokens", "enable_chunked_prefill"} & set(chosen):
         chosen["policy"] = DEMO_POLICY
     config = EngineConfig(**chosen)
-    if config.policy == "unchunked" or config.enable_chunked_prefill is False:
+    if config.resolve_policy(max_model_len=1).name == "unchunked":
         raise InvalidConfig(
             "Got no chunking for the demo, which compares it with a policy: give one that cuts prompts."
         )
-    policy, budget = config.resolve_policy(max_model_len=1)
-    if policy.startswith("target:"):  # short prompts pass long ones by rank
+    policy = config.resolve_policy(max_model_len=1)
+    if policy.target is not None:  # short prompts pass long ones by rank
         return chosen
-    chosen.setdefault("long_prefill_token_threshold", max(1, min(_MOST_OF_ONE_PROMPT, budget // 2)))
+    chosen.setdefault("long_prefill_token_threshold", max(1, min(_MOST_OF_ONE_PROMPT, policy.budget // 2)))
     return chosen
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from evenflow.bench.figures import Spread
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import SamplingParams
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import Delta
@@ -115,7 +116,7 @@ def _held(held: bool) -> str:
 
 
 def compare_policies(
-    llm: LLM, policies: Sequence[str], repeat: int, on_run: Callable[[str], None] = lambda policy: None
+    llm: LLM, policies: Sequence[PolicySpec], repeat: int, on_run: Callable[[str], None] = lambda policy: None
 ) -> list[PolicyFigures]:
     """Run the load `repeat` times under each policy, in turn, on one engine. `on_run` is told what runs next.
 
@@ -123,13 +124,13 @@ def compare_policies(
     """
     on_run("a run to warm up")
     run_load(llm)
-    runs: dict[str, list[MixedRun]] = {policy: [] for policy in policies}
+    runs: dict[PolicySpec, list[MixedRun]] = {policy: [] for policy in policies}
     for number in range(repeat):
         for policy in policies:
             on_run(f"{policy}, run {number + 1} of {repeat}")
             llm.set_policy(policy)
             runs[policy].append(run_load(llm))
-    return [PolicyFigures.of(policy, runs[policy]) for policy in policies]
+    return [PolicyFigures.of(str(policy), runs[policy]) for policy in policies]
 
 
 def run_load(llm: LLM) -> MixedRun:

@@ -33,7 +33,7 @@ def draw_tokens(path: Path, runs: Mapping[str, StallRun], figures: Sequence[Stal
     )
     for axis, policy in zip(rows[:, 0], figures, strict=True):
         run = runs[policy.policy]
-        for chunk in run.chunks:
+        for chunk in run.prefills:
             axis.axvspan(chunk.start, chunk.end, color="tab:orange", alpha=0.2, linewidth=0)
         axis.plot([token.at for token in run.tokens], [1000 * token.gap for token in run.tokens], ".", markersize=2)
         if policy.target_s is not None:

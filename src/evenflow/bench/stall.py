@@ -1,6 +1,6 @@
 """The stall benchmark: what streams feel while long prompts are prefilled beside them, under several policies.
 
-All policies run on one engine, in turn, with the same requests. Must not know: how figures are shown.
+All policies run on one engine, in turn, with the same requests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from statistics import fmean, median
 from evenflow.bench.figures import percentile
 from evenflow.bench.stall_load import StallLoad, StallRun, join, longest_gaps, run_load
 from evenflow.config import EngineConfig
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
+from evenflow.core.report import Stall
 from evenflow.core.request import SamplingParams
 from evenflow.core.scheduler import Scheduler
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.engine import Engine
-from evenflow.engine.stalls import Stall
+from evenflow.engine.intake import Intake
 from evenflow.executors.fake import FakeExecutor
 
 POLICIES = ("unchunked", "fixed:256", "fixed:512", "adaptive", "target:200ms")
-_MEASURED_POLICIES = ("fixed:256", "fixed:32")  # large chunks and small ones, up to the end of a long prompt
+# Large chunks and small ones, up to the end of a long prompt.
+_MEASURED_POLICIES = (PolicySpec("fixed", 256), PolicySpec("fixed", 32))
+    PolicySpec("fixed", 256),
+    PolicySpec("fixed", 32),
+)  # large chunks and small ones, up to the end of a long prompt
 _ROOM_TO_KEEP_UP = 1.15
 
 
@@ -73,7 +78,7 @@ class Comparison:
 def measure(engine: Engine, load: StallLoad) -> float:
     """Run one long prompt in large chunks and in small ones; returns the least target that could be kept."""
     for policy in _MEASURED_POLICIES:
-        set_policy(engine, policy)
+        engine.set_policy(policy)
         run_load(engine, replace(load, long_prompts=load.long_prompts[:1]))
     return feasible_target(engine, load)
 
@@ -91,7 +96,7 @@ def feasible_target(engine: Engine, load: StallLoad) -> float:
     return engine.scheduler.step_time.upper(shape) + engine.scheduler.overhead
 
 
-def interval_to_keep_up(engine: Engine, load: StallLoad, policies: Sequence[str]) -> float:
+def interval_to_keep_up(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> float:
     """Seconds between long prompts at which even the slowest policy ends one before the next comes.
 
     By a rehearsal of one prompt under each policy, in virtual time, at the step times measured so far.
@@ -101,31 +106,26 @@ def interval_to_keep_up(engine: Engine, load: StallLoad, policies: Sequence[str]
     return math.ceil(2 * _ROOM_TO_KEEP_UP * slowest) / 2
 
 
-def _rehearsal_engine(engine: Engine, policy: str) -> Engine:
+def _rehearsal_engine(engine: Engine, policy: PolicySpec) -> Engine:
     real = engine.scheduler
     step_time = StepTimeModel.from_record(real.step_time.to_record())
     known = StepTimeModel.from_record(real.step_time.to_record())  # apart from the one that goes on learning
     executor = FakeExecutor(
         vocab_size=engine.limits.vocab_size, block_size=real.block_size, caps=real.caps, cost=known.predict
     )
-    text, budget = _resolve(engine, policy)
-    config = replace(real.config, policy=text, max_num_batched_tokens=budget)
+    config = replace(real.config, policy=_resolved(engine, policy))
     scheduler = Scheduler(config, real.caps, step_time=step_time)
     return Engine(scheduler, executor, engine.limits, clock=executor.clock)
 
 
-def set_policy(engine: Engine, policy: str) -> None:
-    engine.set_policy(*_resolve(engine, policy))
-
-
-def _resolve(engine: Engine, policy: str) -> tuple[str, int]:
+def _resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:
     return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
 
 
 def compare_policies(
     engine: Engine,
     load: StallLoad,
-    policies: Sequence[str],
+    policies: Sequence[PolicySpec],
     repeat: int,
     feasible_target_s: float,
     *,
@@ -138,14 +138,14 @@ def compare_policies(
     after the whole load, which prompts that wait for each other need. The engine has no prefix cache: the prompts are
     the same each time.
     """
-    runs: dict[str, list[StallRun]] = {policy: [] for policy in policies}
+    runs: dict[PolicySpec, list[StallRun]] = {policy: [] for policy in policies}
     for number in range(repeat):
-        parts: dict[str, list[StallRun]] = {policy: [] for policy in policies}
+        parts: dict[PolicySpec, list[StallRun]] = {policy: [] for policy in policies}
         for part in load.parts(prompts_per_turn or len(load.long_prompts)):
             for policy in policies:
                 last = part.first_number + len(part.long_prompts) - 1
                 on_run(f"{policy}, long prompts {part.first_number} to {last}, run {number + 1} of {repeat}")
-                set_policy(engine, policy)
+                engine.set_policy(_resolved(engine, policy))
                 parts[policy].append(run_load(engine, part))
         for policy in policies:
             runs[policy].append(join(parts[policy]))
@@ -154,19 +154,18 @@ def compare_policies(
         _figures(policy, runs[policy], feasible_target_s, _divergence(engine, load, expected, runs[policy]))
         for policy in policies
     ]
-    return Comparison(load, feasible_target_s, figures, {policy: runs[policy][0] for policy in policies})
+    return Comparison(load, feasible_target_s, figures, {str(policy): runs[policy][0] for policy in policies})
 
 
 def _figures(
-    policy: str, runs: Sequence[StallRun], feasible_target_s: float, divergence: Divergence | None
+    policy: PolicySpec, runs: Sequence[StallRun], feasible_target_s: float, divergence: Divergence | None
 ) -> StallFigures:
     tokens = [token for run in runs for token in run.tokens if token.counts]
     gaps = sorted(token.gap for token in tokens)
     p50, p90, p99, longest = (percentile(gaps, percent) for percent in (50, 90, 99, 100))
-    pacing = make_policy(policy, 1).pacing
-    target_s = pacing.target if pacing is not None else None
+    target_s = policy.target
     return StallFigures(
-        policy=policy,
+        policy=str(policy),
         target_s=target_s,
         feasible=None if target_s is None else target_s >= feasible_target_s,
         steps=sum(len({token.step_id for token in run.tokens if token.counts}) for run in runs),
@@ -176,7 +175,7 @@ def _figures(
         tbt_max_s=longest,
         late_share=None if target_s is None else sum(token.is_late for token in tokens) / max(1, len(tokens)),
         long_ttft_p50_s=median(ttft for run in runs for ttft in run.long_ttft_s),
-        prefill_tokens_per_s=sum(chunk.num_tokens for run in runs for chunk in run.chunks)
+        prefill_tokens_per_s=sum(span.num_tokens for run in runs for span in run.prefills)
         / sum(run.pending_s for run in runs),
         total_s=median(run.total_s for run in runs),
         output_tokens_per_s=sum(run.output_tokens for run in runs) / sum(run.total_s for run in runs),
@@ -200,12 +199,10 @@ def _divergence(
 
 def _logprob_gap(engine: Engine, token_ids: list[int]) -> float | None:
     """How much likelier the likeliest next token is than the second; near 0 either may be chosen."""
-    engine.add(engine.prepare(token_ids, SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)))
-    deltas = engine.step()
-    while engine.has_work:
-        deltas = engine.step()
-    logprobs = deltas[-1].output.logprobs
-    if not logprobs:
-        return None
-    first, second = logprobs[0].top[:2]
-    return first.logprob - second.logprob
+    intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
+    engine.add(intake.prepare(token_ids, sampling, policy=engine.policy))
+    while (report := engine.step()) is not None:
+        for [row, *_] in report.logprobs.values():
+            return row.top[0].logprob - row.top[1].logprob
+    return None

@@ -1,23 +1,21 @@
 """Chats that decode, and long prompts that arrive beside them at a fixed interval: the load, and one run of it.
 
-A run is a function of the engine and its clock, so that tests run it in virtual time. Must not know: what is compared,
-how figures are shown.
+A run is a function of the engine and its clock, so that tests run it in virtual time.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import NamedTuple
 
 from evenflow.bench.long_texts import GARDEN_DIARY, HARBOUR_LOG, LongText
+from evenflow.core.deadlines import LateToken
+from evenflow.core.report import Stall, StepReport
 from evenflow.core.request import Request, SamplingParams
-from evenflow.core.scheduler import Committed, Late
 from evenflow.engine.engine import Engine
-from evenflow.engine.outputs import Delta
-from evenflow.engine.stalls import Stall
+from evenflow.engine.intake import Intake
 from evenflow.errors import EngineFailed, InvalidRequest
 
 NUM_WORST_GAPS = 5  # of a run
@@ -97,7 +95,7 @@ class TokenSeen(NamedTuple):
     is_late: bool
 
 
-class ChunkSeen(NamedTuple):
+class PrefillSpan(NamedTuple):
     """A step that held prefill of a long prompt."""
 
     start: float
@@ -110,7 +108,7 @@ class StallRun:
     """All that one run showed. Times are seconds since it began."""
 
     tokens: list[TokenSeen] = field(default_factory=list)
-    chunks: list[ChunkSeen] = field(default_factory=list)
+    prefills: list[PrefillSpan] = field(default_factory=list)
     step_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual of mixed steps
     pending_s: float = 0.0  # while a long prompt waited for its first token
     output_tokens: int = 0
@@ -126,7 +124,7 @@ def join(runs: Iterable[StallRun]) -> StallRun:
     for run in runs:
         began = joined.total_s
         joined.tokens += [token._replace(at=began + token.at) for token in run.tokens]
-        joined.chunks += [chunk._replace(start=began + chunk.start, end=began + chunk.end) for chunk in run.chunks]
+        joined.prefills += [one._replace(start=began + one.start, end=began + one.end) for one in run.prefills]
         joined.step_errors += run.step_errors
         joined.pending_s += run.pending_s
         joined.output_tokens += run.output_tokens
@@ -157,14 +155,14 @@ class _Runner:
         self._chat_numbers = count()
         self._pending: set[str] = set()  # long prompts that wait for their first token
         self._last_token: dict[str, float] = {}
-        self._answers: dict[str, Delta] = {}
-        self._worst: list[tuple[float, int, Stall]] = []
+        self._first_token: dict[str, float] = {}  # of long prompts
+        self._intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
 
     def run(self) -> StallRun:
         engine, load = self._engine, self._load
         answer = SamplingParams(temperature=0.0, max_tokens=load.long_answer_tokens, ignore_eos=True)
         arrivals = [
-            engine.prepare(prompt, answer, request_id=f"long-{number}")
+            self._prepare(prompt, answer, f"long-{number}")
             for number, prompt in enumerate(load.long_prompts, start=load.first_number)
         ]
         self._start_chats()
@@ -174,87 +172,79 @@ class _Runner:
         self._last_token = dict.fromkeys(self._chats, self._began)
         for number, request in enumerate(arrivals):
             request.arrival_time = self._began + number * load.interval
-        engine.watch_step = self._watch
         try:
-            self._answer_all(arrivals)
+            self._run_all(arrivals)
         finally:
-            engine.watch_step = lambda committed, now: None
             for chat_id in self._chats:
                 engine.abort(chat_id)
             while engine.has_work:
                 engine.step()
         return self._summary(arrivals)
 
-    def _answer_all(self, arrivals: Sequence[Request]) -> None:
+    def _run_all(self, arrivals: Sequence[Request]) -> None:
         waiting = list(reversed(arrivals))
-        while len(self._answers) < len(arrivals):
+        unfinished = {request.id for request in arrivals}
+        while unfinished:
             while waiting and waiting[-1].arrival_time <= self._engine.clock():
                 request = waiting.pop()
                 self._engine.add(request)
                 self._pending.add(request.id)
             self._start_chats()
-            for delta in self._engine.step():
-                if delta.finish_reason == "error":
-                    raise EngineFailed(f"{delta.request_id}: {delta.output.error}")
-                if delta.finish_reason is not None and self._chats.pop(delta.request_id, None) is None:
-                    self._answers[delta.request_id] = delta
+            report = self._engine.step()
+            if report is None:
+                continue
+            self._observe(report)
+            for row, (_, error) in report.ended.items():
+                if error is not None:
+                    raise EngineFailed(f"{report.ids[row]}: {error}")
+                self._chats.pop(report.ids[row], None)
+                unfinished.discard(report.ids[row])
+
+    def _prepare(self, prompt: Sequence[int], sampling: SamplingParams, request_id: str) -> Request:
+        return self._intake.prepare(prompt, sampling, policy=self._engine.policy, request_id=request_id)
 
     def _start_chats(self) -> None:
         while len(self._chats) < self._load.num_chats:
             number = next(self._chat_numbers)
             prompt = self._load.chat_prompts[number % len(self._load.chat_prompts)]
             sampling = SamplingParams(temperature=0.0, max_tokens=self._load.longest_chat(number), ignore_eos=True)
-            chat = self._engine.prepare(prompt, sampling, request_id=f"chat-{number + 1}")
+            chat = self._prepare(prompt, sampling, f"chat-{number + 1}")
             self._engine.add(chat)
             self._chats[chat.id] = chat
 
-    def _watch(self, committed: Committed, now: float) -> None:
-        shape, seconds, seen = committed.shape, committed.result.seconds, self._seen
+    def _observe(self, report: StepReport) -> None:
+        seen = self._seen
         counts = bool(self._pending)
         if counts:
-            seen.pending_s += now - self._last_commit
-        self._last_commit = now
-        if shape.prefill_rows and shape.decode_sequences and not committed.result.errors:
-            seen.step_errors.append(abs(committed.predicted_seconds - seconds) / seconds)
-        long_rows = sum(chunk.length for chunk in committed.plan.chunks if chunk.request_id in self._pending)
+            seen.pending_s += report.at - self._last_commit
+        self._last_commit = report.at
+        if report.is_mixed:
+            seen.step_errors.append(abs(report.predicted_seconds - report.seconds) / report.seconds)
+        long_rows = sum(chunk.length for chunk in report.chunks if chunk.request_id in self._pending)
         if long_rows:
-            end = now - self._began
-            seen.chunks.append(ChunkSeen(end - seconds, end, long_rows))
-        self._watch_tokens(committed, now, counts)
+            seen.prefills.append(PrefillSpan(report.started_at - self._began, report.at - self._began, long_rows))
+        self._observe_tokens(report, counts)
 
-    def _watch_tokens(self, committed: Committed, now: float, counts: bool) -> None:
-        late = {request.id: late for request, late, _ in committed.late}
-        longest: Late | None = None
-        for request, _, tokens in committed.emissions:
-            if not tokens:
-                continue
+    def _observe_tokens(self, report: StepReport, counts: bool) -> None:
+        now, late = report.at, {late.request_id: late.seconds for late in report.late}
+        longest: LateToken | None = None
+        for request_id, tokens in zip(report.ids, report.tokens, strict=True):
             self._seen.output_tokens += len(tokens)
-            self._pending.discard(request.id)
-            if (before := self._last_token.get(request.id)) is not None:
-                gap, is_late = now - before, request.id in late
-                token = TokenSeen(now - self._began, gap, committed.plan.step_id, counts, is_late)
-                self._seen.tokens.append(token)
+            if request_id in self._pending:
+                self._pending.discard(request_id)
+                self._first_token[request_id] = now
+            if (before := self._last_token.get(request_id)) is not None:
+                gap, is_late = now - before, request_id in late
+                self._seen.tokens.append(TokenSeen(now - self._began, gap, report.step_id, counts, is_late))
                 if longest is None or gap > longest.gap:
-                    longest = Late(request, late.get(request.id, 0.0), gap)
-            self._last_token[request.id] = now
+                    longest = LateToken(request_id, gap, late.get(request_id, 0.0))
+            self._last_token[request_id] = now
         if counts and longest is not None:
-            self._keep_worst(committed, longest, now)
-
-    def _keep_worst(self, committed: Committed, longest: Late, now: float) -> None:
-        if len(self._worst) < NUM_WORST_GAPS or longest.gap > self._worst[0][0]:
-            stall = self._engine.stalls.explain(committed, longest, now)
-            heapq.heappush(self._worst, (longest.gap, committed.plan.step_id, stall))
-            if len(self._worst) > NUM_WORST_GAPS:
-                heapq.heappop(self._worst)
+            self._seen.worst = longest_gaps([*self._seen.worst, report.explain(longest)])
 
     def _summary(self, arrivals: Sequence[Request]) -> StallRun:
-        outputs = [self._answers[request.id].output for request in arrivals]
         seen = self._seen
-        seen.long_ttft_s = [output.token_times_s[0] for output in outputs]
-        seen.long_answers = [output.token_ids for output in outputs]
-        seen.total_s = max(
-            request.arrival_time + output.token_times_s[-1] - self._began
-            for request, output in zip(arrivals, outputs, strict=True)
-        )
-        seen.worst = [stall for *_, stall in sorted(self._worst, reverse=True)]
+        seen.long_ttft_s = [self._first_token[request.id] - request.arrival_time for request in arrivals]
+        seen.long_answers = [request.output_token_ids for request in arrivals]
+        seen.total_s = max(self._last_token[request.id] for request in arrivals) - self._began
         return seen

@@ -1,69 +1,132 @@
-"""The one notation for policies, shared by the command line, the API and results."""
+"""Policies as users write them, and as objects everywhere else.
+
+`PolicySpec.parse` is the only reader of the notation and `str(spec)` its only writer. `spec.build()` gives the
+stateful `Policy` that plans steps.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from evenflow.core.pacing import Pacing
+from evenflow.core.deadlines import Pacing
 from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
+from evenflow.duration import DURATION_PATTERN, format_duration, parse_duration
 from evenflow.errors import InvalidConfig
 
-MIN_TARGET_S, MAX_TARGET_S = 0.001, 3600.0
+MIN_TARGET_S, MAX_TARGET_S = 0.0001, 3600.0
+DEFAULT_BUDGET = 2048
+DEFAULT_TARGET_BUDGET = 8192  # with a target, the budget only bounds memory
 POLICY_FORMS = ("unchunked", "alternate:N", "fixed:N", "load", "adaptive[:MS]", "prompt-length", "target:MS[,paced]")
+_WITHOUT_ARGUMENT: dict[str, Callable[[int], Policy]] = {
+    "unchunked": Unchunked,
+    "load": ByLoad,
+    "prompt-length": ByPromptLength,
+}
+_DEFAULT_LATENCY_S = 0.05  # of `adaptive`
 
 
-def make_policy(text: str, max_num_batched_tokens: int) -> Policy:
-    """Build the policy that `text` names; `max_num_batched_tokens` bounds those whose own text gives no bound."""
-    name, _, argument = text.partition(":")
-    if name == "unchunked" and not argument:
-        return Unchunked(max_num_batched_tokens)
-    if name == "alternate":
-        return Alternate(_positive_int(text, argument))
-    if name == "fixed":
-        return Budgeted(_positive_int(text, argument))
-    if name == "load" and not argument:
-        return ByLoad(max_num_batched_tokens)
-    if name == "adaptive":
-        return Adaptive(max_num_batched_tokens, _seconds(text, argument) if argument else 0.05)
-    if name == "prompt-length" and not argument:
-        return ByPromptLength(max_num_batched_tokens)
-    target, comma, mode = argument.partition(",")
-    if name == "target" and (mode == "paced" or not comma):
-        return Target(max_num_batched_tokens, Pacing(_seconds(text, target), is_paced=mode == "paced"))
-    raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """Which policy, and its figures. Specs that mean the same are equal, however they were written."""
+
+    name: str
+    max_step_tokens: int | None = None  # None: the default
+    seconds: float | None = None  # of `target` and `adaptive`
+    is_paced: bool = False
+    written: str = field(default="", compare=False)  # as the user wrote it
+    base: PolicySpec | None = field(default=None, compare=False)  # what a target replaced, and gives way to
+
+    @classmethod
+    def parse(cls, text: str) -> PolicySpec:
+        name, _, argument = text.partition(":")
+        if name in _WITHOUT_ARGUMENT and not argument:
+            return cls(name, written=text)
+        if name in ("fixed", "alternate"):
+            if not argument.isdecimal() or int(argument) == 0:
+                raise InvalidConfig(f"Got policy={text!r} but expected a whole number >= 1 after the colon.")
+            return cls(name, int(argument), written=text)
+        if name == "adaptive":
+            return cls(name, seconds=_seconds(text, argument) if argument else _DEFAULT_LATENCY_S, written=text)
+        target, comma, mode = argument.partition(",")
+        if name == "target" and (mode == "paced" or not comma):
+            return cls(name, seconds=_seconds(text, target), is_paced=mode == "paced", written=text)
+        raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+
+    @classmethod
+    def for_target(cls, seconds: float, is_paced: bool = False) -> PolicySpec:
+        return cls("target", seconds=_in_range(seconds), is_paced=is_paced)
+
+    def __str__(self) -> str:
+        if self.written:
+            return self.written
+        figure = "" if self.name in _WITHOUT_ARGUMENT else f":{self.max_step_tokens}"
+        if self.seconds is not None:
+            figure = f":{format_duration(self.seconds)}"
+        return self.name + figure + ",paced" * self.is_paced
+
+    @property
+    def pacing(self) -> Pacing | None:
+        """None: this policy keeps no target."""
+        return Pacing(self.seconds, self.is_paced) if self.name == "target" and self.seconds else None
+
+    @property
+    def target(self) -> float | None:
+        return self.seconds if self.name == "target" else None
+
+    @property
+    def budget(self) -> int:
+        """Most tokens of a step."""
+        return self.max_step_tokens or (DEFAULT_TARGET_BUDGET if self.target else DEFAULT_BUDGET)
+
+    @property
+    def names_budget(self) -> bool:
+        """Is the budget part of its written form?"""
+        return self.name in ("fixed", "alternate")
+
+    def bounded(self, max_step_tokens: int) -> PolicySpec:
+        return self if self.names_budget else replace(self, max_step_tokens=max_step_tokens)
+
+    def with_target(self, seconds: float | None, is_paced: bool | None = None) -> PolicySpec:
+        """This policy with another target, paced as before unless stated; None: what it was before it had one."""
+        if seconds is None:
+            return self if self.target is None else self.base or DEFAULT_POLICY
+        if self.target is None:
+            return replace(self.for_target(seconds, bool(is_paced)), base=self)
+        paced = self.is_paced if is_paced is None else is_paced
+        return replace(self, seconds=_in_range(seconds), is_paced=paced, written="")
+
+    def build(self) -> Policy:
+        """The policy at work, with nothing learned yet."""
+        if self.pacing is not None:
+            return Target(self.budget, self.pacing)
+        if self.name == "adaptive":
+            return Adaptive(self.budget, self.seconds or _DEFAULT_LATENCY_S)
+        if self.names_budget:
+            return (Alternate if self.name == "alternate" else Budgeted)(self.budget)
+        return _WITHOUT_ARGUMENT[self.name](self.budget)
 
 
-def split_policies(text: str) -> list[str]:
-    """The policies of a list with commas between them; `target:50,paced` has one inside."""
-    return re.split(r",(?!paced(?:,|$))", text)
+DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 
-def has_target(policy: str) -> bool:
-    """Whether this policy keeps latency targets."""
-    return policy.startswith("target:")
-
-
-def target_of(policy: str) -> float | None:
-    """The seconds of the target that this policy keeps; None: it keeps none."""
-    pacing = make_policy(policy, 1).pacing
-    return None if pacing is None else pacing.target
-
-
-def retarget(policy: str, seconds: float, paced: bool | None = None) -> str:
-    """The target policy of so many seconds: paced or strict as asked for, else as `policy` was."""
-    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
-        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S} to {MAX_TARGET_S:g} seconds.")
-    is_paced = policy.endswith(",paced") if paced is None else paced
-    return f"target:{round(seconds * 1000)}ms" + ",paced" * is_paced
+def parse_policies(text: str) -> list[PolicySpec]:
+    """A list with commas in between; `target:50,paced` has one inside."""
+    return [PolicySpec.parse(one) for one in re.split(r",(?!paced(?:,|$))", text)]
 
 
 def _seconds(policy: str, argument: str) -> float:
-    return _positive_int(policy, argument.removesuffix("ms"), "whole milliseconds such as 50ms") / 1000
+    """Milliseconds where no unit is written."""
+    text = argument + "ms" * bool(re.fullmatch(r"[0-9.]+", argument))
+    if not re.match(DURATION_PATTERN, text) or parse_duration(text) == 0:
+        raise InvalidConfig(f"Got policy={policy!r} but expected milliseconds such as 50ms after the colon.")
+    return _in_range(parse_duration(text))
 
 
-def _positive_int(policy: str, argument: str, expected: str = "a whole number >= 1") -> int:
-    if not argument.isdecimal() or int(argument) == 0:
-        raise InvalidConfig(f"Got policy={policy!r} but expected {expected} after the colon.")
-    return int(argument)
+def _in_range(seconds: float) -> float:
+    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
+        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds.")
+    return seconds

@@ -1,7 +1,7 @@
-"""What a policy is: it turns a StepView into Quotas, how many tokens of which prompts go into the next step.
+"""A policy turns a StepView into Quotas: how many tokens of which prompts go into the next step.
 
-Every policy takes all decodes first; they differ in how much prefill they let in beside them. The policies themselves
-are in `rule_policies` and `target_policy`, their notation in `policies`. Must not know: requests, blocks, executors.
+Every policy takes all decodes first; they differ in how much prefill runs beside them. The policies are in
+`rule_policies` and `target_policy`, their notation in `policies`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from evenflow.core.pacing import Pacing
+from evenflow.core.deadlines import Pacing
 from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.step_time import StepTimeModel
 
-# Where decodes alone fill the budget, prefill still gets so many tokens every so many steps.
+# When decodes alone fill the budget, prefill still gets FLOOR_TOKENS every FLOOR_STEPS steps.
 FLOOR_TOKENS = 16
 FLOOR_STEPS = 8
 
@@ -31,25 +31,25 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """All that a policy may look at."""
+    """Everything a policy sees of a step."""
 
     now: float
-    num_in_flight: int  # steps planned before that are not committed yet
+    num_in_flight: int  # steps planned and not yet committed
     num_decodes: int
     decode_context: int  # positions that the decodes see, in sum
-    earliest_deadline: float | None  # of the streams that decode in this step; None: nobody has one yet
-    tightest_target: float | None  # the smallest target of these streams; None: nobody decodes, or nothing is due
-    overhead: float  # seconds that a step takes besides running
+    earliest_deadline: float | None  # of the streams that decode in this step; None: none has one yet
+    tightest_target: float | None  # the smallest target of these streams; None: none decodes, or no target is kept
+    overhead: float  # seconds per step besides running it
     step_time: StepTimeModel
     max_num_seqs: int
-    candidates: Sequence[Candidate]  # in the order they are to be served
+    candidates: Sequence[Candidate]  # in serving order
     free_tokens: int  # room in the KV cache
-    long_prefill_token_threshold: int  # most tokens of one prompt in a step; 0: no such limit
+    long_prefill_token_threshold: int  # most tokens of one prompt in a step; 0: no limit
     caps: ExecutorCaps
 
 
 class Quota(NamedTuple):
-    """So many tokens of `StepView.candidates[candidate]`."""
+    """Tokens for `StepView.candidates[candidate]`."""
 
     candidate: int
     tokens: int
@@ -62,27 +62,31 @@ class Quotas(NamedTuple):
 
 
 class Policy(ABC):
-    """Decides on one step at a time. It may keep state, but only what `plan` and `observe` were given."""
+    """Plans one step at a time. Its state comes only from `plan` and `observe`."""
 
     def __init__(self, max_step_tokens: int) -> None:
-        # The most tokens of a step, but for decodes that alone exceed it and the floor of prefill.
+        # Most tokens of a step. Decodes alone may exceed it, and so may the floor of prefill.
         self.max_step_tokens = max_step_tokens
         self.pacing: Pacing | None = None  # None: no deadlines
-        self.patience = 0.0  # by how many times its own prefill's time a request lets others pass
-        self.feasible_target: float | None = None  # the least target that could be kept, where the one given cannot
+        self.patience = 0.0  # how long others may pass a request, in units of its own prefill time
+        self.feasible_target: float | None = None  # the lowest feasible target, while the one given is infeasible
 
     @abstractmethod
     def plan(self, view: StepView) -> Quotas: ...
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long. Most policies have nothing to learn from it."""
+        """Learn from a step that ran. Most policies have nothing to learn."""
         return
+
+    def infeasibility_warning(self) -> float | None:
+        """The lowest feasible target, once, when the target has been infeasible for a while."""
+        return None
 
 
 def share_out(
     view: StepView, budget: int, limit_of: Callable[[Candidate], int] | None = None, max_chunks: int | None = None
 ) -> list[Quota]:
-    """Give the budget to the candidates in order: each as much as it needs, its limit allows and is left."""
+    """Give the budget to the candidates in order, each up to its length and limit."""
     quotas: list[Quota] = []
     max_chunks = min(max_chunks or view.caps.max_prefill_sequences, view.caps.max_prefill_sequences)
     for index, candidate in enumerate(view.candidates):
@@ -101,7 +105,7 @@ def share_out(
 
 
 def _align(tokens: int, reason: ChunkReason, alignment: int) -> tuple[int, ChunkReason]:
-    """Round down a chunk that does not end its prompt, unless nothing would be left of it."""
+    """Round down a chunk that does not end its prompt, unless that leaves nothing."""
     aligned = tokens - tokens % alignment
     if reason is ChunkReason.END_OF_PROMPT or aligned in (0, tokens):
         return tokens, reason

@@ -2,7 +2,7 @@
 
 A rank is a moment: the request's arrival, plus the patience its own size calls for (see `Scheduler.add`). Without
 patience that is first come, first served. With it the short pass the long, but only those that arrive within the long
-one's patience: later arrivals have later ranks, so nobody starves. Must not know: blocks, budgets.
+one's patience: later arrivals have later ranks, so nobody starves.
 """
 
 from __future__ import annotations

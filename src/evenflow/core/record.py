@@ -1,7 +1,7 @@
 """The record format: requests, plans and results as plain data for JSON, and back.
 
-A record holds all that a scheduler was told, so that the same run can be planned again. Readers refuse a version they
-do not know. Must not know: files, clocks.
+A record holds every call of a scheduler, so that the same run can be planned again. Readers refuse a version that they
+do not know.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
@@ -25,7 +26,7 @@ def header_record(scheduler: Scheduler) -> Record:
     """The scheduler as it starts: its settings, and what it knows of step times."""
     return {
         "version": VERSION,
-        "scheduler": asdict(scheduler.config),
+        "scheduler": asdict(scheduler.config) | policy_record(scheduler.config.policy),
         "caps": asdict(scheduler.caps),
         "step_time": scheduler.step_time.to_record(),
     }
@@ -36,7 +37,18 @@ def read_header(record: Record) -> Scheduler:
         raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
     caps = record["caps"] | {"row_buckets": tuple(record["caps"]["row_buckets"])}
     step_time = StepTimeModel.from_record(record["step_time"])
-    return Scheduler(SchedulerConfig(**record["scheduler"]), ExecutorCaps(**caps), step_time=step_time)
+    settings = dict(record["scheduler"])
+    settings["policy"] = read_policy(settings)
+    del settings["max_num_batched_tokens"]
+    return Scheduler(SchedulerConfig(**settings), ExecutorCaps(**caps), step_time=step_time)
+
+
+def policy_record(policy: PolicySpec) -> Record:
+    return {"policy": str(policy), "max_num_batched_tokens": policy.budget}
+
+
+def read_policy(record: Record) -> PolicySpec:
+    return PolicySpec.parse(record["policy"]).bounded(record["max_num_batched_tokens"])
 
 
 def request_record(request: Request) -> Record:

@@ -1,7 +1,6 @@
 """One request as the scheduler sees it: its tokens, how far they are computed, how to sample.
 
-There are no phases here. A request has tokens known and tokens computed, and the second number chases the first.
-Must not know: text, tensors, time.
+There are no phases. A request has tokens known and tokens computed, and the second number chases the first.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+from evenflow.core.deadlines import StreamDeadline
 from evenflow.core.grammar import Grammar
-from evenflow.core.pacing import NO_DEADLINE
 from evenflow.errors import InvalidRequest
 
 
@@ -32,11 +31,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # so many alternatives for each output token
+    logprobs: int | None = None  # alternatives for each output token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
-    ttft_target: float | None = None  # seconds to the first token that are hoped for: moves the request up in line
+    ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -129,7 +128,6 @@ class Request:
         "error",
         "finish_reason",
         "id",
-        "last_token_time",
         "max_known_tokens",
         "num_cached_tokens",
         "num_committed",
@@ -171,8 +169,7 @@ class Request:
         self.salt = salt
         self.arrival_time = arrival_time
         self.rank = (0.0, 0)  # place in line, given by the scheduler; lower goes first, and yields last
-        self.deadline = NO_DEADLINE  # when its next token is due
-        self.last_token_time = NO_DEADLINE  # as of its deadline
+        self.deadline = StreamDeadline(sampling.tbt_target)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None

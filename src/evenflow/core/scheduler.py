@@ -1,21 +1,18 @@
-"""Turns requests into steps: `schedule` plans one and advances the counters, `commit` takes in what came of it.
+"""Turns requests into steps: `schedule` plans one and advances the counters, `commit` takes in its result.
 
-Between the two a step is in flight, and the next may be planned already; see `ExecutorCaps.max_steps_in_flight`.
-Nothing here waits, reads a clock or draws a random number: the same calls give the same plans.
-Must not know: text, tensors, which executor runs the plans.
+In between a step is in flight, and the next may be planned already; see `ExecutorCaps.max_steps_in_flight`. Nothing
+here waits, reads a clock or draws a random number: the same calls give the same plans.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
-from typing import NamedTuple
 
 from evenflow.core.blocks import BlockPool
-from evenflow.core.pacing import NO_DEADLINE, Pacing
+from evenflow.core.deadlines import LateToken, Pacing, Urgency, rank_time, urgency
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -26,7 +23,7 @@ from evenflow.core.plan import (
     StepResult,
     StepShape,
 )
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.queue import RankedQueue, rank
@@ -37,33 +34,24 @@ from evenflow.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """All that a scheduler's decisions depend on, besides its calls and the executor's caps."""
+    """Everything a scheduler's decisions depend on, besides its calls and the executor's caps."""
 
     num_blocks: int
-    policy: str = "fixed:2048"  # as in `make_policy`
-    max_num_batched_tokens: int = 2048
+    policy: PolicySpec = DEFAULT_POLICY
     block_size: int = 16
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
 
 
-# What a committed step gave to one request, its place in the StepResult and its new tokens: a plain tuple, because a
-# named one costs a fifth of all that a decoding request costs here.
+# A request, its place in the StepResult and its new tokens: a plain tuple, because a named one would cost a fifth of
+# what a decoding request costs here.
 Emission = tuple[Request, int, tuple[int, ...]]
-
-
-class Late(NamedTuple):
-    """A token that came after its deadline."""
-
-    request: Request
-    seconds: float  # by how much
-    gap: float  # since the token before it
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step that is through: who got tokens, and who ended by it."""
+    """The outcome of a step: which requests got tokens, and which ended."""
 
     plan: StepPlan
     result: StepResult
@@ -71,10 +59,7 @@ class Committed:
     finished: list[Request]
     shape: StepShape
     predicted_seconds: float
-    late: list[Late] = field(default_factory=list)
-
-
-_Sequence = tuple[int, Request, int, int, tuple[int, ...]]  # its number, request, epoch, length, new tokens
+    late: list[LateToken] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +79,19 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.caps = caps or ExecutorCaps()
-        self.policy = make_policy(config.policy, config.max_num_batched_tokens)
+        self.policy = config.policy.build()
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
         self.waiting = RankedQueue()
-        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.requests: dict[str, Request] = {}  # unfinished
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, exactly one token to feed
-        self._decode_columns: Decodes | None = None  # of all that decode, while these stay the same
+        self._decode_columns: Decodes | None = None  # of all decodes, while these stay the same
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._released_slots: list[int] = []  # to tell the executor with the next plan
+        self._released_slots: list[int] = []  # for the next plan
         self.step_time = step_time or StepTimeModel()  # learns from every step, whatever the policy
-        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, besides running
+        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, less the run itself
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
@@ -122,25 +107,24 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
-        request.rank = (request.arrival_time + self._patience(request), self._num_arrivals)
+        request.rank = (self._rank_time(request), self._num_arrivals)
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.waiting.push(request)
 
-    def _patience(self, request: Request) -> float:
-        """How long others may pass a newcomer: in proportion to its own prefill, and within its own hopes."""
+    def _rank_time(self, request: Request) -> float:
         if not self.policy.patience:
-            return 0.0
+            return request.arrival_time
         num_cached = len(self.prefix_cache.find(request)) * self.block_size
-        own_seconds = self.step_time.predict(self.caps.prefill_shape(num_cached, request.num_known - num_cached))
-        return min(self.policy.patience * own_seconds, request.sampling.ttft_target or math.inf)
+        seconds = self.step_time.predict(self.caps.prefill_shape(num_cached, request.num_known - num_cached))
+        return rank_time(request.arrival_time, self.policy.patience, seconds, request.sampling.ttft_target)
 
     def abort(self, request_id: str) -> bool:
-        """End a request at any moment. False if it is not here (any more)."""
+        """End a request at any moment. False if it has ended already."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
-        """End a request, keeping so many of its output tokens (all by default)."""
+        """End a request, keeping its first `keep` output tokens (all by default)."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -149,19 +133,12 @@ class Scheduler:
         self._end(request, reason)
         return True
 
-    def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
+    def set_policy(self, policy: PolicySpec) -> None:
         """Plan by another policy from the next step on; requests and steps in flight stay as they are."""
-        self.policy = make_policy(policy, max_num_batched_tokens)
+        self.policy = policy.build()
         for request in self.requests.values():
-            if request.deadline > NO_DEADLINE:
-                request.deadline = self._new_deadline(request)
-        self.config = replace(self.config, policy=policy, max_num_batched_tokens=max_num_batched_tokens)
-
-    def _new_deadline(self, request: Request) -> float:
-        """When a stream's next token is due by a policy that has just come: slack earned before is forgotten."""
-        if self.policy.pacing is None:
-            return NO_DEADLINE
-        return self.policy.pacing.next_deadline(NO_DEADLINE, request.last_token_time, request.sampling.tbt_target)
+            request.deadline.restart(self.policy.pacing)
+        self.config = replace(self.config, policy=policy)
 
     @property
     def has_work(self) -> bool:
@@ -181,27 +158,27 @@ class Scheduler:
 
     @property
     def overhead(self) -> float:
-        """Seconds that a step takes besides running, of late; a hiccup or two do not count."""
+        """Recent per-step overhead; ignores the two largest."""
         return sorted(self._overheads)[-min(3, len(self._overheads))] if self._overheads else 0.0
 
     # ---- planning a step ----
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None where nothing can run before another step is committed or a request arrives."""
+        """Plan the next step; None if nothing can run before a commit or an arrival."""
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most this executor takes")
         changes: list[BlockTableChange] = []
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
         candidates = self._candidates()
-        deadlines, targets = self._deadlines_and_targets(decodes)
+        urgent = self._urgency(decodes)
         view = StepView(
             now=now,
             num_in_flight=len(self._in_flight),
             num_decodes=len(decodes),
             decode_context=sum(positions) + len(decodes),
-            earliest_deadline=min(deadlines, default=None),
-            tightest_target=min(targets, default=None),
+            earliest_deadline=urgent.earliest_deadline,
+            tightest_target=urgent.tightest_target,
             overhead=self.overhead,
             step_time=self.step_time,
             max_num_seqs=self.config.max_num_seqs,
@@ -238,20 +215,17 @@ class Scheduler:
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + [request for _, request in chunks]))
         return plan
 
-    def _deadlines_and_targets(self, decodes: Sequence[Request]) -> tuple[list[float], list[float]]:
-        """When the streams' next tokens are due, and the target of each stream: its own or the engine's."""
-        pacing = self.policy.pacing
-        if pacing is None:
-            return [], []
-        deadlines = [r.deadline for r in decodes if r.deadline > NO_DEADLINE]
-        return deadlines, [pacing.target_of(r.sampling.tbt_target) for r in decodes]
+    def _urgency(self, decodes: Sequence[Request]) -> Urgency:
+        if self.policy.pacing is None:
+            return Urgency(None, None)
+        return urgency([request.deadline for request in decodes], self.policy.pacing)
 
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
-        """The requests that decode in this step, each with a block for its next token; preempts where none is left."""
+        """The requests that decode in this step, each with a block for its next token; preempts if none is left."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
-        for request in sorted(full, key=rank):  # so that whoever is preempted here has not had its turn yet
+        for request in sorted(full, key=rank):  # a request preempted here has not had its turn yet
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
             if self._make_room(request):
@@ -260,15 +234,15 @@ class Scheduler:
                 without_block.add(request.id)
         if not self._in_flight and not without_block:
             return list(self._decoding.values())
-        # With a step in flight, the last token that a request may have can be on its way already.
+        # With a step in flight, a request's last allowed token can be pending already.
         return [
             r for r in self._decoding.values() if r.num_scheduled < r.max_known_tokens - 1 and r.id not in without_block
         ]
 
     def _make_room(self, request: Request) -> bool:
-        """Free a block for `request` by preempting younger ones; False where it has to wait or is the youngest itself.
+        """Free a block for `request` by preempting younger ones; False if it has to wait or is the youngest itself.
 
-        Only the younger ever yield to the older, so the oldest request always gets on, and in the end all do.
+        Only younger requests yield to older ones, so the oldest always makes progress, and in the end all do.
         """
         while self.pool.num_free == 0:
             if self.pool.num_settling:
@@ -280,23 +254,23 @@ class Scheduler:
         return True
 
     def _candidates(self) -> list[tuple[Candidate, Request]]:
-        """Prompts to continue and prompts that could start, by rank: as many as one step can take."""
+        """Prompts to continue and prompts that could start, by rank, up to what one step takes."""
         room = self.caps.max_prefill_sequences
         found = [(_candidate(request, request.num_scheduled), request) for request in self._prefilling.values()]
         found += [(_candidate(request, num_cached), request) for request, num_cached in self._admissible(room)]
         return sorted(found, key=lambda pair: pair[1].rank)[:room]
 
     def _admissible(self, limit: int) -> Iterator[tuple[Request, int]]:
-        """Waiting requests for which a slot and blocks for all their known tokens are free, with their cached tokens.
+        """Waiting requests for which a slot and blocks for all known tokens are free, with their cached tokens.
 
-        Every running request keeps a claim to one more block, so that a newcomer does not push an old one out at once.
-        The first that does not fit ends the line: letting others pass could starve it.
+        Each running request reserves one more block, so that a new one does not preempt it at once. The first that
+        does not fit ends the line: letting others pass could starve it.
         """
         limit = min(limit, len(self._free_slots))
         if not limit or not self.pool.num_free:
             return
         claimed = self.num_running
-        starting: set[bytes] = set()  # the blocks that those before in line would compute first
+        starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         for request in self.waiting:
             cached = self.prefix_cache.find(request)
             missing = self.prefix_cache.first_missing(request, cached)
@@ -394,40 +368,38 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> Committed:
         """Take in the oldest step in flight. Sequences whose request has left its slot since are dropped."""
-        flight = self._in_flight.popleft()
-        plan = flight.plan
+        step = self._in_flight.popleft()
+        plan = step.plan
         if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
             raise RuntimeError(f"step {plan.step_id} is the oldest in flight, but the result is of {result.step_id}")
-        outcome = Committed(plan, result, [], [], flight.shape, flight.predicted_seconds)
-        lengths = chain(repeat(1, len(plan.decodes)), [chunk.length for chunk in plan.chunks])
-        epochs = chain(plan.decodes.epochs, [chunk.epoch for chunk in plan.chunks])
-        sequences: Iterable[_Sequence] = zip(count(), flight.sequences, epochs, lengths, result.tokens, strict=False)
-        if result.errors:
-            sequences = self._end_failed(sequences, outcome)
-        self._advance(sequences, outcome)
+        outcome = Committed(plan, result, [], [], step.shape, step.predicted_seconds)
+        epochs = [*plan.decodes.epochs, *(chunk.epoch for chunk in plan.chunks)]
+        for index, message in result.errors.items():
+            if step.sequences[index].epoch == epochs[index]:
+                self._fail(step.sequences[index], message, outcome)
+        self._advance(step.sequences, epochs, outcome)
         self.pool.settle(plan.step_id)
         if self.policy.pacing is not None:
             self._set_deadlines(self.policy.pacing, outcome, now)
         if not result.errors:
-            self.step_time.observe(flight.shape, result.seconds)
-            self.policy.observe(flight.shape, result.seconds)
+            self.step_time.observe(step.shape, result.seconds)
+            self.policy.observe(step.shape, result.seconds)
         if not self._in_flight:
-            self._overheads.append(max(0.0, now - flight.planned_at - result.seconds))
+            self._overheads.append(max(0.0, now - step.planned_at - result.seconds))
         return outcome
 
     def _set_deadlines(self, pacing: Pacing, outcome: Committed, now: float) -> None:
         for request, _, tokens in outcome.emissions:
-            if tokens:
-                if NO_DEADLINE < request.deadline < now:
-                    outcome.late.append(Late(request, now - request.deadline, now - request.last_token_time))
-                request.deadline = pacing.next_deadline(request.deadline, now, request.sampling.tbt_target)
-                request.last_token_time = now
+            if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
+                outcome.late.append(late)
 
-    def _advance(self, sequences: Iterable[_Sequence], outcome: Committed) -> None:
-        """Every token passes this loop; it is kept flat, because at 1,000 streams each call in it is felt."""
-        block_size = self.block_size
+    def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
+        """Every token passes this loop; it is flat, because at 1,000 streams each call in it counts."""
+        block_size, plan = self.block_size, outcome.plan
         emit = outcome.emissions.append
-        for index, request, epoch, length, tokens in sequences:
+        lengths = chain(repeat(1, len(plan.decodes)), [chunk.length for chunk in plan.chunks])
+        rows = zip(count(), sequences, epochs, lengths, outcome.result.tokens, strict=False)
+        for index, request, epoch, length, tokens in rows:
             if request.epoch != epoch:
                 continue
             request.num_committed = after = request.num_committed + length
@@ -452,20 +424,16 @@ class Scheduler:
         self._end(request, reason)
         outcome.finished.append(request)
 
-    def _end_failed(self, sequences: Iterable[_Sequence], outcome: Committed) -> Iterator[_Sequence]:
-        """End the requests whose sequence failed; their new epoch keeps `_advance` from counting them."""
-        for sequence in sequences:
-            index, request, epoch, *_ = sequence
-            if index in outcome.result.errors and request.epoch == epoch:
-                request.error = outcome.result.errors[index]
-                self._end(request, FinishReason.ERROR)
-                outcome.finished.append(request)
-            yield sequence
+    def _fail(self, request: Request, message: str, outcome: Committed) -> None:
+        """End a request whose sequence failed. Its epoch moves on, so the row is dropped like any stale one."""
+        request.error = message
+        self._end(request, FinishReason.ERROR)
+        outcome.finished.append(request)
 
     # ---- leaving a slot ----
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's slot and blocks; it starts over when there is room, its output so far known."""
+        """Take a running request's slot and blocks; it starts over when there is room, with its output so far."""
         self._leave(request)
         request.status = Status.PREEMPTED
         request.num_scheduled = request.num_committed = request.num_pending = 0

@@ -1,26 +1,28 @@
-"""The policy that evenflow is for: each step is filled with as much prefill as keeps every stream's next token in time.
+"""The latency-target policy: each step holds as much prefill as keeps every stream's next token on time.
 
-It asks the StepTimeModel how long a step would take and seeks the largest one that meets the earliest deadline. Nothing
-is tuned: the model learns the machine while it runs. Must not know: requests, blocks, executors.
+It asks the StepTimeModel how long a step would take and searches for the largest one that meets the earliest deadline.
+Nothing is tuned: the model learns the machine while it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from evenflow.core.pacing import NO_DEADLINE, Pacing
+from evenflow.core.deadlines import NO_DEADLINE, Pacing
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
 
-# A step that nobody waits for may be longer, since that is efficient; but whoever arrives meanwhile waits it out.
+# With no stream decoding, longer steps are more efficient; but a request that arrives meanwhile has to wait.
 IDLE_STRETCH = 2.0
-# Beyond the largest step seen the model guesses: a step holds at most so many times what is proven.
+# Beyond the largest step seen the model extrapolates: a step grows at most by this factor.
 SLOW_START = 2
-# A margin for ignorance would keep the sizes it fears from ever being tried. So one cut step in so many is sized by the
-# best guess instead: too few to be felt at the 99th percentile.
+# A margin for uncertainty would keep large sizes from ever being tried. So one cut step in this many is sized by the
+# plain prediction: too few to move the 99th percentile.
 TRIAL_STEPS = 128
-# How long a prompt may be passed by shorter ones, in units of the time its own prefill takes.
+# How long shorter prompts may pass a prompt, in units of its own prefill time.
 PATIENCE = 4.0
+# Warn only after this many infeasible steps in a row: fewer may be noise, or costs still being learned.
+_STEPS_TO_WARN = 16
 
 
 class Target(Policy):
@@ -32,7 +34,9 @@ class Target(Policy):
         self.patience = PATIENCE
         self._target = pacing.target
         self._busy_until = 0.0  # when the last planned step is predicted to end
-        self._num_cut_steps = 0  # steps that latency kept from holding more
+        self._num_cut_steps = 0  # steps limited by latency
+        self._num_infeasible_steps = 0  # in a row
+        self._has_warned = False
 
     def plan(self, view: StepView) -> Quotas:
         start = max(view.now, self._busy_until) if view.num_in_flight else view.now
@@ -49,11 +53,11 @@ class Target(Policy):
         deadline = view.earliest_deadline
         if view.num_in_flight or deadline is None:
             # The tokens due at that deadline come from the step in flight, at its end; this step gives those after.
-            deadline = self.pacing.next_deadline(deadline or NO_DEADLINE, start, view.tightest_target)
+            deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self._target)
         return deadline - start - view.overhead
 
     def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
-        """Tokens of prefill for this step, and what kept them from being more."""
+        """Prefill tokens for this step, and what limits them."""
         wanted = sum(_most_of(view, candidate) for candidate in view.candidates)
         floor = min(FLOOR_TOKENS, wanted)
         proven = max(SLOW_START * view.step_time.largest_rows_seen - view.num_decodes, floor)
@@ -73,16 +77,24 @@ class Target(Policy):
         return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
     def _judge_target(self, view: StepView, least: float) -> None:
-        """Can the tightest target be kept beside the least prefill, which takes so many seconds?"""
+        """Can the tightest target be kept beside the least prefill?"""
         needed = least + view.overhead
         is_kept = view.tightest_target is None or needed <= view.tightest_target
         self.feasible_target = None if is_kept else needed
+        self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
+
+    def infeasibility_warning(self) -> float | None:
+        """The lowest feasible target, once, when the target has been infeasible for a while."""
+        if self._has_warned or self._num_infeasible_steps < _STEPS_TO_WARN:
+            return None
+        self._has_warned = True
+        return self.feasible_target
 
 
 def _most_in_time(
     view: StepView, seconds_of: Callable[[StepShape], float], seconds: float, fits: int, too_long: int
 ) -> int:
-    """Tokens of prefill whose step takes so many seconds."""
+    """The most prefill tokens whose step takes at most `seconds`."""
     while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
         middle = (fits + too_long) // 2
         if seconds_of(_shape(view, middle)) <= seconds:
@@ -93,17 +105,17 @@ def _most_in_time(
 
 
 def _because_of(reason: ChunkReason, quota: Quota) -> Quota:
-    """`share_out` knows only of a budget; say what set it."""
+    """`share_out` knows only the budget; give what set it."""
     return quota._replace(reason=reason) if quota.reason is ChunkReason.BUDGET else quota
 
 
 def _most_of(view: StepView, candidate: Candidate) -> int:
-    """Tokens of a prompt that one step may hold, as `share_out` sees it."""
+    """Tokens of a prompt that one step may hold, by the same rule as `share_out`."""
     return min(candidate.length, view.long_prefill_token_threshold or candidate.length)
 
 
 def _shape(view: StepView, num_tokens: int) -> StepShape:
-    """The step that results if the candidates, in order, get so many tokens."""
+    """The step in which the candidates, in order, get this many tokens."""
     left, chunks, num_ended = num_tokens, list[tuple[int, int]](), 0
     for candidate in view.candidates:
         if not left:

@@ -1,68 +1,30 @@
 """`AsyncLLM`: many callers on an event loop, one engine on a thread of its own.
 
-The thread owns the engine; callers send it commands and get back deltas through the loop. Tokenising and hashing
-happen on the caller's side, so that a long prompt delays nobody's next token.
+Tokenising and hashing happen on the caller's side, so that a long prompt delays no other stream's next token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from evenflow.core.policies import retarget
+from evenflow import errors
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
+from evenflow.engine.client import EngineClient
 from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Intake
 from evenflow.engine.llm import GREEDY, Conversation, Prompt, encode_chat, make_config
+from evenflow.engine.loop import Commands, run_engine
+from evenflow.engine.messages import Command, Event, Failed, Refused, SetPolicy, Stepped, Stop
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EngineFailed, EvenflowError
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-    stream: _Stream
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _SetPolicy:
-    policy: str
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _SetTarget:
-    seconds: float
-    paced: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-class _Stream:
-    """The way back to one caller, from the engine's thread into the caller's loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Delta | EvenflowError] = asyncio.Queue()
-
-    def send(self, item: Delta | EvenflowError) -> None:
-        with suppress(RuntimeError):  # the caller's loop may be closed: then nobody is left to tell
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
 
 
 class AsyncLLM:
@@ -72,29 +34,30 @@ class AsyncLLM:
             async for delta in llm.stream("Once upon a time"):
                 print(delta.text, end="")
 
-    Leaving the `async for`, or cancelling the task, aborts the request. The knobs are those of LLM.
+    Leaving the `async for`, or cancelling the task, aborts the request. Settings are those of LLM.
     """
 
-    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **knobs: Any) -> None:
-        self.config = make_config(model, knobs)
+    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
+        self.config = make_config(model, settings)
         built = build_engine(self.config, record)
         self.tokenizer = built.tokenizer
-        self.policy = built.policy
-        self._start(built.engine)
+        self._start(built.engine, built.intake)
 
     @classmethod
-    def over(cls, engine: Engine) -> AsyncLLM:
-        """Around an engine that exists already, such as one with a fake executor."""
+    def over(cls, engine: Engine, intake: Intake) -> AsyncLLM:
+        """Around an existing engine, such as one with a fake executor."""
         llm = cls.__new__(cls)
-        llm.policy = engine.scheduler.config.policy
-        llm._start(engine)
+        llm._start(engine, intake)
         return llm
 
-    def _start(self, engine: Engine) -> None:
-        self._engine = engine
-        self._commands: queue.SimpleQueue[_Add | _Abort | _SetPolicy | _SetTarget | _Stop] = queue.SimpleQueue()
+    def _start(self, engine: Engine, intake: Intake) -> None:
+        self._intake = intake
+        self._policy = engine.policy
+        self._commands: Commands = Commands()
+        self._client = EngineClient(intake.codec, self._send)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
         self._failure: EvenflowError | None = None
-        self._thread = threading.Thread(target=self._serve, name="evenflow-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="evenflow-engine", daemon=True)
         self._thread.start()
 
     async def stream(
@@ -105,7 +68,7 @@ class AsyncLLM:
         request_id: str | None = None,
         tenant: str = "",
     ) -> AsyncIterator[Delta]:
-        """One answer as it comes."""
+        """One output as it is generated."""
         request = await asyncio.to_thread(self.prepare, prompt, sampling_params, request_id=request_id, tenant=tenant)
         async with aclosing(self.run(request)) as deltas:
             async for delta in deltas:
@@ -119,32 +82,31 @@ class AsyncLLM:
         request_id: str | None = None,
         tenant: str = "",
     ) -> Request:
-        """Check and tokenise a request without running it; it arrives now. Any thread may do this."""
-        return self._engine.prepare(prompt, sampling_params, request_id=request_id, tenant=tenant)
+        """Check and tokenise a request without running it; it arrives now. May be called on any thread."""
+        return self._intake.prepare(prompt, sampling_params, policy=self._policy, request_id=request_id, tenant=tenant)
 
     async def run(self, request: Request) -> AsyncGenerator[Delta]:
-        """The answer to a prepared request, which joins the line at once."""
+        """The output of a prepared request, which is queued at once."""
+        self._bind_loop()
         if self._failure is not None:
             raise self._failure
-        stream = _Stream()
-        self._commands.put(_Add(request, stream))
-        finished = False
+        stream = self._client.submit(request)
         try:
-            while not finished:
-                item = await stream.items.get()
-                if isinstance(item, EvenflowError):
-                    finished = True
-                    raise item
-                finished = item.finish_reason is not None
-                yield item
+            async for delta in stream:
+                yield delta
         finally:
-            if not finished:
-                self._commands.put(_Abort(request.id))
+            self._client.abort(stream)
+
+    def _bind_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop and self._client.num_open and self._loop is not None and not self._loop.is_closed():
+            raise EngineFailed("this AsyncLLM has open requests on another event loop")
+        self._loop = loop
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams = GREEDY, *, tenant: str = ""
     ) -> RequestOutput:
-        """One whole answer."""
+        """One complete output."""
         output: RequestOutput | None = None
         async for delta in self.stream(prompt, sampling_params, tenant=tenant):
             output = delta.output
@@ -152,23 +114,30 @@ class AsyncLLM:
         return output
 
     def encode_chat(self, messages: Conversation) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """The token ids of a conversation, up to where the reply begins."""
         return encode_chat(self.tokenizer, messages)
 
-    def set_policy(self, policy: str) -> None:
-        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
-        self.policy, budget = self.config.with_policy(policy).resolve_policy(self._engine.limits.max_model_len)
-        self._commands.put(_SetPolicy(self.policy, budget))
+    @property
+    def policy(self) -> str:
+        return str(self._policy)
 
-    def set_target(self, seconds: float, paced: bool | None = None) -> None:
-        """Keep another target from the next step on; None: paced or strict as before. What was learned stays."""
-        self.policy = retarget(self.policy, seconds, paced)
-        self._commands.put(_SetTarget(seconds, self.policy.endswith(",paced")))
+    def set_policy(self, policy: str | PolicySpec) -> None:
+        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
+        self._set_policy(self.config.with_policy(policy).resolve_policy(self._intake.limits.max_model_len))
+
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        self._set_policy(self._policy.with_target(seconds, paced))
+
+    def _set_policy(self, policy: PolicySpec) -> None:
+        self._policy = policy
+        self._send(SetPolicy.of(policy))
 
     async def close(self) -> None:
         """End every request and the engine's thread."""
-        self._commands.put(_Stop())
+        self._send(Stop())
         await asyncio.to_thread(self._thread.join)
+        self._fail(EngineFailed("the engine was closed"))
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -178,56 +147,28 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Stepped() | Refused():
+                self._client.take(event)
+            case Failed(kind, message):
+                self._fail(getattr(errors, kind, EngineFailed)(message))
+
+    def _fail(self, failure: EvenflowError) -> None:
+        self._failure = self._failure or failure
+        self._client.fail_all(self._failure)
+
     # ---- on the engine's thread ----
 
-    def _serve(self) -> None:
-        streams: dict[str, _Stream] = {}
-        reason = EngineFailed("the engine was closed")
-        try:
-            while self._obey(streams):
-                for delta in self._engine.step():
-                    stream = streams[delta.request_id]
-                    if delta.finish_reason is not None:
-                        del streams[delta.request_id]
-                    stream.send(delta)
-        except Exception as error:  # a defect of the engine: every caller hears of it
-            reason = error if isinstance(error, EngineFailed) else EngineFailed(f"the engine stopped: {error!r}")
-        finally:
-            self._failure = reason
-            for stream in streams.values():
-                stream.send(reason)
-            self._refuse_the_rest(reason)
-            self._engine.close()
+    def _run(self, engine: Engine) -> None:
+        run_engine(lambda: engine, self._commands, self._deliver)
 
-    def _obey(self, streams: dict[str, _Stream]) -> bool:
-        """Take in all commands, waiting for one where there is nothing to do. False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            match command:
-                case _Add(request, stream):
-                    try:
-                        self._engine.add(request)
-                        streams[request.id] = stream
-                    except EvenflowError as error:
-                        stream.send(error)
-                case _Abort(request_id):
-                    self._engine.abort(request_id)
-                    streams.pop(request_id, None)
-                case _SetPolicy(policy, max_num_batched_tokens):
-                    self._engine.set_policy(policy, max_num_batched_tokens)
-                case _SetTarget(seconds, paced):
-                    self._engine.set_target(seconds, paced)
-                case _Stop():
-                    return False
-
-    def _refuse_the_rest(self, reason: EvenflowError) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(command, _Add):
-                command.stream.send(reason)
+    def _deliver(self, event: Event) -> None:
+        if isinstance(event, Failed):  # also for callers that come later
+            self._failure = getattr(errors, event.kind, EngineFailed)(event.message)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and its requests with it
+                self._loop.call_soon_threadsafe(self._take, event)

@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine: load the model, size the KV cache, choose the policy, say so.
+"""From an EngineConfig to a running engine: load the model, size the KV cache, choose the policy, log it.
 
 The only place where settings, model, executor and scheduler meet. Imports torch when called, not before.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.config import GIB, EngineConfig
-from evenflow.core.policies import has_target
+from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.calibration import calibrate
 from evenflow.engine.engine import Engine
-from evenflow.engine.intake import Limits
+from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
@@ -39,8 +39,8 @@ _CALIBRATION_S = 8.0
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     engine: Engine
+    intake: Intake
     tokenizer: Tokenizer
-    policy: str  # as asked for, or as decided
 
 
 def build_engine(config: EngineConfig, record: str | Path | None = None) -> BuiltEngine:
@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
     token_bytes = kv_bytes_per_token(model.config)
     num_blocks = _num_blocks(config, token_bytes)
     max_model_len = _max_model_len(config, model.config, num_blocks)
-    policy, budget = config.resolve_policy(max_model_len)
+    policy = config.resolve_policy(max_model_len)
     grammars = Grammars(model.tokenizer, model.config.vocab_size)
     executor = TorchExecutor(
         model.config,
@@ -75,32 +75,28 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         policy=policy,
-        max_num_batched_tokens=budget,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    step_time = _known_step_times(config, model.config, executor, scheduler_config) if has_target(policy) else None
+    step_time = _known_step_times(config, model.config, executor, scheduler_config) if policy.target else None
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
-    engine = Engine(
-        scheduler,
-        executor,
-        Limits(max_model_len, model.config.vocab_size),
-        codec=model.tokenizer,
-        recorder=Recorder(record, scheduler) if record is not None else None,
-        seed=config.seed,
-        check_grammar=grammars.check,
+    limits = Limits(max_model_len, model.config.vocab_size)
+    recorder = Recorder(record, scheduler) if record is not None else None
+    engine = Engine(scheduler, executor, limits, recorder, has_grammars=True)
+    intake = Intake(
+        limits, config.block_size, model.tokenizer, engine.clock, seed=config.seed, check_grammar=grammars.check
     )
-    _log_policy(config, policy, budget)
-    # What is loaded now stays: without it a full collection takes a tenth of a second out of some stream's gap.
+    _log_policy(config, policy)
+    # Loaded objects stay for good; without this, a full collection would add a tenth of a second to some gap.
     gc.collect()
     gc.freeze()
-    return BuiltEngine(engine, model.tokenizer, policy)
+    return BuiltEngine(engine, intake, model.tokenizer)
 
 
 def _num_blocks(config: EngineConfig, token_bytes: int) -> int:
-    """Blocks that the KV memory holds. A cached prefix is kept apart from the running copy, so caching halves it."""
+    """Blocks that fit the KV memory. A cached prefix is stored besides the running copy, so caching halves it."""
     memory = config.kv_cache_memory
     if memory is None:
         memory = min(int(available_memory() * config.gpu_memory_utilization), _MOST_DEFAULT_KV_BYTES)
@@ -131,7 +127,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
 def _known_step_times(
     config: EngineConfig, model: ModelConfig, executor: Executor, scheduler: SchedulerConfig
 ) -> StepTimeModel:
-    """What a step costs here, from an earlier start or measured now."""
+    """What a step costs on this machine, from an earlier start or measured now."""
     from evenflow.native.build import library
 
     machine = platform.processor(), os.cpu_count(), library() is not None
@@ -151,20 +147,20 @@ def _known_step_times(
     return known
 
 
-def _log_policy(config: EngineConfig, policy: str, budget: int) -> None:
-    if policy == "unchunked":
-        logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", budget)
+def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
+    if policy.name == "unchunked":
+        logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", policy.budget)
         return
-    if has_target(policy):
-        logger.info("Chunked prefill is enabled with tbt_target=%s.", policy.removeprefix("target:"))
+    if policy.target:
+        logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
         return
-    logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", budget)
+    logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", policy.budget)
     if config.enable_chunked_prefill is None:
-        logger.info("Why: it was not asked for either way, and an uncut prompt stalls every stream. Policy %s.", policy)
+        logger.info("Why: no setting decides it, and an uncut prompt stalls every stream. Policy %s.", policy)
 
 
 def ensure_logging() -> None:
-    """Show evenflow's own lines on standard error, unless the program has set up logging itself."""
+    """Log to standard error, unless the program has set up logging itself."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s evenflow: %(message)s", "%H:%M:%S"))

@@ -1,14 +1,11 @@
-"""A few measured steps at start, so that the first real ones are sized by knowledge, not by guess.
-
-Runs a small load of its own on the executor before anybody is served.
-Must not know: what the executor is.
-"""
+"""Measures a few steps at start-up, on a small load of its own, so that the first real steps are sized by data."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
@@ -30,9 +27,9 @@ def calibrate(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimeModel:
-    """Run steps of many shapes for at most about so many seconds.
+    """Run steps of many shapes for about `seconds` at most.
 
-    Chunks grow, and a chunk is skipped where the one before shows that it would not fit in what is left.
+    Chunks grow; one that would not fit in the time left, judging by the one before, is skipped.
     """
     config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, executor.caps)
@@ -47,18 +44,18 @@ def calibrate(
             scheduler.add(Request(f"warm-up-{num_added}", tokens, sampling, seed=0, max_model_len=max_model_len))
             num_added += 1
         for chunk in _CHUNKS * 2:
-            last = _step(scheduler, executor, f"fixed:{chunk + _NUM_STREAMS}", clock)
+            last = _step(scheduler, executor, chunk + _NUM_STREAMS, clock)
             for _ in range(_DECODES_BETWEEN):
-                _step(scheduler, executor, "fixed:1", clock)
+                _step(scheduler, executor, 1, clock)
             if clock() + 2.5 * last > end or not any(r.num_output_tokens == 0 for r in scheduler.requests.values()):
                 break
-    # Through its record, so that a start from a kept calibration and this one go on from the very same state.
+    # Through its record, so that a start from a stored calibration continues from the same state.
     return StepTimeModel.from_record(scheduler.step_time.to_record())
 
 
-def _step(scheduler: Scheduler, executor: Executor, policy: str, clock: Callable[[], float]) -> float:
-    """Run one step; its seconds, 0 where nothing was left to run."""
-    scheduler.set_policy(policy, 1)
+def _step(scheduler: Scheduler, executor: Executor, budget: int, clock: Callable[[], float]) -> float:
+    """Run one step; returns its seconds, 0 if nothing was left to run."""
+    scheduler.set_policy(PolicySpec("fixed", budget))
     plan = scheduler.schedule(clock())
     if plan is None:
         return 0.0

@@ -1,7 +1,6 @@
-"""The loop: schedule, run, commit. One step fits on a screen.
+"""The loop: schedule, run, commit. Tokens in, tokens out; one step fits on a screen.
 
-`prepare` may be called from any thread; everything else belongs to the one thread that steps.
-Must not know: torch, files, networks; time comes from the clock it is given.
+All of it belongs to the thread that steps. Text is made of its reports elsewhere: see `outputs`.
 """
 
 from __future__ import annotations
@@ -9,89 +8,60 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evenflow.config import DEFAULT_TARGET_BUDGET
-from evenflow.core.grammar import Grammar
 from evenflow.core.plan import StepPlan, StepResult
-from evenflow.core.policies import retarget
-from evenflow.core.request import FinishReason, Request, SamplingParams
+from evenflow.core.policies import PolicySpec
+from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport
+from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Committed, Scheduler
 from evenflow.engine.gc_timer import GcTimer
-from evenflow.engine.intake import Intake, Limits, TextCodec
-from evenflow.engine.outputs import Delta, OutputBuilder, RequestOutput
+from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
-from evenflow.engine.stalls import StallLog
 from evenflow.engine.stats import Stats
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
 
 logger = logging.getLogger("evenflow")
 
-_STEPS_TO_WARN = 16  # for fewer a target may seem out of reach by a hiccup, or while costs are being learned
-
 
 @dataclass(slots=True)
 class Engine:
-    """One scheduler, one executor, and the outputs of the requests they are working on."""
+    """One scheduler and one executor."""
 
     scheduler: Scheduler
     executor: Executor
     limits: Limits
-    codec: TextCodec | None = None  # None: tokens in, tokens out
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.perf_counter
-    seed: int | None = None
-    check_grammar: Callable[[Grammar], None] | None = None  # None: answers cannot be constrained
-    _builders: dict[str, OutputBuilder] = field(default_factory=dict)
+    has_grammars: bool = False  # can the executor constrain output?
+    stats: Stats = field(default_factory=Stats)
+    gc_timer: GcTimer = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
-    intake: Intake = field(init=False)
-    stats: Stats = field(init=False)
-    stalls: StallLog = field(init=False)
-    watch_step: Callable[[Committed, float], None] = lambda committed, now: None  # told of every step, for benchmarks
-    _hopeless_policies: set[str] = field(default_factory=set)  # that the log was told of
-    _infeasible_steps: int = 0  # with prefill, in a row
+    _attribution: Attribution = field(init=False)
+    _gc_seconds: float = 0.0  # at the last commit
 
     def __post_init__(self) -> None:
-        self.intake = Intake(
-            self.limits, self.scheduler.block_size, self.codec, self.clock, self.seed, self.check_grammar
-        )
-        self.stats = Stats(self.scheduler)
-        self.stalls = StallLog(self.scheduler.step_time, self.scheduler.caps, GcTimer(self.clock))
+        self.gc_timer = GcTimer(self.clock)
+        self._attribution = Attribution(self.scheduler.step_time)
 
     # ---- requests ----
 
-    def prepare(
-        self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None, tenant: str = ""
-    ) -> Request:
-        """Check and tokenise a request, and hash its blocks, on the caller's thread."""
-        policy = self.scheduler.config.policy
-        return self.intake.prepare(prompt, sampling, policy=policy, request_id=request_id, tenant=tenant)
-
     def add(self, request: Request) -> None:
-        if request.sampling.grammar is not None and self.check_grammar is None:
-            raise InvalidRequest("Got a grammar but this engine cannot constrain answers.")
-        prompt = list(request.tokens)
+        if request.sampling.grammar is not None and not self.has_grammars:
+            raise InvalidRequest("Got a grammar but this engine cannot constrain output.")
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.added(request)
-        decoder = self.codec.stream_decoder(prompt) if self.codec is not None else None
-        output = RequestOutput(request.id, prompt)
-        self._builders[request.id] = OutputBuilder(output, decoder, request.sampling.stop, request.arrival_time)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment; None if it is not here (any more)."""
-        if not self._finish(request_id, FinishReason.ABORT):
-            return None
-        builder = self._builders.pop(request_id)
-        builder.finish(FinishReason.ABORT, None)
-        return builder.output
+    def abort(self, request_id: str) -> bool:
+        """End a request at any moment. False if it has ended already."""
+        return self._finish(request_id, FinishReason.ABORT)
 
-    def stop(self, request_id: str, keep: int) -> None:
-        """End a request in whose text the caller found a stop string, after so many of its output tokens."""
-        if self._finish(request_id, FinishReason.STOP, keep):
-            del self._builders[request_id]
+    def stop(self, request_id: str, keep: int) -> bool:
+        """End a request whose text met a stop string, keeping its first `keep` output tokens."""
+        return self._finish(request_id, FinishReason.STOP, keep)
 
     def _finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
         ended = self.scheduler.finish(request_id, reason, keep)
@@ -103,109 +73,120 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def set_policy(self, policy: str, max_num_batched_tokens: int) -> None:
-        """Plan by another policy from the next step on."""
-        self.scheduler.set_policy(policy, max_num_batched_tokens)
-        self._infeasible_steps = 0
-        if self.recorder is not None:
-            self.recorder.policy_set(policy, max_num_batched_tokens)
+    @property
+    def policy(self) -> PolicySpec:
+        return self.scheduler.config.policy
 
-    def set_target(self, seconds: float, paced: bool | None = None) -> None:
-        """Keep another target from the next step on; None: paced or strict as before. What was learned stays."""
-        old = self.scheduler.config
-        has_target = self.scheduler.policy.pacing is not None
-        budget = old.max_num_batched_tokens if has_target else DEFAULT_TARGET_BUDGET
-        self.set_policy(retarget(old.policy, seconds, paced), budget)
+    def set_policy(self, policy: PolicySpec) -> None:
+        """Plan by another policy from the next step on. What was learned stays."""
+        self.scheduler.set_policy(policy)
+        if self.recorder is not None:
+            self.recorder.policy_set(policy)
+
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        self.set_policy(self.policy.with_target(seconds, paced))
 
     # ---- the loop ----
 
-    def step(self) -> list[Delta]:
-        """Keep the executor busy, wait for the oldest step, and say what it gave."""
+    def step(self) -> StepReport | None:
+        """Keep the executor busy, wait for the oldest step and report it; None if there is no work."""
         while self.scheduler.can_schedule and (plan := self._schedule()) is not None:
             self._plans[plan.step_id] = plan
             self.executor.submit(plan)
         if not self._plans:
             if self.scheduler.requests:
                 raise EngineFailed(f"no step can be planned for {len(self.scheduler.requests)} unfinished requests")
-            return []
-        deltas = self._commit(self._wait())
+            return None
+        report = self._commit(self._wait())
         if not self.has_work:
             self.stats.idle()
-        return deltas
+        return report
 
     def _schedule(self) -> StepPlan | None:
         now = self.clock()
         if self.recorder is not None:
             self.recorder.asked_for_plan(now)
         plan = self.scheduler.schedule(now)
-        if plan is not None and plan.chunks:
-            self._warn_of_target()
+        if (feasible := self.scheduler.policy.infeasibility_warning()) is not None:
+            logger.warning(
+                "Policy %s is infeasible: with the streams that decode now, a step takes %.0f ms even with the least "
+                "prefill. The lowest feasible target is %.0f ms. Prefill continues at its minimum.",
+                self.policy,
+                1000 * feasible,
+                math.ceil(1000 * feasible),
+            )
         return plan
-
-    def _warn_of_target(self) -> None:
-        """Say once that the target cannot be kept, and which could."""
-        feasible, policy = self.scheduler.policy.feasible_target, self.scheduler.config.policy
-        self._infeasible_steps = 0 if feasible is None else self._infeasible_steps + 1
-        if feasible is None or self._infeasible_steps < _STEPS_TO_WARN or policy in self._hopeless_policies:
-            return
-        self._hopeless_policies.add(policy)
-        logger.warning(
-            "Policy %s cannot be kept: with the streams that decode now, a step takes %.0f ms even with the least "
-            "prefill. A target of %.0f ms could be. Prefill goes on at its least.",
-            policy,
-            1000 * feasible,
-            math.ceil(1000 * feasible),
-        )
 
     def _wait(self) -> StepResult:
         plan = self._plans.pop(next(iter(self._plans)))
         try:
             return self.executor.wait()
-        except Exception as error:  # the step is lost; whoever was in it gets an answer, the others go on
+        except Exception as error:  # the step is lost; its requests fail, the others go on
             logger.exception("step %d failed", plan.step_id)
             message = str(error) or type(error).__name__
             tokens = ((),) * plan.num_sequences
             return StepResult(plan.step_id, tokens, 0.0, errors=dict.fromkeys(range(plan.num_sequences), message))
 
-    def _commit(self, result: StepResult) -> list[Delta]:
+    def _commit(self, result: StepResult) -> StepReport:
         now = self.clock()
         committed = self.scheduler.commit(result, now)
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
-        self.stats.observe(committed, now)
-        self.watch_step(committed, now)
-        self.stalls.observe(committed, now)
-        return self._deltas(committed, now)
+        report = self._report(committed, now)
+        self.stats.observe(report)
+        return report
 
-    def _deltas(self, committed: Committed, now: float) -> list[Delta]:
-        plan, result = committed.plan, committed.result
+    def _report(self, committed: Committed, now: float) -> StepReport:
+        plan, result, scheduler = committed.plan, committed.result, self.scheduler
         num_decodes = len(plan.decodes)
-        for admission in plan.admissions:
-            if admission.request_id in self._builders:
-                self._builders[admission.request_id].output.num_cached_tokens = admission.num_cached_tokens
-        deltas = []
-        for request, sequence, tokens in committed.emissions:
-            builder = self._builders[request.id]
-            if sequence >= num_decodes:
-                builder.take_chunk(plan.chunks[sequence - num_decodes], result.prompt_logprobs.get(sequence))
-            if tokens:
-                stop_tokens = request.stop_token_ids if request.finish_reason is FinishReason.STOP else frozenset()
-                text, stopped = builder.take_tokens(tokens, result.logprobs.get(sequence), stop_tokens, now)
-                if stopped and self._finish(request.id, FinishReason.STOP, keep=len(builder.output.token_ids)):
-                    committed.finished.append(request)
-                if request.is_finished:
-                    text += self._close(request, stopped)
-                deltas.append(Delta(request.id, tokens, text, builder.output.finish_reason, builder.output))
-        for request in committed.finished:
-            if request.id in self._builders:  # ended without a token: by an error
-                builder = self._builders[request.id]
-                deltas.append(Delta(request.id, (), self._close(request, False), request.finish_reason, builder.output))
-        return deltas
-
-    def _close(self, request: Request, stopped_by_text: bool) -> str:
-        assert request.finish_reason is not None
-        reason = FinishReason.STOP if stopped_by_text else request.finish_reason
-        return self._builders.pop(request.id).finish(reason, request.error, stopped_by_text=stopped_by_text)
+        gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
+        times = self._attribution.split(
+            now,
+            result.seconds,
+            committed.predicted_seconds,
+            [*(plan.shape(scheduler.caps, num_chunks) for num_chunks in range(len(plan.chunks))), committed.shape],
+            [(chunk.request_id, chunk.length) for chunk in plan.chunks],
+            gc_seconds,
+        )
+        gave = [(request, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
+        rows = {request.id: row for row, (request, _, _) in enumerate(gave)}
+        without_token = [request.id for request in committed.finished if request.id not in rows]
+        rows |= {request_id: len(rows) + place for place, request_id in enumerate(without_token)}
+        sequences_with_token = {sequence for _, sequence, _ in gave}
+        return StepReport(
+            step_id=plan.step_id,
+            at=now,
+            seconds=result.seconds,
+            predicted_seconds=committed.predicted_seconds,
+            decode_seconds=times.decode_seconds,
+            num_decodes=num_decodes,
+            chunks=[
+                ChunkReport(c.request_id, c.start, c.length, c.reason, seconds, sequence in sequences_with_token)
+                for sequence, (c, seconds) in enumerate(zip(plan.chunks, times.chunk_seconds, strict=True), num_decodes)
+            ],
+            admissions=[
+                AdmissionReport(one.request_id, len(one.token_ids), one.num_cached_tokens, one.epoch > 0)
+                for one in plan.admissions
+            ],
+            causes=times.causes,
+            late=committed.late,
+            policy=str(self.policy),
+            budget=scheduler.policy.max_step_tokens,
+            target_s=self.policy.target,
+            feasible_target_s=scheduler.policy.feasible_target,
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
+            ids=list(rows),
+            tokens=[tokens for _, _, tokens in gave] + [()] * len(without_token),
+            num_decoded=sum(1 for _, sequence, _ in gave if sequence < num_decodes),
+            ended={rows[r.id]: Ended(r.finish_reason or "", r.error) for r in committed.finished},
+            logprobs={row: result.logprobs[s] for row, (_, s, _) in enumerate(gave) if s in result.logprobs}
+            if result.logprobs
+            else {},
+            prompt_logprobs={s - num_decodes: found for s, found in result.prompt_logprobs.items()},
+        )
 
     def close(self) -> None:
         self.executor.close()

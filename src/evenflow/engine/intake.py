@@ -1,7 +1,4 @@
-"""Checks, tokenises and hashes requests: all of a request's work that needs no scheduler, on any thread or process.
-
-Must not know: scheduling, executors; the policy of the moment is told with each request.
-"""
+"""Checks, tokenises and hashes requests: work that needs no scheduler, and may run on any thread or process."""
 
 from __future__ import annotations
 
@@ -10,25 +7,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from evenflow.core.grammar import Grammar
-from evenflow.core.policies import has_target
+from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.outputs import TextDecoder
+from evenflow.engine.outputs import TextCodec
 from evenflow.errors import InvalidRequest
-
-
-class TextCodec(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +33,7 @@ class Intake:
     codec: TextCodec | None = None  # None: tokens in, tokens out
     clock: Callable[[], float] = time.perf_counter
     seed: int | None = None  # of the seeds drawn for requests without one
-    check_grammar: Callable[[Grammar], None] | None = None  # `Grammars.check`; None: answers cannot be constrained
+    check_grammar: Callable[[Grammar], None] | None = None  # None: the engine cannot constrain output
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _seeds: random.Random = field(init=False)
 
@@ -60,7 +45,7 @@ class Intake:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        policy: str,
+        policy: PolicySpec,
         request_id: str | None = None,
         tenant: str = "",
     ) -> Request:
@@ -105,15 +90,15 @@ class Intake:
         if grammar is None:
             return
         if self.check_grammar is None:
-            raise InvalidRequest("Got a grammar but this engine cannot constrain answers.")
+            raise InvalidRequest("Got a grammar but this engine cannot constrain output.")
         self.check_grammar(grammar)
 
 
-def _check_targets(sampling: SamplingParams, policy: str) -> None:
-    if has_target(policy):
+def _check_targets(sampling: SamplingParams, policy: PolicySpec) -> None:
+    if policy.target is not None:
         return
     for name in ("tbt_target", "ttft_target"):
         if (seconds := getattr(sampling, name)) is not None:
             raise InvalidRequest(
-                f"Got {name}={seconds} but the engine's policy is {policy!r}: only the policy 'target' keeps targets."
+                f"Got {name}={seconds} but the engine's policy is '{policy}': only the policy 'target' keeps targets."
             )

@@ -1,22 +1,17 @@
 """From tokens to what a caller sees: text as it becomes certain, stop strings, logprobs, times, chunks.
 
-An output is filled step by step and is whole when it has a finish_reason. Must not know: scheduling, executors.
+An output is filled step by step and is complete when it has a finish_reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from evenflow.core.plan import Chunk, ChunkReason, RowLogprobs
-
-
-class ChunkTaken(NamedTuple):
-    """A chunk of the prompt, as it ran."""
-
-    start: int
-    length: int
-    reason: ChunkReason
+from evenflow.core.plan import RowLogprobs
+from evenflow.core.report import ChunkReport, Ended, StepReport
+from evenflow.core.request import FinishReason, Request
 
 
 @dataclass(slots=True)
@@ -31,7 +26,7 @@ class RequestOutput:
     finish_reason: str | None = None
     error: str | None = None
     num_cached_tokens: int = 0
-    chunks: list[ChunkTaken] = field(default_factory=list)  # with the cached tokens they cover the prompt exactly
+    chunks: list[ChunkReport] = field(default_factory=list)  # with the cached tokens, exactly the prompt
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[RowLogprobs] | None = None
     prompt_logprobs: list[RowLogprobs] | None = None  # for the prompt's tokens from the second on
@@ -53,19 +48,30 @@ class Delta(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None
-    output: RequestOutput  # the request's answer so far, whole
+    output: RequestOutput  # everything so far
 
 
 class TextDecoder(Protocol):
-    """What turns tokens into text one by one: `evenflow.model.tokenizer.StreamDecoder`."""
+    """Turns tokens into text one by one: `evenflow.model.tokenizer.StreamDecoder`."""
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
 
 
+class TextCodec(Protocol):
+    """The part of a tokenizer that the engine's callers need."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
+
+
 class StopFinder:
-    """Lets text through that cannot be part of a stop string any more."""
+    """Holds back text that may still become part of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -96,49 +102,52 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OutputBuilder:
-    """Fills one RequestOutput."""
+    """Fills one request's RequestOutput."""
 
-    def __init__(
-        self, output: RequestOutput, decoder: TextDecoder | None, stops: tuple[str, ...], arrival: float
-    ) -> None:
-        self.output = output
+    def __init__(self, request: Request, decoder: TextDecoder | None) -> None:
+        self.output = RequestOutput(request.id, request.tokens[: request.num_prompt_tokens])
         self._decoder = decoder
-        self._stop_finder = StopFinder(stops)
-        self._arrival = arrival
+        self._stop_finder = StopFinder(request.sampling.stop)
+        self._stop_token_ids = request.stop_token_ids
+        self._arrival = request.arrival_time
 
-    def take_chunk(self, chunk: Chunk, prompt_logprobs: tuple[RowLogprobs, ...] | None) -> None:
-        """Keep the chunks that led to the first token: a preemption before it starts over, one after it is no news."""
-        if self.output.token_ids:
+    def take_chunk(self, chunk: ChunkReport, prompt_logprobs: tuple[RowLogprobs, ...] | None) -> None:
+        """Keep the chunks that lead to the first token. A preemption before it starts over."""
+        output = self.output
+        if output.token_ids:
             return
-        if self.output.chunks and chunk.start < self.output.chunks[-1].start + self.output.chunks[-1].length:
-            self.output.chunks.clear()
-            if self.output.prompt_logprobs is not None:
-                self.output.prompt_logprobs.clear()
-        self.output.chunks.append(ChunkTaken(chunk.start, chunk.length, chunk.reason))
+        if output.chunks and chunk.start < output.chunks[-1].start + output.chunks[-1].length:
+            output.chunks.clear()
+            output.prompt_logprobs = None
+        output.chunks.append(chunk)
         if prompt_logprobs is not None:
-            if self.output.prompt_logprobs is None:
-                self.output.prompt_logprobs = []
-            self.output.prompt_logprobs += prompt_logprobs
+            output.prompt_logprobs = [*(output.prompt_logprobs or ()), *prompt_logprobs]
 
-    def take_tokens(
-        self, tokens: tuple[int, ...], logprobs: tuple[RowLogprobs, ...] | None, stop_tokens: frozenset[int], now: float
-    ) -> tuple[str, bool]:
-        """The text that became certain, and whether a stop string ended it."""
-        self.output.token_ids += tokens
-        self.output.token_times_s += [now - self._arrival] * len(tokens)
+    def take(
+        self, tokens: tuple[int, ...], logprobs: tuple[RowLogprobs, ...] | None, ended: Ended | None, now: float
+    ) -> Delta:
+        """Add what a step gave. The output may end here by a stop string that the engine has not seen."""
+        output = self.output
+        output.token_ids += tokens
+        output.token_times_s += [now - self._arrival] * len(tokens)
         if logprobs is not None:
-            if self.output.logprobs is None:
-                self.output.logprobs = []
-            self.output.logprobs += logprobs
-        if self._decoder is None:
-            return "", False
-        # A token that ends the request is no part of its text.
-        text = "".join([self._decoder.push(token) for token in tokens if token not in stop_tokens])
-        certain, stopped = self._stop_finder.push(text)
-        self.output.text += certain
-        return certain, stopped
+            output.logprobs = output.logprobs or []
+            output.logprobs += logprobs
+        text, stopped = "", False
+        if self._decoder is not None:
+            if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is no part of the text
+                tokens_of_text = [token for token in tokens if token not in self._stop_token_ids]
+            else:
+                tokens_of_text = tokens  # type: ignore[assignment]
+            text, stopped = self._stop_finder.push("".join(map(self._decoder.push, tokens_of_text)))
+            output.text += text
+        if stopped:
+            text += self.finish(FinishReason.STOP, stopped_by_text=True)
+        elif ended is not None:
+            text += self.finish(ended.reason, ended.error)
+        return Delta(output.request_id, tokens, text, output.finish_reason, output)
 
-    def finish(self, reason: str, error: str | None, *, stopped_by_text: bool = False) -> str:
+    def finish(self, reason: str, error: str | None = None, *, stopped_by_text: bool = False) -> str:
         """Close the output; returns the text held back until now."""
         self.output.finish_reason = reason
         self.output.error = error
@@ -148,3 +157,48 @@ class OutputBuilder:
             rest = certain + self._stop_finder.flush()
         self.output.text += rest
         return rest
+
+
+class Outputs:
+    """The open requests' outputs, filled from an engine's reports. Every token becomes text here, once."""
+
+    def __init__(self, codec: TextCodec | None, stop: Callable[[str, int], object]) -> None:
+        self._codec = codec  # None: tokens only
+        self._stop = stop  # ends a request after this many tokens, in the engine
+        self._builders: dict[str, OutputBuilder] = {}
+
+    def __len__(self) -> int:
+        return len(self._builders)
+
+    def add(self, request: Request) -> RequestOutput:
+        decoder = None if self._codec is None else self._codec.stream_decoder(request.tokens)
+        builder = self._builders[request.id] = OutputBuilder(request, decoder)
+        return builder.output
+
+    def finish(self, request_id: str, reason: str, error: str | None = None) -> Delta | None:
+        """End an output from outside, by an abort or a failure; None if it has ended already."""
+        builder = self._builders.pop(request_id, None)
+        if builder is None:
+            return None
+        return Delta(request_id, (), builder.finish(reason, error), reason, builder.output)
+
+    def take(self, report: StepReport) -> Iterator[Delta]:
+        """What a step added to each output, one by one: the caller may do other work in between."""
+        builders = self._builders
+        for admission in report.admissions:
+            if (builder := builders.get(admission.request_id)) is not None and not builder.output.token_ids:
+                builder.output.num_cached_tokens = admission.num_cached_tokens
+        for place, chunk in enumerate(report.chunks):
+            if (builder := builders.get(chunk.request_id)) is not None:
+                builder.take_chunk(chunk, report.prompt_logprobs.get(place))
+        ended, logprobs, now = report.ended, report.logprobs, report.at
+        for row, (request_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
+            builder = builders.get(request_id)
+            if builder is None:  # it has ended here, and the engine does not know yet
+                continue
+            delta = builder.take(tokens, logprobs.get(row), ended.get(row), now)
+            if delta.finish_reason is not None:
+                del builders[request_id]
+                if row not in ended:
+                    self._stop(request_id, len(delta.output.token_ids))
+            yield delta

@@ -1,10 +1,10 @@
-"""Writes a run down as JSON lines: all that the scheduler was told, and every step's plan with its seconds.
+"""Records a run as JSON lines: every call of the scheduler, and every step's plan with its seconds.
 
 The first line is the header; then come, in the order they happened:
     {"event": "add", "request": ...}
     {"event": "finish", "id": ..., "reason": ..., "keep": ...}
-    {"event": "policy", "policy": ..., "max_num_batched_tokens": ...}      another policy from the next plan on
-    {"event": "schedule", "now": ...}                       a plan was asked for, whether or not one came
+    {"event": "policy", "policy": ..., "max_num_batched_tokens": ...}      from the next plan on
+    {"event": "schedule", "now": ...}                       with or without a plan as the result
     {"event": "step", "now": ..., "seconds": ..., "plan": ..., "result": ...}      a step was committed
 """
 
@@ -14,14 +14,15 @@ import json
 from pathlib import Path
 
 from evenflow.core.plan import StepPlan, StepResult
-from evenflow.core.record import Record, header_record, plan_record, request_record, result_record
+from evenflow.core.policies import PolicySpec
+from evenflow.core.record import Record, header_record, plan_record, policy_record, request_record, result_record
 from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
 
 
 class Recorder:
-    """An open recording. Lines are complete at any moment: a run that dies leaves a recording that can be read."""
+    """An open recording. Lines are complete at any moment: the recording of a run that dies can be read."""
 
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
@@ -36,8 +37,8 @@ class Recorder:
     def ended(self, request_id: str, reason: FinishReason, keep: int | None) -> None:
         self._write({"event": "finish", "id": request_id, "reason": reason, "keep": keep})
 
-    def policy_set(self, policy: str, max_num_batched_tokens: int) -> None:
-        self._write({"event": "policy", "policy": policy, "max_num_batched_tokens": max_num_batched_tokens})
+    def policy_set(self, policy: PolicySpec) -> None:
+        self._write({"event": "policy", **policy_record(policy)})
 
     def asked_for_plan(self, now: float) -> None:
         self._write({"event": "schedule", "now": now})

@@ -1,14 +1,11 @@
-"""Throughput, queue and cache figures, derived from committed steps; and the line that reports them.
-
-Must not know: how steps are planned or run.
-"""
+"""Throughput, queue and cache figures, derived from step reports, and the line that logs them."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-from evenflow.core.scheduler import Committed, Scheduler
+from evenflow.core.report import StepReport
 
 logger = logging.getLogger("evenflow")
 
@@ -31,50 +28,42 @@ class Totals:
 
 
 class Stats:
-    """Follows one scheduler."""
+    """Totals of one engine, and a log line every 10 s of activity."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self) -> None:
         self.totals = Totals()
-        self._scheduler = scheduler
         self._logged_at: float | None = None
         self._logged_prefill = 0
         self._logged_output = 0
 
-    def observe(self, committed: Committed, now: float) -> None:
-        plan, totals = committed.plan, self.totals
+    def observe(self, report: StepReport) -> None:
+        totals = self.totals
         totals.steps += 1
-        totals.prefill_tokens += sum(chunk.length for chunk in plan.chunks)
-        totals.output_tokens += sum(len(tokens) for _, _, tokens in committed.emissions)
-        totals.looked_up_tokens += sum(len(admission.token_ids) for admission in plan.admissions)
-        totals.cached_tokens += sum(admission.num_cached_tokens for admission in plan.admissions)
+        totals.prefill_tokens += report.num_prefill_tokens
+        totals.output_tokens += report.num_output_tokens
+        totals.looked_up_tokens += sum(admission.num_tokens for admission in report.admissions)
+        totals.cached_tokens += sum(admission.num_cached_tokens for admission in report.admissions)
         if self._logged_at is None:
-            self._logged_at = now - committed.result.seconds
-        if now - self._logged_at >= LOG_INTERVAL_S:
-            self._log(now)
+            self._logged_at = report.started_at
+        if report.at - self._logged_at >= LOG_INTERVAL_S:
+            self._log(report, report.at - self._logged_at)
 
     def idle(self) -> None:
         """No work is left: the next interval starts with the next step."""
         self._logged_at = None
         self._logged_prefill, self._logged_output = self.totals.prefill_tokens, self.totals.output_tokens
 
-    @property
-    def kv_cache_usage(self) -> float:
-        pool = self._scheduler.pool
-        return 1 - pool.num_free / pool.num_blocks
-
-    def _log(self, now: float) -> None:
-        assert self._logged_at is not None
-        seconds = now - self._logged_at
+    def _log(self, report: StepReport, seconds: float) -> None:
         totals = self.totals
         logger.info(
             "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
             "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
             (totals.prefill_tokens - self._logged_prefill) / seconds,
             (totals.output_tokens - self._logged_output) / seconds,
-            self._scheduler.num_running,
-            len(self._scheduler.waiting),
-            100 * self.kv_cache_usage,
+            report.num_running,
+            report.num_waiting,
+            100 * report.kv_cache_usage,
             100 * totals.prefix_hit_rate,
         )
-        self._logged_at = now
+        self._logged_at = report.at
         self._logged_prefill, self._logged_output = totals.prefill_tokens, totals.output_tokens

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
-from evenflow.core.record import Record, plan_record, read_header, read_request, read_result
+from evenflow.core.record import Record, plan_record, read_header, read_policy, read_request, read_result
 from evenflow.core.request import FinishReason
 from evenflow.errors import EngineFailed, InvalidInput
 
@@ -54,7 +54,7 @@ def replay(path: str | Path) -> list[StepPlan]:
             case "finish":
                 scheduler.finish(event["id"], FinishReason(event["reason"]), event["keep"])
             case "policy":
-                scheduler.set_policy(event["policy"], event["max_num_batched_tokens"])
+                scheduler.set_policy(read_policy(event))
             case "schedule":
                 plan = scheduler.schedule(event["now"])
                 if plan is not None:

@@ -23,8 +23,8 @@ from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.service import Served, Service
 from evenflow.server.app import make_app, make_vllm_app
-from evenflow.server.engine.client import EngineClient
 from evenflow.server.engine.process import EngineFactory
+from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.metrics.tracing import make_tracer
@@ -90,7 +90,7 @@ async def serve(
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
-    client = EngineClient(factory, tokenizer, observer, grammar_gate.check)
+    client = ServedEngine(factory, tokenizer, observer, grammar_gate.check)
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)

@@ -1,6 +1,6 @@
 """How vLLM's server is started with evenflow's scheduler in it: its interpreter, command line and environment.
 
-Imports no vLLM. Must not know: processes, HTTP.
+Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import evenflow
 from evenflow.advisor.vllm_flags import installed_version
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.hosts.policy_file import PolicyFile
+from evenflow.hosts.settings import CONFIG_KEY, SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
 from evenflow.vllm.checking import version_in
-from evenflow.vllm.settings import CONFIG_KEY, SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
-from evenflow.vllm.target_file import TargetFile
 
 PYTHON_VARIABLE = "EVENFLOW_VLLM_PYTHON"
 
@@ -60,7 +61,7 @@ def check_flags(flags: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where vLLM and evenflow's front meet: a folder that nobody else can enter."""
+    """The private folder that vLLM and evenflow's front share."""
 
     path: Path
 
@@ -85,17 +86,17 @@ class RunFolder:
         self.packages.mkdir()
         (self.packages / "evenflow").symlink_to(Path(evenflow.__file__).parent, target_is_directory=True)
 
-    def set_target(self, policy: str) -> None:
-        TargetFile(self.target_path).write(policy)
+    def set_policy(self, policy: PolicySpec | None) -> None:
+        PolicyFile(self.target_path).write(policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLaunch:
-    """One vLLM server as it was asked for."""
+    """One vLLM server to start."""
 
     python: str
     model: str
-    policy: str  # target:MS[,paced]
+    policy: PolicySpec  # with a target
     model_names: Sequence[str] = ()  # for requests to use; none: the model's own
     flags: Sequence[str] = ()  # passed on as they are
 
@@ -104,11 +105,11 @@ class VllmLaunch:
         names = ["--served-model-name", *self.model_names] if self.model_names else []
         return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
 
-    def environment(self, folder: RunFolder, policy: str) -> dict[str, str]:
-        """What vLLM's processes find in theirs; `policy` is the one to begin with."""
+    def environment(self, folder: RunFolder, policy: PolicySpec) -> dict[str, str]:
+        """The environment of vLLM's processes; `policy` is the one to start with."""
         path = [str(folder.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {
-            TARGET_VARIABLE: policy.removeprefix("target:"),
+            TARGET_VARIABLE: str(policy).removeprefix("target:"),
             SOCKET_VARIABLE: str(folder.step_socket),
             TARGET_FILE_VARIABLE: str(folder.target_path),
             "PYTHONPATH": os.pathsep.join(path),

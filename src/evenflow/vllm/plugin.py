@@ -1,7 +1,7 @@
 """A scheduler class for vLLM that keeps evenflow's latency target.
 
-vLLM's own scheduler still does all the work; `steering` tells it how much a step may hold. vLLM declares its scheduler
-interface unstable, so all that evenflow relies on in it is checked at start. Must not know: devices, HTTP.
+vLLM's own scheduler still does all the work; `steering` limits what a step may hold. vLLM declares its scheduler
+interface unstable, so everything that evenflow relies on is checked at start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from evenflow.errors import MissingDependency
-from evenflow.vllm.settings import read_settings
-from evenflow.vllm.steering import Steering
+from evenflow.hosts.settings import read_settings
+from evenflow.vllm.steering import VllmSteering
 
 TESTED_VERSIONS = ("0.26", "0.32")
 
@@ -56,7 +56,7 @@ def steered(base: type[Any]) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             _check_attributes(self)
-            self.steering = Steering(self, read_settings(self.vllm_config.additional_config))
+            self.steering = VllmSteering(self, read_settings(self.vllm_config.additional_config))
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)

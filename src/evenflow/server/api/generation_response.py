@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from evenflow.core.request import FinishReason, Request
+from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EvenflowError
 from evenflow.server.api.errors import ApiError, as_api_error
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.service import Service
-from evenflow.server.engine.stream import Stream
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"

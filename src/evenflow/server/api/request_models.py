@@ -242,7 +242,9 @@ class DetokenizeBody(Body):
 class TargetBody(Body):
     """PUT /v1/target"""
 
-    tbt_target: Duration = Field(description="Time between a stream's tokens: seconds, or '50ms'; 1 ms or more.")
+    tbt_target: Duration | None = Field(
+        description="Time between a stream's tokens: seconds, or '50ms'; 0.1 ms or more. null: keep no target."
+    )
     paced: bool | None = Field(default=None, description="Streams that are ahead lend their slack; null: as before.")
 
 

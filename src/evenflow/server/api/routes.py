@@ -11,7 +11,8 @@ import logging
 from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
-from evenflow.core.policies import target_of
+from evenflow.core.policies import PolicySpec
+from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.access import Caller
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatFormat, encode_messages
@@ -156,16 +157,17 @@ def target_routes(service: Served) -> APIRouter:
     @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, service.limits.max_body_bytes)
-        client.set_target(seconds_of(body.tbt_target), body.paced)
-        logger.info("The policy is %s from now on.", client.policy)
+        client.set_target(None if body.tbt_target is None else seconds_of(body.tbt_target), body.paced)
+        logger.info("The policy is %s from now on.", client.policy or NO_TARGET)
         return _json(_target(client.policy))
 
     return routes
 
 
-def _target(policy: str) -> dict[str, object]:
-    seconds = target_of(policy)
-    return {"policy": policy, "tbt_target": seconds, "paced": policy.endswith(",paced")}
+def _target(policy: PolicySpec | None) -> dict[str, object]:
+    if policy is None:
+        return {"policy": NO_TARGET, "tbt_target": None, "paced": False}
+    return {"policy": str(policy), "tbt_target": policy.target, "paced": policy.is_paced}
 
 
 def _encode(service: Service, body: TokenizeBody) -> list[int]:

@@ -9,11 +9,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import EvenflowError
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate, ServerLimits
 from evenflow.server.api.errors import ApiError
-from evenflow.server.engine.client import EngineClient
+from evenflow.server.engine.served_engine import ServedEngine
 
 
 class Engine(Protocol):
@@ -23,9 +24,9 @@ class Engine(Protocol):
     def is_up(self) -> bool: ...
 
     @property
-    def policy(self) -> str: ...
+    def policy(self) -> PolicySpec | None: ...
 
-    def set_target(self, seconds: float, paced: bool | None = None) -> None: ...
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None: ...
 
     def fail_all(self, failure: EvenflowError) -> None: ...
 
@@ -47,7 +48,7 @@ class Served(Protocol):
 class Service:
     """One model behind one server."""
 
-    client: EngineClient
+    client: ServedEngine
     tokenizer: Tokenizer
     gate: Gate
     limits: ServerLimits

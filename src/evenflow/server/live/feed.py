@@ -1,7 +1,6 @@
 """The live page: its files, and the feed of steps and figures that it draws.
 
-A feed is server-sent events, ten batches a second, as columns. A reader that is too slow misses steps; nothing is kept
-for it. Must not know: how figures are counted, how requests reach the engine.
+A feed is server-sent events, ten batches a second, as columns. A reader that is too slow misses steps.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from evenflow.core.policies import target_of
-from evenflow.server.metrics.events import EngineState, StallEvent, StepEvent
-from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
+from evenflow.core.report import Stall, StepReport
+from evenflow.server.metrics.observer import EngineState, Listener, Observer, RequestRecord
 
 MAX_READERS = 64
 BATCH_S = 0.1
@@ -47,7 +45,7 @@ _HEADERS = {
 
 
 class StepRow(NamedTuple):
-    """A step as the page draws it. Requests go by numbers, which are short and tell outsiders nothing."""
+    """A step as the page draws it. Requests have numbers, which are short and reveal nothing."""
 
     step: int
     at: float
@@ -59,18 +57,18 @@ class StepRow(NamedTuple):
     budget: int
     target: float | None
     late: int
-    chunks: list[tuple[int, int, int, str, float]]  # request, start, length, reason, seconds
+    chunks: Sequence[tuple[int, int, int, str, float]]  # request, start, length, reason, seconds
 
 
 class LiveFeed(Listener):
-    """Keeps the last steps and the worst stalls, for all who look at the page."""
+    """Keeps the last steps and the worst stalls for all readers of the page."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._rows: deque[StepRow] = deque(maxlen=_MAX_STEPS)
         self._num_steps = 0  # ever
-        self._last_event: StepEvent | None = None
-        self._policy = observer.engine_state.policy
+        self._last_report: StepReport | None = None
+        self._policy, self._target = observer.engine_state.policy, observer.engine_state.target_s
         self._numbers: dict[str, int] = {}
         self._next_numbers = count(1)
         self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # when, tokens, cached ones
@@ -86,16 +84,16 @@ class LiveFeed(Listener):
     # ---- what happens ----
 
     def on_engine_state(self, state: EngineState) -> None:
-        self._policy = state.policy
+        self._policy, self._target = state.policy, state.target_s
 
-    def on_step(self, event: StepEvent) -> None:
-        for admission in event.admissions:
-            self._lookups.append((event.at, admission.num_tokens, admission.num_cached_tokens))
-        if event.stall is not None:
-            self._add_stall(event, event.stall)
-        self._rows.append(self._row(event))
+    def on_step(self, report: StepReport) -> None:
+        for admission in report.admissions:
+            self._lookups.append((report.at, admission.num_tokens, admission.num_cached_tokens))
+        if (stall := report.stall) is not None:
+            self._add_stall(report, stall)
+        self._rows.append(self._row(report))
         self._num_steps += 1
-        self._last_event, self._policy = event, event.policy
+        self._last_report, self._policy, self._target = report, report.policy, report.target_s
 
     def on_request_finished(self, record: RequestRecord) -> None:
         self._numbers.pop(record.request_id, None)
@@ -105,46 +103,46 @@ class LiveFeed(Listener):
             self._numbers[request_id] = next(self._next_numbers)
         return self._numbers.get(request_id, 0)
 
-    def _row(self, event: StepEvent) -> StepRow:
+    def _row(self, report: StepReport) -> StepRow:
         chunks = [
             (self._number(chunk.request_id), chunk.start, chunk.length, chunk.reason, chunk.seconds)
-            for chunk in event.chunks
+            for chunk in report.chunks
         ]
         return StepRow(
-            step=event.step_id,
-            at=event.at,
-            seconds=event.seconds,
-            predicted=event.predicted_seconds,
-            decode_seconds=event.decode_seconds,
-            decodes=event.num_decodes,
-            tokens=event.num_output_tokens,
-            budget=event.budget,
-            target=event.target_s,
-            late=event.num_late_tokens,
+            step=report.step_id,
+            at=report.at,
+            seconds=report.seconds,
+            predicted=report.predicted_seconds,
+            decode_seconds=report.decode_seconds,
+            decodes=report.num_decodes,
+            tokens=report.num_output_tokens,
+            budget=report.budget,
+            target=report.target_s,
+            late=len(report.late),
             chunks=chunks,
         )
 
-    def _add_stall(self, event: StepEvent, stall: StallEvent) -> None:
+    def _add_stall(self, report: StepReport, stall: Stall) -> None:
         told = {
-            "at": event.at,
-            "step": event.step_id,
+            "at": report.at,
+            "step": report.step_id,
             "request": self._number(stall.request_id),
             "id": stall.request_id,
             "gap": stall.gap_s,
             "late": stall.late_s,
-            "streams": event.num_late_tokens,
+            "streams": len(report.late),
             "causes": [
                 (cause.kind, cause.seconds, self._number(cause.request_id) if cause.request_id else 0, cause.num_tokens)
                 for cause in stall.causes
             ],
         }
-        recent = [one for one in self._stalls if one["at"] > event.at - _STALL_WINDOW_S]
+        recent = [one for one in self._stalls if one["at"] > report.at - _STALL_WINDOW_S]
         self._stalls = sorted([*recent, told], key=lambda one: -one["gap"])[:_NUM_WORST_STALLS]
 
-    # ---- what the page is told ----
+    # ---- what is sent to the page ----
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """One reader's feed: who is served, then steps and figures until one side goes away."""
+        """One reader's feed: the model, then steps and figures until one side disconnects."""
         if self._num_readers >= MAX_READERS:
             yield _message("full", {"max_readers": MAX_READERS})
             return
@@ -165,7 +163,7 @@ class LiveFeed(Listener):
             self._num_readers -= 1
 
     def _columns(self, num_steps: int) -> dict[str, Any]:
-        """The last steps, at most as many as one message takes, as columns: that is how the page keeps them."""
+        """The last steps, up to what one message holds, as columns: the page stores them so."""
         num_kept = min(num_steps, len(self._rows), _STEPS_AT_ONCE)
         rows = islice(self._rows, len(self._rows) - num_kept, None)
         columns: dict[str, Any] = dict(zip(StepRow._fields, zip(*rows, strict=True), strict=True))
@@ -174,7 +172,7 @@ class LiveFeed(Listener):
 
     def _figures(self) -> dict[str, Any]:
         observer, now = self._observer, self._observer.clock()
-        event = self._last_event if observer.requests else None  # whoever was aborted since the last step runs no more
+        report = self._last_report if observer.requests else None  # none runs if all were aborted since
         tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _TBT_WINDOW_S)
         ttft = observer.recent_ttft.quantiles((0.5, 0.99), now, _TTFT_WINDOW_S)
         lookups = [(tokens, cached) for at, tokens, cached in self._lookups if at > now - _HIT_RATE_WINDOW_S]
@@ -184,13 +182,13 @@ class LiveFeed(Listener):
             "up": observer.engine_state.is_up,
             "restarts": observer.engine_state.num_restarts,
             "policy": self._policy,
-            "target": target_of(self._policy) if self._policy else None,
-            "feasible": event.feasible_target_s if event is not None else None,
+            "target": self._target,
+            "feasible": report.feasible_target_s if report is not None else None,
             "tbt": tbt,
             "ttft": ttft,
-            "running": event.num_running if event is not None else 0,
-            "waiting": event.num_waiting if event is not None else 0,
-            "kv": event.kv_cache_usage if event is not None else 0.0,
+            "running": report.num_running if report is not None else 0,
+            "waiting": report.num_waiting if report is not None else 0,
+            "kv": report.kv_cache_usage if report is not None else 0.0,
             "hits": sum(cached for _, cached in lookups) / looked_up if looked_up else None,
             "stalls": [stall for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
         }

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from evenflow.core.plan import ChunkReason
+from evenflow.core.report import CauseKind
 from evenflow.core.request import FinishReason
-from evenflow.engine.stalls import CauseKind
 from evenflow.server.metrics.distributions import BulkHistogram
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")

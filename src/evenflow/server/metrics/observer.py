@@ -1,7 +1,6 @@
-"""What Prometheus sees, derived from steps and from requests that come and go.
+"""What Prometheus sees, derived from step reports and from requests that start and finish.
 
-`Observer` is what the server tells of them, always on the same thread; others that want to know (the page, traces)
-listen to it. Must not know: how requests reach the engine, how anything is drawn.
+The server notifies `Observer`, always on the same thread; the live page and traces listen to it.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from evenflow.core.policies import target_of
+from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.events import ChunkEvent, EngineState, StepEvent
 from evenflow.server.metrics.instruments import EvenflowMetrics, Maker, VllmMetrics, VllmRequestTokens
 
 WINDOW_S = 60  # that the attained quantiles are taken over
@@ -27,9 +25,22 @@ MAX_TENANT_CHARACTERS = 64
 OTHER_TENANTS = "other"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What changes with the engine process, not with its steps."""
+
+    is_up: bool
+    num_restarts: int = 0
+    max_model_len: int = 0  # 0: not known yet
+    num_blocks: int = 0
+    block_size: int = 0
+    policy: str = ""  # for the next step; each report has its own
+    target_s: float | None = None
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's way through the server, filled as it goes. Times are the clock's; None: not yet."""
+    """One request's life in the server. Times are the clock's; None: not yet."""
 
     request_id: str
     tenant: str
@@ -41,19 +52,19 @@ class RequestRecord:
     last_token_at: float | None = None
     num_cached_tokens: int = 0  # at its first admission
     num_preemptions: int = 0
-    chunks: list[tuple[float, ChunkEvent]] = field(default_factory=list)  # each with the time of its commit
+    chunks: list[tuple[float, ChunkReport]] = field(default_factory=list)  # each with the time of its commit
     num_output_tokens: int = 0
     finish_reason: str = ""
     finished_at: float = 0.0
 
 
 class Listener:
-    """Wants to know what an Observer is told. Does nothing by itself."""
+    """Follows an Observer. Does nothing by itself."""
 
     def on_engine_state(self, state: EngineState) -> None:
         """The engine process came up, went down or was started anew."""
 
-    def on_step(self, event: StepEvent) -> None:
+    def on_step(self, report: StepReport) -> None:
         """A step was committed."""
 
     def on_request_finished(self, record: RequestRecord) -> None:
@@ -61,7 +72,7 @@ class Listener:
 
 
 class Observer:
-    """Is told of the engine, its steps and its requests, and turns that into figures."""
+    """Turns the engine's state, steps and requests into figures."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model_name = model_name
@@ -82,7 +93,7 @@ class Observer:
         self.collectors.register(PROCESS_COLLECTOR)
 
     def listen(self, listener: Listener) -> None:
-        """Tell this one too, from now on."""
+        """Notify this one too, from now on."""
         self._listeners.append(listener)
 
     # ---- the engine ----
@@ -91,7 +102,7 @@ class Observer:
         """The engine process came up (with its limits known), went down, or was started anew."""
         self._own.up.set(state.is_up)
         self._own.restarts.inc(state.num_restarts - self.engine_state.num_restarts)
-        self._show_target(target_of(state.policy) if state.policy else None, None)
+        self._show_target(state.target_s, None)
         self.engine_state = state
         if state.max_model_len and self._request_tokens is None:
             self._request_tokens = VllmRequestTokens(self._make, state.max_model_len)
@@ -102,15 +113,15 @@ class Observer:
         for listener in self._listeners:
             listener.on_engine_state(state)
 
-    def on_step(self, event: StepEvent) -> None:
-        """A step was committed. Tell it before the ends of the requests that it finished."""
-        self._take_requests(event)
-        self._take_tokens(event)
-        self._show_step(event)
-        self._show_queue(event)
-        self._show_lateness(event)
+    def on_step(self, report: StepReport) -> None:
+        """A step was committed. Call this before `on_request_finished` of the requests that it ended."""
+        self._take_requests(report)
+        self._take_tokens(report)
+        self._show_step(report)
+        self._show_queue(report)
+        self._show_lateness(report)
         for listener in self._listeners:
-            listener.on_step(event)
+            listener.on_step(report)
 
     # ---- requests ----
 
@@ -150,9 +161,9 @@ class Observer:
 
     # ---- from events to figures ----
 
-    def _take_requests(self, event: StepEvent) -> None:
+    def _take_requests(self, report: StepReport) -> None:
         """Note which requests were admitted and which chunks they got."""
-        for admission in event.admissions:
+        for admission in report.admissions:
             self._vllm.prefix_queries.inc(admission.num_tokens)
             self._vllm.prefix_hits.inc(admission.num_cached_tokens)
             self._vllm.preemptions.inc(admission.was_preempted)
@@ -161,24 +172,24 @@ class Observer:
                 continue
             record.num_preemptions += admission.was_preempted
             if record.admitted_at is None:
-                record.admitted_at = max(event.started_at, record.started_at)
+                record.admitted_at = max(report.started_at, record.started_at)
                 record.num_cached_tokens = admission.num_cached_tokens
-        for chunk in event.chunks:
+        for chunk in report.chunks:
             self._own.chunk_tokens.observe(chunk.length)
             self._own.chunks.inc(1, chunk.reason)
             if (record := self.requests.get(chunk.request_id)) is not None:
-                record.chunks.append((event.at, chunk))
+                record.chunks.append((report.at, chunk))
 
-    def _take_tokens(self, event: StepEvent) -> None:
+    def _take_tokens(self, report: StepReport) -> None:
         """Measure the gap before each token: all streams of a step at once, for there are few different gaps."""
         resumed = []
-        for chunk in event.chunks:
+        for chunk in report.chunks:
             if chunk.gave_token and chunk.request_id in self._last_token_at:
                 resumed.append(chunk.request_id)
             elif chunk.gave_token and (record := self.requests.get(chunk.request_id)) is not None:
-                self._take_first_token(record, event.at)
-        self._take_gaps([*event.decoded, *resumed], event.at)
-        self._vllm.generation_tokens.inc(event.num_output_tokens)
+                self._take_first_token(record, report.at)
+        self._take_gaps([*report.decoded, *resumed], report.at)
+        self._vllm.generation_tokens.inc(report.num_output_tokens)
 
     def _take_first_token(self, record: RequestRecord, now: float) -> None:
         record.first_token_at = self._last_token_at[record.request_id] = now
@@ -199,26 +210,27 @@ class Observer:
             self.recent_tbt.observe(gap, count, now)
         last.update(dict.fromkeys(known, now))
 
-    def _show_step(self, event: StepEvent) -> None:
-        own, num_prefill_tokens = self._own, event.num_prefill_tokens
-        num_tokens = event.num_decodes + num_prefill_tokens
+    def _show_step(self, report: StepReport) -> None:
+        own, num_prefill_tokens = self._own, report.num_prefill_tokens
+        num_tokens = report.num_decodes + num_prefill_tokens
         self._vllm.iteration_tokens.observe(num_tokens)
-        own.budget_use.observe(num_tokens / event.budget)
-        own.step_tokens.inc(event.num_decodes, "decode")
+        own.budget_use.observe(num_tokens / report.budget)
+        own.step_tokens.inc(report.num_decodes, "decode")
         own.step_tokens.inc(num_prefill_tokens, "prefill")
-        own.part_seconds.inc(event.decode_seconds, "decode")
-        own.part_seconds.inc(max(0.0, event.seconds - event.decode_seconds), "prefill")
-        own.step_seconds.observe(event.seconds)
-        if event.predicted_seconds and event.seconds:
-            own.predicted_seconds.observe(event.predicted_seconds)
-            own.prediction_error.observe(abs(event.predicted_seconds / event.seconds - 1))
+        own.part_seconds.inc(report.decode_seconds, "decode")
+        own.part_seconds.inc(max(0.0, report.seconds - report.decode_seconds), "prefill")
+        own.step_seconds.observe(report.seconds)
+        if report.predicted_seconds and report.seconds:
+            own.predicted_seconds.observe(report.predicted_seconds)
+        if (error := report.prediction_error) is not None:
+            own.prediction_error.observe(error)
 
-    def _show_queue(self, event: StepEvent) -> None:
+    def _show_queue(self, report: StepReport) -> None:
         if not self.requests:  # all were aborted while this step ran, and no step will say so
             return
-        self._vllm.running.set(event.num_running)
-        self._vllm.waiting.set(event.num_waiting)
-        self._vllm.kv_cache_usage.set(event.kv_cache_usage)
+        self._vllm.running.set(report.num_running)
+        self._vllm.waiting.set(report.num_waiting)
+        self._vllm.kv_cache_usage.set(report.kv_cache_usage)
 
     def _show_nothing_runs(self) -> None:
         for gauge in (self._vllm.running, self._vllm.waiting, self._vllm.kv_cache_usage):
@@ -228,12 +240,12 @@ class Observer:
         self._own.target.set(math.nan if target_s is None else target_s)
         self._own.feasible_target.set(math.nan if feasible_target_s is None else feasible_target_s)
 
-    def _show_lateness(self, event: StepEvent) -> None:
-        self._show_target(event.target_s, event.feasible_target_s)
-        self._own.late_tokens.inc(event.num_late_tokens)
-        if event.stall is not None:
+    def _show_lateness(self, report: StepReport) -> None:
+        self._show_target(report.target_s, report.feasible_target_s)
+        self._own.late_tokens.inc(len(report.late))
+        if (stall := report.stall) is not None:
             self._own.stalls.inc()
-            for cause in event.stall.causes:
+            for cause in stall.causes:
                 self._own.stall_seconds.inc(cause.seconds, cause.kind)
 
     def _show_request(self, record: RequestRecord) -> None:

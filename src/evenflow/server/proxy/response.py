@@ -86,7 +86,7 @@ class Relaying(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         makes_work = self._request.method == "POST"
-        with self._gate.enter(self._tenant, 1) if makes_work else nullcontext(), self._engine.relaying(self):
+        with self._gate.enter(self._tenant, 1) if makes_work else nullcontext(), self._engine.proxying(self):
             self._relay = asyncio.create_task(self._run(send))
             leaving = asyncio.create_task(_client_left(receive))
             try:

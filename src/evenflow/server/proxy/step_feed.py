@@ -1,7 +1,4 @@
-"""vLLM's steps, as evenflow's scheduler inside it tells of them, brought to the Observer.
-
-Must not know: how vLLM is started, HTTP.
-"""
+"""Receives the step reports of a host engine and passes them to the Observer."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from pathlib import Path
 import msgspec
 
 from evenflow.core.request import FinishReason
-from evenflow.server.engine.wire import FrameReader
+from evenflow.framing import FrameReader
+from evenflow.hosts.messages import HostStep
 from evenflow.server.metrics.observer import Observer
-from evenflow.vllm.messages import SteeredStep
 
-_decode = msgspec.msgpack.Decoder(SteeredStep).decode
+_decode = msgspec.msgpack.Decoder(HostStep).decode
 
 
 class StepFeed:
-    """A socket that every engine process of vLLM's connects to, to tell of its steps."""
+    """A socket that every engine process of the host connects to."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -35,12 +32,12 @@ class StepFeed:
             self._server.close()
 
     def forget_requests(self) -> None:
-        """No request is open: end those whose end was lost or will not be told."""
+        """No request is open: end those whose end was lost or will not be reported."""
         observer = self._observer
         for request_id in list(observer.requests):
             observer.on_request_finished(request_id, FinishReason.ABORT, 0, observer.clock())
 
-    def _take(self, step: SteeredStep) -> None:
+    def _take(self, step: HostStep) -> None:
         observer = self._observer
         for one in step.arrived:
             if one.request_id not in observer.requests:
@@ -51,17 +48,17 @@ class StepFeed:
                     max_tokens=one.max_tokens,
                     now=one.at,
                 )
-        observer.on_step(step)
+        observer.on_step(step.report)
         for gone in step.left:
             if gone.request_id in observer.requests:  # else it was forgotten
                 # Why it ended shows in vLLM's own metrics.
-                observer.on_request_finished(gone.request_id, FinishReason.STOP, gone.num_output_tokens, step.at)
+                observer.on_request_finished(gone.request_id, FinishReason.STOP, gone.num_output_tokens, step.report.at)
 
 
 class _Link(asyncio.Protocol):
-    """What one engine process says."""
+    """The connection of one engine process."""
 
-    def __init__(self, take: Callable[[SteeredStep], None]) -> None:
+    def __init__(self, take: Callable[[HostStep], None]) -> None:
         self._take = take
         self._frames = FrameReader()
 

@@ -1,7 +1,6 @@
-"""vLLM behind evenflow's front: starts it, starts it again when it dies, changes its target, and leaves none of its
-processes behind.
+"""vLLM behind evenflow's front: starts it, restarts it when it dies, changes its target, and cleans up its processes.
 
-Everything here happens on the event loop's thread. Must not know: what is proxied, what a step means.
+Everything here happens on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -20,37 +19,38 @@ from typing import Protocol
 
 import httpx
 
-from evenflow.core.policies import retarget
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.engine.restarts import RestartDelay
-from evenflow.server.metrics.events import EngineState
-from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import EngineState, Observer
 from evenflow.server.proxy.step_feed import StepFeed
 from evenflow.vllm.launch import RunFolder, VllmLaunch
 
 logger = logging.getLogger("evenflow")
 
 _HEALTH_CHECK_S = 0.5  # while it starts
-_END_S = 20.0  # for vLLM to end by itself
-_FORGET_S = 1.0  # after the last request: for the last step to be told
+_EXIT_TIMEOUT_S = 20.0
+_FORGET_S = 1.0  # after the last request: time for the last report to arrive
 _STDERR = 2
-# Ends vLLM and its workers when its own standard input ends: they must not outlive a front that was killed.
+# Ends vLLM and its workers when its standard input closes: they must not outlive a killed front.
 _GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 
 
-class Relay(Protocol):
-    """A request on its way through vLLM."""
+class OpenRequest(Protocol):
+    """A request that is being proxied to vLLM."""
 
     def fail(self, failure: EvenflowError) -> None: ...
 
 
 class VllmEngine:
-    """One vLLM server for the routes to use. Its HTTP is `http`; whoever relays a request is told when vLLM dies."""
+    """One vLLM server for the routes to use, over `http`. When vLLM dies, all open requests fail."""
 
     def __init__(self, launch: VllmLaunch, observer: Observer) -> None:
         self._launch = launch
         self._observer = observer
-        self._policy = launch.policy
+        self.policy: PolicySpec | None = launch.policy  # None: vLLM is left to its own budget
+        self._last_target = launch.policy
         self._folder = RunFolder(Path(tempfile.mkdtemp(prefix="evenflow-")))
         self._folder.prepare()
         transport = httpx.AsyncHTTPTransport(
@@ -60,7 +60,7 @@ class VllmEngine:
         )
         self.http = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
         self._feed = StepFeed(observer)
-        self._relays: set[Relay] = set()
+        self._open: set[OpenRequest] = set()
         self._num_restarts = 0
         self._supervisor: asyncio.Task[None] | None = None
         self.is_up = False
@@ -68,38 +68,36 @@ class VllmEngine:
 
     # ---- what routes use ----
 
-    @property
-    def policy(self) -> str:
-        return self._policy
-
-    def set_target(self, seconds: float, paced: bool | None = None) -> None:
-        """Keep another target from the next step on; None: paced or strict as before."""
-        self._policy = retarget(self._policy, seconds, paced)
-        self._folder.set_target(self._policy)
-        self._tell_state()
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        if seconds is not None:
+            self._last_target = self._last_target.with_target(seconds, paced)
+        self.policy = None if seconds is None else self._last_target
+        self._folder.set_policy(self.policy)
+        self._publish_state()
 
     @contextmanager
-    def relaying(self, relay: Relay) -> Iterator[None]:
-        """Within this, the relay is told when vLLM is gone."""
+    def proxying(self, request: OpenRequest) -> Iterator[None]:
+        """Within this, `request.fail` is called if vLLM dies."""
         if not self.is_up:
             raise self.failure
-        self._relays.add(relay)
+        self._open.add(request)
         try:
             yield
         finally:
-            self._relays.discard(relay)
-            if not self._relays:
+            self._open.discard(request)
+            if not self._open:
                 asyncio.get_running_loop().call_later(_FORGET_S, self._forget_requests)
 
     def fail_all(self, failure: EvenflowError) -> None:
         """End every open request with this error."""
-        for relay in list(self._relays):
-            relay.fail(failure)
+        for request in list(self._open):
+            request.fail(failure)
 
     # ---- the life of the process ----
 
     def start(self) -> asyncio.Future[None]:
-        """Begin to start vLLM. What is returned is done when vLLM is ready, or has failed to become so."""
+        """Start vLLM in the background. The result is set when it is ready, or has failed."""
         first_start = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(first_start))
         return first_start
@@ -125,7 +123,7 @@ class VllmEngine:
                 return
             self._num_restarts += 1
             delay = delays.after(loop.time() - began)
-            logger.error("%s; it is started again in %.1f s", self.failure, delay)
+            logger.error("%s; restarting it in %.1f s", self.failure, delay)
             await asyncio.sleep(delay)
 
     async def _run_process(self, first_start: asyncio.Future[None]) -> None:
@@ -133,10 +131,10 @@ class VllmEngine:
         self._folder.http_socket.unlink(missing_ok=True)
         process = subprocess.Popen(
             self._launch.command(self._folder),
-            env=self._launch.environment(self._folder, self._policy),
+            env=self._launch.environment(self._folder, self._last_target),
             stdin=subprocess.DEVNULL,
             stdout=_STDERR,
-            start_new_session=True,  # an interrupt at the terminal is for the front to handle
+            start_new_session=True,  # the front handles an interrupt at the terminal
         )
         guard = start_guard(process.pid)
         ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
@@ -144,7 +142,7 @@ class VllmEngine:
             if await self._becomes_ready(ended):
                 self._go_up(first_start)
                 await asyncio.wait([ended])
-            self._go_down(_last_words(process.returncode, self.is_up))
+            self._go_down(_exit_error(process.returncode, self.is_up))
         finally:
             self._go_down(self.failure)
             await asyncio.to_thread(_end_group, process)
@@ -160,7 +158,7 @@ class VllmEngine:
 
     def _go_up(self, first_start: asyncio.Future[None]) -> None:
         self.is_up = True
-        self._tell_state()
+        self._publish_state()
         if not first_start.done():
             first_start.set_result(None)
 
@@ -170,24 +168,26 @@ class VllmEngine:
             self.is_up = False
             self.fail_all(failure)
             self._forget_requests()
-            self._tell_state()
+            self._publish_state()
 
-    def _tell_state(self) -> None:
-        self._observer.on_engine_state(EngineState(self.is_up, self._num_restarts, policy=self._policy))
+    def _publish_state(self) -> None:
+        policy = NO_TARGET if self.policy is None else str(self.policy)
+        target = None if self.policy is None else self.policy.target
+        self._observer.on_engine_state(EngineState(self.is_up, self._num_restarts, policy=policy, target_s=target))
 
     def _forget_requests(self) -> None:
-        if not self._relays:
+        if not self._open:
             self._feed.forget_requests()
 
 
-def _last_words(exit_code: int, was_up: bool) -> EngineFailed:
+def _exit_error(exit_code: int, was_up: bool) -> EngineFailed:
     if was_up:
         return EngineFailed(f"vLLM died (exit code {exit_code})")
     return EngineFailed(f"vLLM ended before it was ready (exit code {exit_code}); its own log says why")
 
 
 def start_guard(group: int) -> subprocess.Popen[bytes]:
-    """A process that ends this group of processes once its standard input ends: with whoever holds the other end."""
+    """A process that ends this process group once its standard input closes."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "evenflow-guard", str(group)],
         stdin=subprocess.PIPE,
@@ -197,10 +197,10 @@ def start_guard(group: int) -> subprocess.Popen[bytes]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask vLLM to end, then end by force whichever of its processes are left."""
+    """Terminate vLLM, then kill what is left of its processes."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
+        process.wait(_EXIT_TIMEOUT_S)
     with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only dead ones are left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,6 +1,6 @@
-"""The front's side of the engine process: starts it, starts it again when it dies, and carries requests to it.
+"""The front's side of the engine process: starts it, restarts it when it dies, and carries requests to it.
 
-Everything here happens on the event loop's thread, except `prepare`. Must not know: HTTP, what an engine is made of.
+Everything here happens on the event loop's thread, except `prepare`.
 """
 
 from __future__ import annotations
@@ -9,49 +9,34 @@ import asyncio
 import logging
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
 from evenflow import errors
 from evenflow.core.grammar import Grammar
-from evenflow.core.policies import retarget
+from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.intake import Intake, Limits, TextCodec
-from evenflow.errors import EngineFailed, EvenflowError, InvalidRequest
+from evenflow.engine.client import EngineClient, Stream
+from evenflow.engine.intake import Intake, Limits
+from evenflow.engine.messages import Command, Event, Failed, Ready, Refused, SetPolicy, Stepped, Stop, read_event
+from evenflow.engine.outputs import TextCodec
+from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.framing import FrameReader, frame
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.restarts import RestartDelay
-from evenflow.server.engine.stream import Stream
-from evenflow.server.engine.wire import (
-    Abort,
-    Add,
-    Command,
-    Event,
-    Failed,
-    FrameReader,
-    Ready,
-    Refused,
-    SetTarget,
-    StepDone,
-    Stop,
-    StopAfter,
-    frame,
-    read_event,
-)
-from evenflow.server.metrics.events import EngineState
-from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import EngineState, Observer
 
 logger = logging.getLogger("evenflow")
 
-_END_S = 5.0  # for a process that was asked to end
-_STREAMS_AT_ONCE = 8  # whose tokens are written before the next ones' are looked at
+_EXIT_TIMEOUT_S = 5.0
 
 
-class EngineClient:
+class ServedEngine:
     """An engine for the routes to use.
 
-    `factory` builds the engine, in the child process: it must be importable there. Whoever holds a Stream is told at
-    once when the process dies; requests are refused until the next one is ready.
+    `factory` builds the engine, in the child process: it must be importable there. When the process dies, every open
+    stream fails at once; requests are refused until the next process is ready.
     """
 
     def __init__(
@@ -65,20 +50,19 @@ class EngineClient:
         self._codec = codec
         self._check_grammar = check_grammar
         self._observer = observer
-        self._streams: dict[str, Stream] = {}
+        self._client = EngineClient(codec, self._send, self._on_end)
         self._process: SpawnProcess | None = None
         self._link: _Link | None = None  # only while the engine is ready
         self._failure: EvenflowError = EngineFailed("the engine is starting")  # why there is no link
-        self._last_words: EvenflowError | None = None  # of the process at hand
+        self._exit_error: EvenflowError | None = None  # of the current process
         self._intake: Intake | None = None
         self._ready: Ready | None = None
-        self._target: SetTarget | None = None  # that was asked for since the start
-        self._policy = ""
+        self.policy: PolicySpec = DEFAULT_POLICY
+        self._is_policy_changed = False  # since the start: a new process must be sent it
         self._num_restarts = 0
         self._supervisor: asyncio.Task[None] | None = None
         self._became_ready: asyncio.Future[None] | None = None
         self._is_closing = False
-        self._handing_out: Iterator[bool] = iter(())  # the last step's tokens
 
     # ---- what routes use ----
 
@@ -97,26 +81,21 @@ class EngineClient:
         return self._ready.max_num_seqs
 
     @property
-    def policy(self) -> str:
-        return self._policy
-
-    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return self._client.num_open
 
     def prepare(
         self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str, tenant: str = ""
     ) -> Request:
-        """Check, tokenise and hash a request. Any thread may do this, and for a long prompt should."""
+        """Check, tokenise and hash a request, on any thread."""
         assert self._intake is not None
-        return self._intake.prepare(prompt, sampling, policy=self._policy, request_id=request_id, tenant=tenant)
+        return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
 
     def submit(self, request: Request, *, tenant: str = "", num_answers: int | None = 1) -> Stream:
         """Send a prepared request to the engine. `num_answers`: of its call, with the first of them; None: the rest."""
         if self._link is None:
             raise self._failure
-        stream = Stream(request, self._codec.stream_decoder(request.tokens))
         self._observer.on_request_started(
             request.id,
             tenant=tenant,
@@ -125,36 +104,26 @@ class EngineClient:
             now=request.arrival_time,
             n=num_answers,
         )
-        self._streams[request.id] = stream
-        self._link.send(Add.of(request))
-        return stream
+        return self._client.submit(request)
 
     def abort(self, stream: Stream) -> None:
-        """End a request whose answer nobody wants any more; nothing happens where it has ended."""
-        if not stream.is_finished:
-            stream.abort()
-            self._end(stream)
-            self._send(Abort(stream.request.id))
+        """End a request whose output nobody wants any more; does nothing if it has ended."""
+        self._client.abort(stream)
 
-    def set_target(self, seconds: float, paced: bool | None = None) -> None:
-        """Keep another target from the next step on; None: paced or strict as before."""
-        self._policy = retarget(self._policy, seconds, paced)
-        self._target = SetTarget(seconds, self._policy.endswith(",paced"))
-        self._send(self._target)
-        self._tell_state()
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        self.policy, self._is_policy_changed = self.policy.with_target(seconds, paced), True
+        self._send(SetPolicy.of(self.policy))
+        self._publish_state()
 
     def fail_all(self, failure: EvenflowError) -> None:
-        """End every open request with this error, after what the last step gave it."""
-        self._finish_handing_out()
-        for stream in list(self._streams.values()):
-            self._send(Abort(stream.request.id))
-            stream.fail(failure)
-            self._end(stream)
+        """End every open request with this error, after the last step's tokens."""
+        self._client.fail_all(failure)
 
     # ---- the life of the process ----
 
     async def start(self) -> None:
-        """Start the engine and wait until it is ready; an error of its making is raised here."""
+        """Start the engine and wait until it is ready; raises the error it failed with."""
         self._became_ready = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
         await self._became_ready
@@ -165,10 +134,10 @@ class EngineClient:
         self.fail_all(EngineFailed("the server is shutting down"))
         if self._link is not None:
             self._link.send(Stop())
-        elif self._process is not None and self._process.pid is not None:  # it is loading, and would not hear
+        elif self._process is not None and self._process.pid is not None:  # it is loading and reads no commands yet
             self._process.kill()
         if self._supervisor is not None:
-            _, running = await asyncio.wait([self._supervisor], timeout=_END_S)
+            _, running = await asyncio.wait([self._supervisor], timeout=_EXIT_TIMEOUT_S)
             if running:
                 self._supervisor.cancel()
                 await asyncio.wait(running)
@@ -187,7 +156,7 @@ class EngineClient:
                 return
             self._num_restarts += 1
             delay = delays.after(loop.time() - began)
-            logger.error("%s; it is started again in %.1f s", self._failure, delay)
+            logger.error("%s; restarting it in %.1f s", self._failure, delay)
             await asyncio.sleep(delay)
 
     async def _run_process(self) -> None:
@@ -198,7 +167,7 @@ class EngineClient:
         process = context.Process(
             target=run_engine_process, args=(theirs, self._factory), name="evenflow-engine", daemon=True
         )
-        self._process, self._last_words = process, None
+        self._process, self._exit_error = process, None
         try:
             await asyncio.to_thread(process.start)
             theirs.close()
@@ -210,13 +179,13 @@ class EngineClient:
             await asyncio.to_thread(_end_process, process)
 
     def _go_down(self) -> None:
-        self._failure = self._last_words or EngineFailed("the engine process died")
+        self._failure = self._exit_error or EngineFailed("the engine process died")
         if self._link is not None:
             self._link = None
             self.fail_all(self._failure)
-            self._tell_state()
+            self._publish_state()
 
-    def _tell_state(self) -> None:
+    def _publish_state(self) -> None:
         if self._ready is not None:
             ready = self._ready
             self._observer.on_engine_state(
@@ -226,7 +195,8 @@ class EngineClient:
                     ready.max_model_len,
                     ready.num_blocks,
                     ready.block_size,
-                    self._policy,
+                    str(self.policy),
+                    self.policy.target,
                 )
             )
 
@@ -234,16 +204,15 @@ class EngineClient:
 
     def _take(self, event: Event, link: _Link) -> None:
         match event:
-            case StepDone():
-                self._take_step(event)
+            case Stepped(report):
+                self._observer.on_step(report)
+                self._client.take(event)
+            case Refused():
+                self._client.take(event)
             case Ready():
                 self._go_up(event, link)
-            case Refused(request_id, message):
-                if (stream := self._streams.get(request_id)) is not None:
-                    stream.fail(InvalidRequest(message))
-                    self._end(stream)
             case Failed(kind, message):
-                self._last_words = getattr(errors, kind, EngineFailed)(message)
+                self._exit_error = getattr(errors, kind, EngineFailed)(message)
 
     def _go_up(self, ready: Ready, link: _Link) -> None:
         assert self._became_ready is not None
@@ -251,48 +220,15 @@ class EngineClient:
         if self._intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
             self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=self._check_grammar)
-        if self._target is None:
-            self._policy = ready.policy
+        if self._is_policy_changed:
+            link.send(SetPolicy.of(self.policy))
         else:
-            link.send(self._target)
-        self._tell_state()
+            self.policy = ready.policy.spec()
+        self._publish_state()
         if not self._became_ready.done():
             self._became_ready.set_result(None)
 
-    def _take_step(self, step: StepDone) -> None:
-        self._observer.on_step(step.event)
-        self._finish_handing_out()
-        self._handing_out = self._hand_out(step)
-        self._go_on_handing_out()
-
-    def _go_on_handing_out(self) -> None:
-        """Hand out a few streams' tokens; those that follow have their turn when the loop has written these."""
-        if next(self._handing_out, False):
-            asyncio.get_running_loop().call_soon(self._go_on_handing_out)
-
-    def _finish_handing_out(self) -> None:
-        for _ in self._handing_out:
-            pass
-
-    def _hand_out(self, step: StepDone) -> Iterator[bool]:
-        """Give every stream its tokens, and yield between a few and the next. This runs for every token."""
-        now, streams = step.event.at, self._streams
-        started, ended, logprobs = step.started, step.ended, step.logprobs
-        for row, (request_id, tokens) in enumerate(zip(step.ids, step.tokens, strict=True)):
-            if row and row % _STREAMS_AT_ONCE == 0:
-                yield True
-            stream = streams.get(request_id)
-            if stream is None:  # it ended here before the engine knew
-                continue
-            if row in started:
-                stream.start(started[row])
-            if stream.take(tokens, logprobs.get(row), ended.get(row), now):
-                self._send(StopAfter(request_id, len(stream.output.token_ids)))
-            if stream.is_finished:
-                self._end(stream)
-
-    def _end(self, stream: Stream) -> None:
-        del self._streams[stream.request.id]
+    def _on_end(self, stream: Stream) -> None:
         output = stream.output
         assert output.finish_reason is not None
         self._observer.on_request_finished(
@@ -300,7 +236,7 @@ class EngineClient:
         )
 
     def _send(self, command: Command) -> None:
-        if self._link is not None:  # an engine that is gone knows no request, and the next one is told the target
+        if self._link is not None:  # a process that is gone has no requests, and the next one is sent the policy
             self._link.send(command)
 
 
@@ -330,7 +266,7 @@ class _Link(asyncio.Protocol):
 
 
 def _end_process(process: SpawnProcess) -> None:
-    process.join(_END_S)
+    process.join(_EXIT_TIMEOUT_S)
     if process.is_alive():
         process.kill()
         process.join()

@@ -1,0 +1,90 @@
+"""Deadlines, lateness and patience: when a stream's next token is due, and how long a prompt lets others pass.
+
+A stream that emitted token k at e[k] owes token k+1 at
+
+    d[k+1] = clamp(d[k] + T, e[k] + T, e[k] + T + C)
+
+T is the target, C the most slack that a stream can earn by being early. Strict is C = 0: no gap exceeds T. Paced lends
+earned slack to prefill: gaps may reach T + C, but no stream falls behind one token per T. A late token re-anchors: the
+next one is due T after it. evenflow's scheduler and the steering of host engines both use this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+NO_DEADLINE = -math.inf  # nothing is owed before the first token
+PACED_SLACK = 2.0  # C in units of T
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """The engine's target. A request may have its own."""
+
+    target: float  # T, seconds
+    is_paced: bool = False
+
+    def next_due(self, due: float, emitted: float, target: float) -> float:
+        """When the token after the one emitted now is due, which was itself due at `due`."""
+        strict = emitted + target
+        if not self.is_paced:
+            return strict
+        return min(max(due + target, strict), strict + PACED_SLACK * target)
+
+
+class LateToken(NamedTuple):
+    request_id: str
+    gap: float  # seconds since the stream's previous token
+    seconds: float  # after its deadline
+
+
+class StreamDeadline:
+    """When one stream's next token is due."""
+
+    __slots__ = ("due", "last_token_time", "own_target")
+
+    def __init__(self, own_target: float | None = None) -> None:
+        self.own_target = own_target  # None: the engine's
+        self.due = NO_DEADLINE
+        self.last_token_time = NO_DEADLINE
+
+    def emit(self, request_id: str, pacing: Pacing, now: float) -> LateToken | None:
+        """Take a token emitted now; returns how late it is, if it is."""
+        due, target = self.due, self.own_target or pacing.target
+        late = LateToken(request_id, now - self.last_token_time, now - due) if NO_DEADLINE < due < now else None
+        self.due, self.last_token_time = pacing.next_due(due, now, target), now
+        return late
+
+    def restart(self, pacing: Pacing | None) -> None:
+        """Follow a new target from the last token on. Earned slack is forgotten."""
+        if self.due > NO_DEADLINE:
+            self.due = self.last_token_time + (self.own_target or pacing.target) if pacing else NO_DEADLINE
+
+
+class Urgency(NamedTuple):
+    """What the streams of a step demand of it."""
+
+    earliest_deadline: float | None  # None: no stream has one yet
+    tightest_target: float | None  # None: no stream decodes
+
+
+def urgency(streams: Iterable[StreamDeadline], pacing: Pacing) -> Urgency:
+    earliest, tightest = math.inf, math.inf
+    for stream in streams:
+        if NO_DEADLINE < stream.due < earliest:
+            earliest = stream.due
+        target = stream.own_target or pacing.target
+        if target < tightest:
+            tightest = target
+    return Urgency(earliest if earliest < math.inf else None, tightest if tightest < math.inf else None)
+
+
+def rank_time(arrival_time: float, patience: float, prefill_seconds: float, ttft_target: float | None = None) -> float:
+    """Prompts are served in this order: by arrival, plus a patience in proportion to their own prefill.
+
+    Short prompts pass long ones, but only those that arrive within the long one's patience, so none starves.
+    """
+    return arrival_time + min(patience * prefill_seconds, ttft_target or math.inf)

@@ -1,0 +1,199 @@
+"""What a step did: one report for callers, metrics, the live page, benchmarks and host engines alike.
+
+`StepReport` is a plain tuple, so that it crosses a socket as it is. `Attribution` says where a step's time went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from evenflow.core.deadlines import LateToken
+from evenflow.core.plan import ChunkReason, RowLogprobs, StepShape
+from evenflow.core.step_time import StepTimeModel
+
+
+class ChunkReport(NamedTuple):
+    """A chunk of a prompt, as it ran."""
+
+    request_id: str
+    start: int
+    length: int
+    reason: ChunkReason
+    seconds: float  # its share of the step's
+    gave_token: bool
+
+
+class AdmissionReport(NamedTuple):
+    """A request that took a slot, for the first time or again."""
+
+    request_id: str
+    num_tokens: int  # looked up in the prefix cache
+    num_cached_tokens: int
+    was_preempted: bool
+
+
+class Ended(NamedTuple):
+    reason: str
+    error: str | None
+
+
+class CauseKind(StrEnum):
+    """What a stream waits for."""
+
+    DECODES = "decodes"  # the step, had it only decoded
+    PREFILL = "prefill"  # what a chunk added
+    UNEXPLAINED = "unexplained"  # the step took longer than predicted
+    HOST = "host"  # between steps: planning, commits, text, callers
+    GARBAGE_COLLECTION = "garbage_collection"
+    KV_MEMORY = "kv_memory"  # steps without the stream, for lack of blocks
+
+
+class Cause(NamedTuple):
+    kind: CauseKind
+    seconds: float
+    request_id: str | None = None  # whose chunk it was
+    num_tokens: int = 0  # of that chunk
+
+
+class Stall(NamedTuple):
+    """A gap before a token, explained."""
+
+    step_id: int
+    at: float  # when the token came
+    request_id: str
+    gap_s: float
+    late_s: float
+    causes: tuple[Cause, ...]  # largest first; they add up to the gap
+
+
+class StepReport(NamedTuple):
+    """One committed step. Times are of the engine's clock."""
+
+    step_id: int
+    at: float  # when it was committed
+    seconds: float
+    predicted_seconds: float  # 0: nothing was known yet
+    decode_seconds: float  # the rest of `seconds` is the chunks'
+    num_decodes: int  # rows
+    chunks: list[ChunkReport]
+    admissions: list[AdmissionReport]
+    causes: tuple[Cause, ...]  # of the time since the previous step
+    late: list[LateToken]
+    policy: str
+    budget: int  # most tokens of a step
+    target_s: float | None  # None: the policy keeps none
+    feasible_target_s: float | None  # the lowest feasible one, while the target is infeasible
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0 to 1
+    # What each request got, as columns. What few rows have is keyed by row.
+    ids: list[str]
+    tokens: list[tuple[int, ...]]
+    num_decoded: int  # the first rows are decodes
+    ended: dict[int, Ended]
+    logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (never changed)
+    prompt_logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (by place among the chunks)
+    is_own_time: bool = True  # False: `seconds` may include part of another step's
+
+    @property
+    def started_at(self) -> float:
+        return self.at - self.seconds
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum([chunk.length for chunk in self.chunks])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def decoded(self) -> list[str]:
+        """Requests that got a token by decoding."""
+        return self.ids[: self.num_decoded]
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.num_decodes and self.chunks)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Relative to the actual seconds; None where the step cannot be judged."""
+        if not (self.predicted_seconds and self.seconds and self.is_own_time):
+            return None
+        return abs(self.predicted_seconds / self.seconds - 1)
+
+    @property
+    def stall(self) -> Stall | None:
+        """The longest of the gaps that this step made too long."""
+        return self.explain(max(self.late, key=lambda late: late.gap)) if self.late else None
+
+    def explain(self, token: LateToken) -> Stall:
+        """The causes of the gap before a token of this step."""
+        waited = token.gap - sum(cause.seconds for cause in self.causes)
+        causes = [*self.causes, Cause(CauseKind.KV_MEMORY, waited)] if waited > 1e-9 else self.causes
+        largest_first = tuple(sorted(causes, key=lambda cause: -cause.seconds))
+        return Stall(self.step_id, self.at, token.request_id, token.gap, token.seconds, largest_first)
+
+
+class StepTimes(NamedTuple):
+    """Where a step's time went."""
+
+    decode_seconds: float
+    chunk_seconds: list[float]
+    causes: tuple[Cause, ...]
+
+
+class Attribution:
+    """Splits each step's seconds among its decodes and chunks, as the step-time model weighs them."""
+
+    def __init__(self, step_time: StepTimeModel) -> None:
+        self._step_time = step_time
+        self._last_at: float | None = None
+
+    def split(
+        self,
+        at: float,
+        seconds: float,
+        predicted_seconds: float,
+        shapes: Sequence[StepShape],  # of the step without chunks, with the first one, with the first two, ...
+        chunks: Sequence[tuple[str, int]],  # request and length
+        gc_seconds: float = 0.0,  # since the previous step
+    ) -> StepTimes:
+        parts = [seconds]
+        if chunks:
+            predicted = [self._step_time.predict(shape) for shape in shapes]
+            parts = [predicted[0], *(max(0.0, after - before) for before, after in pairwise(predicted))]
+            if not any(parts):
+                parts = [float(shapes[0].total_rows), *(float(length) for _, length in chunks)]
+            if not shapes[0].total_rows:  # a step costs something even without rows, and the chunks are all it is for
+                parts = [0.0, parts[0] + parts[1], *parts[2:]]
+        share = 1 / sum(parts) if any(parts) else 0.0
+        since_last = seconds if self._last_at is None else at - self._last_at
+        self._last_at = at
+        in_step = min(seconds, since_last)
+        explained = min(predicted_seconds, in_step)
+        rest = in_step - explained, since_last - in_step
+        causes = tuple(_causes([explained * share * part for part in parts], chunks, *rest, gc_seconds))
+        decode_seconds, *chunk_seconds = [seconds * share * part for part in parts]
+        return StepTimes(decode_seconds, chunk_seconds, causes)
+
+
+def _causes(
+    parts: list[float], chunks: Sequence[tuple[str, int]], unexplained: float, host: float, gc_seconds: float
+) -> Iterator[Cause]:
+    # When the collector ran is not known; either way, nothing else explains that time.
+    gc_in_step = min(gc_seconds, unexplained)
+    gc_outside = min(gc_seconds - gc_in_step, host)
+    kinds = CauseKind
+    found = [
+        Cause(kinds.DECODES, parts[0]),
+        *(Cause(kinds.PREFILL, part, *chunk) for part, chunk in zip(parts[1:], chunks, strict=True)),
+        Cause(kinds.UNEXPLAINED, unexplained - gc_in_step),
+        Cause(kinds.HOST, host - gc_outside),
+        Cause(kinds.GARBAGE_COLLECTION, gc_in_step + gc_outside),
+    ]
+    return (cause for cause in found if cause.seconds > 0)

@@ -1,0 +1,147 @@
+"""An engine's side on an event loop: requests in, a stream of deltas out for each.
+
+The engine itself runs elsewhere, on a thread (`AsyncLLM`) or in a process (the server). Everything here happens on the
+event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from evenflow.core.report import StepReport
+from evenflow.core.request import FinishReason, Request
+from evenflow.engine.messages import Abort, Add, Command, Refused, Stepped, StopAfter
+from evenflow.engine.outputs import Delta, Outputs, RequestOutput, TextCodec
+from evenflow.errors import EvenflowError, InvalidRequest
+
+_STREAMS_AT_ONCE = 8  # get their tokens before the loop may write them out
+
+
+class Stream:
+    """An async iterator of deltas. Deltas that nobody has awaited yet are merged."""
+
+    def __init__(self, request: Request, output: RequestOutput) -> None:
+        self.request = request
+        self.output = output
+        self._tokens: tuple[int, ...] = ()
+        self._text = ""
+        self._failure: EvenflowError | None = None
+        self._is_exhausted = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def push(self, delta: Delta) -> None:
+        self._tokens += delta.token_ids
+        self._text += delta.text
+        self._wake()
+
+    def fail(self, failure: EvenflowError) -> None:
+        """Raise this after the deltas pushed so far."""
+        self._failure = failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        if not (self._tokens or self.is_finished):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        if self._failure is not None and not self._tokens:
+            self._is_exhausted = True
+            raise self._failure
+        reason = None if self._failure is not None else self.output.finish_reason
+        delta = Delta(self.request.id, self._tokens, self._text, reason, self.output)
+        self._tokens, self._text = (), ""
+        self._is_exhausted = reason is not None
+        return delta
+
+
+class EngineClient:
+    """The open requests of one engine. `send` carries commands to it; `take` is called with its events."""
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        send: Callable[[Command], None],
+        on_end: Callable[[Stream], None] = lambda stream: None,
+    ) -> None:
+        self._send = send
+        self._on_end = on_end
+        self._outputs = Outputs(codec, lambda request_id, num_tokens: send(StopAfter(request_id, num_tokens)))
+        self._streams: dict[str, Stream] = {}
+        self._backlog: Iterator[None] = iter(())  # of the last step's tokens
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    def submit(self, request: Request) -> Stream:
+        command = Add.of(request)
+        stream = self._streams[request.id] = Stream(request, self._outputs.add(request))
+        self._send(command)
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """End a request whose output nobody wants any more; does nothing if it has ended."""
+        delta = self._outputs.finish(stream.request.id, FinishReason.ABORT)
+        if delta is not None:
+            self._send(Abort(stream.request.id))
+            self._end(stream, delta)
+
+    def fail_all(self, failure: EvenflowError) -> None:
+        """End every open request with this error, after the last step's tokens."""
+        self._drain_backlog()
+        for stream in list(self._streams.values()):
+            self._send(Abort(stream.request.id))
+            self._fail(stream, failure)
+
+    def take(self, event: Stepped | Refused) -> None:
+        if isinstance(event, Stepped):
+            self._drain_backlog()
+            self._backlog = self._hand_out(event.report)
+            self._continue()
+        elif (stream := self._streams.get(event.id)) is not None:
+            self._fail(stream, InvalidRequest(event.message))
+
+    def _continue(self) -> None:
+        """Hand out a few streams' tokens; the rest follows after the loop has written these out."""
+        if next(self._backlog, self) is None:
+            asyncio.get_running_loop().call_soon(self._continue)
+
+    def _drain_backlog(self) -> None:
+        for _ in self._backlog:
+            pass
+
+    def _hand_out(self, report: StepReport) -> Iterator[None]:
+        streams = self._streams
+        for row, delta in enumerate(self._outputs.take(report), start=1):
+            stream = streams[delta.request_id]
+            if delta.finish_reason is None:
+                stream.push(delta)
+            else:
+                self._end(stream, delta)
+            if row % _STREAMS_AT_ONCE == 0:
+                yield
+
+    def _fail(self, stream: Stream, failure: EvenflowError) -> None:
+        delta = self._outputs.finish(stream.request.id, FinishReason.ERROR, str(failure))
+        assert delta is not None
+        stream.fail(failure)
+        self._end(stream, delta)
+
+    def _end(self, stream: Stream, delta: Delta) -> None:
+        del self._streams[stream.request.id]
+        stream.push(delta)
+        self._on_end(stream)

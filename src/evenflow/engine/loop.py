@@ -1,0 +1,78 @@
+"""Steps one engine and takes commands in between: one loop for `AsyncLLM`'s thread and the server's process."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+
+from evenflow.engine.engine import Engine
+from evenflow.engine.messages import (
+    Abort,
+    Add,
+    Command,
+    Event,
+    Failed,
+    Ready,
+    Refused,
+    SetPolicy,
+    Stepped,
+    Stop,
+    StopAfter,
+)
+from evenflow.errors import EvenflowError
+
+logger = logging.getLogger("evenflow")
+
+Commands = queue.SimpleQueue[Command]
+
+_MAX_COMMANDS_BETWEEN_STEPS = 64
+
+
+def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> None:
+    """Build an engine and run it until it is stopped. If it fails, its last event says why."""
+    try:
+        engine = build()
+        try:
+            _run(engine, commands, send)
+        finally:
+            engine.close()
+    except EvenflowError as error:
+        send(Failed(type(error).__name__, str(error)))
+    except Exception as error:
+        logger.exception("the engine stopped")
+        send(Failed("EngineFailed", f"the engine stopped: {error!r}"))
+
+
+def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
+    limits, config = engine.limits, engine.scheduler.config
+    sizes = config.block_size, config.num_blocks, config.max_num_seqs
+    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy)))
+    while _drain_commands(engine, commands, send):
+        report = engine.step()
+        if report is not None:
+            send(Stepped(report))
+
+
+def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> bool:
+    """Carry out pending commands; wait for one if the engine has no work. False: stop."""
+    for _ in range(_MAX_COMMANDS_BETWEEN_STEPS):
+        try:
+            command = commands.get(block=not engine.has_work)
+        except queue.Empty:
+            return True
+        match command:
+            case Add():
+                try:
+                    engine.add(command.request())
+                except EvenflowError as error:
+                    send(Refused(command.id, str(error)))
+            case Abort(request_id):
+                engine.abort(request_id)
+            case StopAfter(request_id, num_tokens):
+                engine.stop(request_id, num_tokens)
+            case SetPolicy():
+                engine.set_policy(command.spec())
+            case Stop():
+                return False
+    return True

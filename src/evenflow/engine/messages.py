@@ -1,0 +1,116 @@
+"""What an engine and its clients send each other, on a thread's queue or over a socket: commands in, events out.
+
+All tokens of a step are one message, so that hundreds of streams cost the engine no more messages than one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from evenflow.core.policies import PolicySpec
+from evenflow.core.report import StepReport
+from evenflow.core.request import Request, SamplingParams
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """A request that has been checked, tokenised and hashed."""
+
+    id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: list[int]
+    max_known_tokens: int
+    salt: bytes
+    block_hashes: list[bytes]
+    arrival_time: float  # of `time.perf_counter`, which all processes of a machine share
+
+    @classmethod
+    def of(cls, request: Request) -> Add:
+        return cls(
+            request.id,
+            request.tokens,
+            request.sampling,
+            request.seed,
+            sorted(request.stop_token_ids),
+            request.max_known_tokens,
+            request.salt,
+            request.block_hashes,
+            request.arrival_time,
+        )
+
+    def request(self) -> Request:
+        return Request(
+            self.id,
+            self.token_ids,
+            self.sampling,
+            seed=self.seed,
+            max_model_len=self.max_known_tokens,
+            eos_token_ids=tuple(self.stop_token_ids),
+            salt=self.salt,
+            block_hashes=self.block_hashes,
+            arrival_time=self.arrival_time,
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    id: str
+
+
+class StopAfter(msgspec.Struct, frozen=True, array_like=True, tag="stop_after"):
+    """The text met a stop string: the request ended after this many tokens, whatever was sampled since."""
+
+    id: str
+    num_tokens: int
+
+
+class SetPolicy(msgspec.Struct, frozen=True, array_like=True, tag="set_policy"):
+    policy: str
+    budget: int
+
+    @classmethod
+    def of(cls, policy: PolicySpec) -> SetPolicy:
+        return cls(str(policy), policy.budget)
+
+    def spec(self) -> PolicySpec:
+        return PolicySpec.parse(self.policy).bounded(self.budget)
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """End the engine, whatever is open."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The engine is built: its limits and its policy."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    policy: SetPolicy
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    report: StepReport
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """A request that the engine does not take."""
+
+    id: str
+    message: str
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The engine ends by an error, named as in `evenflow.errors`."""
+
+    kind: str
+    message: str
+
+
+Command = Add | Abort | StopAfter | SetPolicy | Stop
+Event = Ready | Stepped | Refused | Failed
+
+read_command = msgspec.msgpack.Decoder(Command).decode
+read_event = msgspec.msgpack.Decoder(Event).decode

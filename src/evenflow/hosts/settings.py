@@ -1,0 +1,58 @@
+"""evenflow's settings inside a host engine: from the host's own configuration, else from the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenflow.core.policies import MIN_TARGET_S, PolicySpec
+from evenflow.errors import InvalidConfig
+
+CONFIG_KEY = "evenflow"
+TARGET_VARIABLE = "EVENFLOW_TBT_TARGET"
+SOCKET_VARIABLE = "EVENFLOW_STEP_SOCKET"
+TARGET_FILE_VARIABLE = "EVENFLOW_TARGET_FILE"
+
+_VARIABLES = {"tbt_target": TARGET_VARIABLE, "step_socket": SOCKET_VARIABLE, "target_file": TARGET_FILE_VARIABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    policy: PolicySpec
+    step_socket: str | None  # a Unix stream socket that receives each step's report
+    target_file: str | None  # another target can be written here while the host runs
+
+
+def read_settings(additional_config: object) -> Settings:
+    """Settings from the host's configuration; those missing there come from the environment."""
+    given = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping) or not set(given) <= set(_VARIABLES):
+        raise InvalidConfig(
+            f"Got {CONFIG_KEY}={given!r} in vLLM's additional config but expected some of: {', '.join(_VARIABLES)}."
+        )
+    found = {name: given.get(name, os.environ.get(variable)) for name, variable in _VARIABLES.items()}
+    return Settings(_policy(found["tbt_target"]), found["step_socket"], found["target_file"])
+
+
+def _policy(target: Any) -> PolicySpec:
+    if isinstance(target, int | float) and not isinstance(target, bool):
+        return PolicySpec.for_target(target)
+    if not isinstance(target, str):
+        raise InvalidConfig(
+            f"Got tbt_target={target!r} but expected a duration such as 50ms: set it by "
+            f"""--additional-config '{{"{CONFIG_KEY}": {{"tbt_target": "50ms"}}}}' or {TARGET_VARIABLE}=50ms."""
+        )
+    try:
+        return PolicySpec.parse(f"target:{target}")
+    except InvalidConfig:
+        raise InvalidConfig(f"Got tbt_target={target!r} but expected milliseconds such as 50ms.") from None
+
+
+def own_target(extra_args: Mapping[str, Any] | None, name: str = "tbt_target") -> float | None:
+    """A request's own target in seconds; None if it has none, or none that makes sense."""
+    target = (extra_args or {}).get(name)
+    is_valid = isinstance(target, int | float) and MIN_TARGET_S <= target < math.inf
+    return float(target) if is_valid else None  # type: ignore[arg-type]

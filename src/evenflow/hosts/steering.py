@@ -1,0 +1,277 @@
+"""Keeps a latency target inside a host engine: sizes each step's prefill, learns what steps take, reports them.
+
+The host engine's adapter describes requests and steps to it in plain figures, and enforces the quotas it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from evenflow.core.deadlines import LateToken, StreamDeadline, rank_time, urgency
+from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.core.policies import PolicySpec
+from evenflow.core.policy import Candidate, Policy, Quota, StepView
+from evenflow.core.report import Attribution, ChunkReport, StepReport
+from evenflow.core.step_time import StepTimeModel
+from evenflow.hosts.in_flight import InFlightStep, InFlightSteps
+from evenflow.hosts.policy_file import NO_TARGET, PolicyFile
+from evenflow.hosts.reporter import Reporter
+from evenflow.hosts.settings import Settings
+from evenflow.step_time_store import load_step_times, save_step_times
+
+_STEPS_BETWEEN_SAVES = 8192  # of step times: a save takes a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What steering needs to know of a host engine, once."""
+
+    caps: ExecutorCaps
+    budget: int  # its own, which remains the limit
+    max_num_seqs: int
+    step_times_path: Path
+    logger: logging.Logger
+    num_stages: int = 1  # of a pipeline: a stream's next token takes this many steps
+
+
+class HostRequest(NamedTuple):
+    """A request as it arrives."""
+
+    id: str
+    arrival_time: float  # of the wall clock
+    num_prompt_tokens: int
+    num_tokens: int
+    num_cached_tokens: int
+    max_tokens: int
+    tbt_target: float | None = None
+    ttft_target: float | None = None
+
+
+class Decode(NamedTuple):
+    """A stream's rows in the next step: one, or more with speculated tokens."""
+
+    request_id: str
+    rows: int
+    context: int  # positions that its last row sees
+
+
+class HostLoad(NamedTuple):
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0 to 1
+
+
+@dataclass(slots=True)
+class _Stream:
+    deadline: StreamDeadline
+    rank: float  # prompts are served in this order
+    num_tokens: int = 0
+
+
+class Steering:
+    """One host scheduler's policy, step by step. It keeps what the host does not: deadlines, ranks and step times."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        self._host = host
+        self._policy_file = PolicyFile(settings.target_file) if settings.target_file else None
+        self.step_time = load_step_times(host.step_times_path) or StepTimeModel()
+        self._attribution = Attribution(self.step_time)
+        self._reporter = Reporter(host.logger, settings.step_socket)
+        self._streams: dict[str, _Stream] = {}
+        self._in_flight = InFlightSteps()
+        self._num_steps = 0
+        self._set_policy(settings.policy)
+
+    def _set_policy(self, spec: PolicySpec | None) -> None:
+        """None: the host is left to its own budget."""
+        self._spec = spec
+        self._pacing = spec.pacing if spec is not None else None
+        self._policy: Policy | None = None
+        if spec is not None and spec.target is not None:
+            staged = replace(spec, seconds=spec.target / self._host.num_stages, written="")
+            self._policy = staged.bounded(self._host.budget).build()
+        for stream in self._streams.values():
+            stream.deadline.restart(self._pacing)
+
+    @property
+    def target(self) -> float | None:
+        return None if self._pacing is None else self._pacing.target
+
+    @property
+    def is_active(self) -> bool:
+        return self._policy is not None
+
+    # ---- before a step ----
+
+    def follow_policy_file(self) -> None:
+        policy = self._policy_file.read_if_changed(self._spec) if self._policy_file is not None else self._spec
+        if policy is not self._spec:
+            self._set_policy(policy)
+            change = "no latency target" if self.target is None else f"latency target {1000 * self.target:g} ms"
+            self._host.logger.info("evenflow: %s from now on", change)
+
+    def add(self, request: HostRequest) -> None:
+        uncached = self._host.caps.prefill_shape(
+            request.num_cached_tokens, request.num_tokens - request.num_cached_tokens
+        )
+        patience = self._policy.patience if self._policy is not None else 0.0
+        rank = rank_time(request.arrival_time, patience, self.step_time.predict(uncached), request.ttft_target)
+        self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), rank)
+        arrived_at = self.clock() - max(0.0, time.time() - request.arrival_time)
+        self._reporter.arrived(request.id, arrived_at, request.num_prompt_tokens, request.max_tokens)
+
+    def rank(self, request_id: str) -> float:
+        return self._streams[request_id].rank
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._in_flight.num_steps
+
+    def plan(
+        self,
+        now: float,
+        decodes: Iterable[Decode],
+        candidates: Sequence[Candidate],
+        free_tokens: int,
+        long_prefill_token_threshold: int,
+    ) -> tuple[int, Sequence[Quota]]:
+        """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
+        assert self._policy is not None
+        assert self._pacing is not None
+        decoding = [decode for decode in decodes if decode.rows]
+        urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
+        target = urgent.tightest_target
+        view = StepView(
+            now=now,
+            num_in_flight=self._in_flight.num_steps,
+            num_decodes=sum(decode.rows for decode in decoding),
+            decode_context=sum(decode.rows * decode.context for decode in decoding),
+            earliest_deadline=urgent.earliest_deadline,
+            tightest_target=None if target is None else target / self._host.num_stages,
+            overhead=0.0,  # a step's seconds are counted from before it is planned
+            step_time=self.step_time,
+            max_num_seqs=self._host.max_num_seqs,
+            candidates=candidates,
+            free_tokens=free_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            caps=self._host.caps,
+        )
+        quotas = self._policy.plan(view).chunks
+        self._warn_if_infeasible(self._policy, self._pacing.target)
+        return view.num_decodes, quotas
+
+    def _warn_if_infeasible(self, policy: Policy, target: float) -> None:
+        if (feasible := policy.infeasibility_warning()) is not None:
+            self._host.logger.warning(
+                "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.0f ms.",
+                1000 * target,
+                1000 * feasible * self._host.num_stages,
+            )
+
+    # ---- after a step ----
+
+    def scheduled(self, step: InFlightStep, num_decodes: int, decode_context: int, num_ended: int) -> None:
+        """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt."""
+        if num_decodes or step.chunks:
+            step.shape = self._host.caps.step_shape(
+                num_decodes=num_decodes,
+                decode_context=decode_context,
+                chunks=[(start, length) for _, start, length in step.chunks],
+                prefill_logit_rows=num_ended,
+            )
+            step.predicted = self.step_time.predict(step.shape)
+        self._in_flight.add(step)
+
+    def ended(self, key: object) -> InFlightStep:
+        """The host has the output of the step with this key."""
+        return self._in_flight.end(key, self.clock())
+
+    def emitted(
+        self,
+        step: InFlightStep,
+        tokens: Mapping[str, Sequence[int]],
+        open_requests: Mapping[str, object],  # that the host still has
+        load: HostLoad,
+    ) -> None:
+        """The host has handed out the step's tokens."""
+        if step.shape is None:
+            return
+        if step.is_own_time:
+            self.step_time.observe(step.shape, step.seconds)
+        late = [one for request_id in tokens if (one := self._emit(request_id, tokens[request_id], step.ended_at))]
+        if len(self._streams) > len(open_requests):
+            for request_id in self._streams.keys() - open_requests.keys():
+                self._reporter.left(request_id, self._streams.pop(request_id).num_tokens)
+        self._num_steps += 1
+        if self._num_steps % _STEPS_BETWEEN_SAVES == 0:
+            save_step_times(self.step_time, self._host.step_times_path)
+        self._reporter.report(self._report(step, tokens, late, load))
+
+    def _emit(self, request_id: str, tokens: Sequence[int], now: float) -> LateToken | None:
+        stream = self._streams[request_id]
+        stream.num_tokens += len(tokens)
+        return None if self._pacing is None else stream.deadline.emit(request_id, self._pacing, now)
+
+    def _report(
+        self, step: InFlightStep, tokens: Mapping[str, Sequence[int]], late: list[LateToken], load: HostLoad
+    ) -> StepReport:
+        assert step.shape is not None
+        times = self._attribution.split(
+            step.ended_at,
+            step.seconds,
+            step.predicted,
+            [
+                self._host.caps.step_shape(
+                    num_decodes=step.shape.decode_sequences,
+                    decode_context=step.shape.decode_context,
+                    chunks=[(start, length) for _, start, length in step.chunks[:num_chunks]],
+                )
+                for num_chunks in range(len(step.chunks) + 1)
+            ],
+            [(request_id, length) for request_id, _, length in step.chunks],
+        )
+        decoded = [request_id for request_id in tokens if request_id in step.decode_ids]
+        ids = decoded + [request_id for request_id in tokens if request_id not in step.decode_ids]
+        return StepReport(
+            step_id=self._num_steps,
+            at=step.ended_at,
+            seconds=step.seconds,
+            predicted_seconds=step.predicted,
+            decode_seconds=times.decode_seconds,
+            num_decodes=step.shape.decode_sequences,
+            chunks=[
+                ChunkReport(request_id, start, length, self._reason(step, request_id), seconds, request_id in tokens)
+                for (request_id, start, length), seconds in zip(step.chunks, times.chunk_seconds, strict=True)
+            ],
+            admissions=[],
+            causes=times.causes,
+            late=late,
+            policy=NO_TARGET if self._spec is None else str(self._spec),
+            budget=self._host.budget,
+            target_s=self.target,
+            feasible_target_s=self._policy.feasible_target if self._policy is not None else None,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_cache_usage=load.kv_cache_usage,
+            ids=ids,
+            tokens=[tuple(tokens[request_id]) for request_id in ids],
+            num_decoded=len(decoded),
+            ended={},
+            is_own_time=step.is_own_time,
+        )
+
+    @staticmethod
+    def _reason(step: InFlightStep, request_id: str) -> ChunkReason:
+        return step.reasons.get(request_id, ChunkReason.BUDGET)
+
+    def close(self) -> None:
+        if self.step_time.is_calibrated:
+            save_step_times(self.step_time, self._host.step_times_path)
+        self._reporter.close()
