@@ -58,8 +58,8 @@ def text_of(page: Any, selector: str) -> str:
 
 def say(page: Any, message: str, *, padding: str = "0", max_tokens: int = 40) -> None:
     page.get_by_label("Message").fill(message)
-    page.get_by_label("Text put before it").select_option(padding)
-    page.get_by_label("Most tokens").fill(str(max_tokens))
+    page.get_by_label("Padding before it").select_option(padding)
+    page.get_by_label("Maximum tokens").fill(str(max_tokens))
     page.get_by_role("button", name="Send").click()
 
 

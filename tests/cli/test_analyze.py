@@ -192,7 +192,7 @@ def test_an_interpreter_with_vllm_is_asked(tmp_path: Path, capsys: pytest.Captur
     vllm = json.loads(finished.out)["vllm"]
     assert (vllm["version"], vllm["accepted"]) == ("0.31.2", True)
     assert vllm["scheduler"] == {"max_num_batched_tokens": 2048}
-    assert "it takes them" in finished.err
+    assert "it accepts them" in finished.err
 
 
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:

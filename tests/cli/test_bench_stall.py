@@ -54,7 +54,7 @@ def test_policies_are_compared_as_written(tmp_path: Path, capsys: pytest.Capture
     assert all(run["identical_outputs"] for run in report["runs"])
     assert (report["long_prompts"], report["long_tokens"], report["interval_s"]) == (2, 60, 0.05)
     assert report["feasible_target_s"] > 0
-    assert err.index("Least target that can be kept") < err.index("unchunked")
+    assert err.index("Lowest feasible target: ") < err.index("unchunked")
     for name in names:
         assert f"The longest gaps under {name}:" in err
     for name in ("stall.png", "curve.png"):
@@ -70,7 +70,7 @@ def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     arguments = ("--policies", "fixed:16", "--repeat", "2", "--long-prompts", "1", "--interval", "50ms")
     assert stall(*arguments) == 0
     assert "run 2 of 2" not in capsys.readouterr().err  # half a minute is not over
-    monkeypatch.setattr("evenflow.cli.output.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("evenflow.cli.output.PROGRESS_INTERVAL_S", 0.0)
     assert stall(*arguments) == 0
     assert "fixed:16, long prompts 1 to 1, run 2 of 2\n" in capsys.readouterr().err
 

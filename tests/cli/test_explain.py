@@ -17,7 +17,7 @@ LOG = LOGS / "vllm-0.32-cpu-default.log"
 def test_facts_meaning_advice_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "explain", LOG)
     assert finished.code == 0
-    for part in ("Facts", "Meaning", "Advice", "Often said"):
+    for part in ("Facts", "Meaning", "Advice", "Rules of thumb"):
         assert f"{part}\n" in finished.out
     assert "chunk budget 2,048" in finished.out
     assert "last prefix hit rate 47.8%" in finished.out

@@ -1,13 +1,13 @@
-"""`evenflow analyze`: from datasets and traces to a decision about chunks, and settings that a vLLM takes.
+"""`evenflow analyze`: from datasets and traces to a decision about chunked prefill, and settings for vLLM.
 
-Needs neither a model nor vLLM: what is estimated or assumed without them is said.
+Needs neither a model nor vLLM: the report says what was estimated or assumed without them.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,51 +35,34 @@ from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
 from evenflow.cli.model_files import find_model, load_tokens, read_shape
-from evenflow.cli.options import JsonTarget, parse_new_file, takes_options
-from evenflow.cli.output import progress, table_console, write_json
+from evenflow.cli.options import JsonTarget, file_option, takes_options
+from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
-from evenflow.workload.inputs import Input
 from evenflow.workload.reading import ReadTally, read_inputs
+from evenflow.workload.records import PROMPT_FIELDS
 
-_SAY_EVERY = 1000  # inputs
+_INPUTS_PER_PROGRESS = 1000
 _WHY_IT_STAYS_ON = (
-    "chunked prefill is left on, as it is for every generative model: with this budget a prompt is cut only where "
-    "several fill a step. --no-enable-chunked-prefill exists, but vLLM warns since 0.12 that it may crash or answer "
-    "wrongly"
+    "chunked prefill stays on, as for every generative model: with this budget a prompt is cut only if several prompts "
+    "fill a step. --no-enable-chunked-prefill exists, but since 0.12 vLLM warns that it may crash or give wrong answers"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    """Which vLLM the settings are for; by default the one in this environment."""
-
-    vllm_python: Annotated[
-        str | None, Option(metavar="PATH", help="A Python that has vLLM: it is asked whether it takes the settings.")
-    ] = None
-    vllm_version: Annotated[
-        str | None, Option(metavar="X.Y", help="A vLLM version, 0.10 to 0.32, that is not installed here.")
-    ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """What is analyzed beside files, and how files are read."""
+    """Presets, and how files are read."""
 
     preset: Annotated[
-        list[str] | None, Option(metavar="KIND", help=f"Inputs typical of {', '.join(PRESET_TOKENS)}; may be repeated.")
+        list[str] | None, Option(metavar="KIND", help=f"Typical input lengths: {', '.join(PRESET_TOKENS)}; repeatable.")
     ] = None
     field: Annotated[
         str | None,
-        Option(
-            metavar="NAME",
-            help="The field that holds the prompt; dots lead inwards.",
-            show_default="prompt, text, input, question or messages",
-        ),
+        Option(metavar="NAME", help="The prompt's field, such as body.text.", show_default=", ".join(PROMPT_FIELDS)),
     ] = None
-    limit: Annotated[int | None, Option(min=1, help="Read only the first so many inputs of each dataset.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Read only this many inputs of each dataset.")] = None
     tokenizer: Annotated[
-        str | None, Option(metavar="PATH", help="Count tokens by it: a model folder, tokenizer.json or .gguf file.")
+        str | None, Option(metavar="PATH", help="Count tokens with this model folder, tokenizer.json or .gguf file.")
     ] = None
 
 
@@ -87,27 +70,32 @@ class InputOptions:
 def analyze(
     *,
     data: Annotated[
-        list[Path] | None,
-        Argument(metavar="DATA...", help="JSONL, JSON, CSV, Parquet, a folder of texts, a trace; each is a dataset."),
+        list[Path] | None, Argument(metavar="DATA", help="JSONL, JSON, CSV or Parquet files, folders of texts, traces.")
     ] = None,
     inputs: InputOptions,
     model: Annotated[
-        str | None, Option(metavar="NAME|PATH", help="Its tokenizer, its memory, its name in the command line.")
+        str | None, Option(metavar="MODEL", help="Use this model's tokenizer, memory figures and name.")
     ] = None,
-    concurrency: Annotated[int | None, Option(min=1, help="Requests to be served at a time.")] = None,
+    concurrency: Annotated[int | None, Option(min=1, help="Requests to serve at a time.")] = None,
     log: Annotated[str | None, Option(metavar="PATH", help="A server's log, to look for memory pressure in.")] = None,
-    vllm: VllmOptions,
-    plot: Annotated[
-        Path | None, Option(parser=parse_new_file, metavar="PATH", help="Draw the lengths' distribution there.")
+    vllm_python: Annotated[
+        str | None, Option(metavar="PATH", help="A Python that has vLLM, to check the settings with.")
     ] = None,
+    vllm_version: Annotated[
+        str | None, Option(metavar="X.Y", help="A vLLM version, 0.10 to 0.32, that need not be installed.")
+    ] = None,
+    plot: Annotated[Path | None, file_option("Plot the distribution of lengths to this file.")] = None,
     json: JsonTarget = None,
 ) -> None:
-    """How long inputs are, whether to chunk their prefill, and settings for vLLM."""
-    # What may be wrong is looked at before anything large is read.
+    """Show how long inputs are, and which settings suit them.
+
+    Says whether to chunk prefill and why, what that saves in memory, and which settings to give vLLM.
+    """
+    # Everything that can be wrong is checked before the data is read.
     presets = [preset_dataset(name) for name in inputs.preset or ()]
     if not data and not presets:
-        raise InvalidInput("Give one or more files or folders to analyze, or --preset.")
-    python, version, source = _which_vllm(vllm)
+        raise InvalidInput("Got nothing to analyze: give files or folders, or --preset.")
+    python, version, source = _which_vllm(vllm_python, vllm_version)
     shape = LLAMA_3_1_8B if model is None else read_shape(model)
     tokens_of = inputs.tokenizer or model
     counter: TokenCounter = EstimatedTokens() if tokens_of is None else load_tokens(tokens_of)
@@ -118,7 +106,7 @@ def analyze(
         analysis = Analysis.of([*(_analyze_file(path, inputs, counter, say) for path in data or ()), *presets])
         decision = decide_for(analysis)
         recommendation = recommend(analysis, decision, concurrency)
-        say("Asking vLLM")
+        say("Checking the settings with vLLM")
         args = accepted_by(recommendation.settings, version)
         checked = Checked(version, args) if python is None else _check(python, args, model, shape)
     advice = Advice(
@@ -133,7 +121,7 @@ def analyze(
     )
     if plot is not None:
         draw_lengths(plot, analysis, decision)
-    print_advice(table_console(json), advice)
+    print_advice(text_console(json), advice)
     write_json(json, advice.as_json())
 
 
@@ -142,22 +130,17 @@ def _analyze_file(
 ) -> DatasetAnalysis:
     tally, read = DatasetTally(path.name or str(path), counter), ReadTally()
     found = read_inputs(path, options.field, read)
-    for item in _reported(islice(found, options.limit), path, read, say):
+    for number, item in enumerate(islice(found, options.limit), 1):
         tally.add(item)
+        if number % _INPUTS_PER_PROGRESS == 0:
+            share = f", {read.num_bytes_read / read.num_bytes:.0%}" if read.num_bytes_read else ""
+            say(f"Reading {path.name}: {number:,} inputs{share}")
     if not tally.count:
         why = "; ".join(f"{count:,} x {what}" for what, count in read.unusable.most_common(3)) or "it is empty"
         hint = " --field names the prompt's field." if "no field" in why or "no column" in why else ""
         raise InvalidInput(f"Got {str(path)!r} but nothing in it can be used: {why}.{hint}")
     is_cut_short = options.limit == tally.count and next(found, None) is not None
     return tally.analysis(dict(read.unusable), is_cut_short=is_cut_short)
-
-
-def _reported(inputs: Iterator[Input], path: Path, read: ReadTally, say: Callable[[str], None]) -> Iterator[Input]:
-    for number, item in enumerate(inputs, 1):
-        yield item
-        if number % _SAY_EVERY == 0:
-            share = f", {read.num_bytes_read / read.num_bytes:.0%}" if read.num_bytes_read else ""
-            say(f"Reading {path.name}: {number:,} inputs{share}")
 
 
 def _check(python: str, args: EngineArgs, model: str | None, shape: ModelShape) -> Checked:
@@ -183,19 +166,15 @@ def _vllm_advice(checked: Checked, source: str, model: str | None, chunking: Chu
     )
 
 
-def _which_vllm(options: VllmOptions) -> tuple[str | None, str, str]:
-    """The interpreter to ask, if any; the version; and where both come from."""
-    if options.vllm_python and options.vllm_version:
+def _which_vllm(python: str | None, version: str | None) -> tuple[str | None, str, str]:
+    """The interpreter to check with, if any; vLLM's version; and where both come from."""
+    if python and version:
         raise InvalidInput("Give --vllm-python or --vllm-version, not both: the interpreter's vLLM has a version.")
-    if options.vllm_python:
-        return options.vllm_python, version_in(options.vllm_python), f"asked in {options.vllm_python}"
-    if options.vllm_version:
-        check_known(options.vllm_version)
-        return None, options.vllm_version, "from a table of versions, not asked: --vllm-python names one that can be"
+    if python:
+        return python, version_in(python), f"checked in {python}"
+    if version:
+        check_known(version)
+        return None, version, "from a table of versions; --vllm-python checks with a vLLM"
     if found := installed_version():
-        return sys.executable, found, "asked in this environment"
-    return (
-        None,
-        newest_version(),
-        "from a table of versions: none is installed here, --vllm-python names one that is",
-    )
+        return sys.executable, found, "checked in this environment"
+    return None, newest_version(), "from a table of versions: vLLM is not installed here; --vllm-python names one"

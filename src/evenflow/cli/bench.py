@@ -1,9 +1,8 @@
-"""`evenflow bench`: loads whose figures are compared within one run."""
+"""`evenflow bench`: compares policies under a load, within one run."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -11,9 +10,8 @@ from typer import Option
 
 from evenflow.bench.mixed import BATCH_SIZE, EXPECTATION, POLICIES, PolicyFigures, Verdict, compare_policies
 from evenflow.cli.bench_stall import stall
-from evenflow.cli.options import ModelOptions, ReportOptions, knobs, read_policies, takes_options
-from evenflow.cli.output import loading, table_console, write_json
-from evenflow.config import EngineConfig
+from evenflow.cli.options import ModelOptions, ReportOptions, engine_settings, read_policies, takes_options
+from evenflow.cli.output import loading, make_table, text_console, write_json
 from evenflow.engine.llm import LLM
 
 bench = typer.Typer(name="bench", help="Compare policies under a load, on one loaded model.", rich_markup_mode=None)
@@ -31,47 +29,38 @@ def mixed(
     model: ModelOptions,
     report: ReportOptions,
 ) -> None:
-    """Three long prompts among ten short ones, five at a time: total time, and what decoding requests felt."""
+    """Measure three long prompts among ten short ones.
+
+    Five requests run at a time. Shows the total time, and the gaps between tokens of the requests that decode.
+    """
     names = read_policies(policies, at_least=2)
-    settings = knobs(model) | {"policy": names[0], "max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
+    load_settings = {"policy": names[0], "max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
+    settings = engine_settings(model) | load_settings
     with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
         figures = compare_policies(llm, names, repeat, on_run=say)
     verdict = Verdict(figures[0], figures[-1])
-    console = table_console(report.json)
+    console = text_console(report.json)
     console.print(_table(figures))
     console.print(verdict.line())
-    write_json(report.json, _report(llm.config, repeat, figures, verdict))
+    expectation = {
+        "text": EXPECTATION,
+        "held": verdict.held,
+        "latency_lower": verdict.is_latency_lower,
+        "total_slightly_longer": verdict.is_total_slightly_longer,
+        "extra_total": verdict.extra_total,
+        "verdict": verdict.line(),
+    }
+    run = {"model": llm.config.model, "weights": llm.config.weights, "repeat": repeat}
+    write_json(report.json, run | {"policies": figures, "expectation": expectation})
 
 
 def _table(figures: list[PolicyFigures]) -> Table:
-    table = Table("policy", title="Three long prompts among ten short ones, five at a time", title_justify="left")
-    gaps = ("p50", "p99", "max")
-    for name in ("total", "tokens/s", *(f"gap beside\na prefill, {gap}" for gap in gaps), "gap otherwise,\np50"):
-        table.add_column(name, justify="right")
+    gaps = [f"gap beside\na prefill, {name}" for name in ("p50", "p99", "max")]
+    title = "Three long prompts among ten short ones, five at a time"
+    table = make_table(title, "policy", "total", "tokens/s", *gaps, "gap otherwise,\np50")
     for policy in figures:
-        felt = policy.gap_with_prefill_s
-        gaps_s = (felt.p50, felt.p99, felt.max, policy.gap_without_s.p50)
-        table.add_row(
-            policy.policy,
-            f"{policy.total_s:.2f} s",
-            f"{policy.output_tokens_per_s:.1f}",
-            *(f"{1000 * gap:.0f} ms" for gap in gaps_s),
-        )
+        beside_prefill = policy.gap_with_prefill_s
+        gaps_s = (beside_prefill.p50, beside_prefill.p99, beside_prefill.max, policy.gap_without_s.p50)
+        cells = (f"{policy.total_s:.2f} s", f"{policy.output_tokens_per_s:.1f}")
+        table.add_row(policy.policy, *cells, *(f"{1000 * gap:.0f} ms" for gap in gaps_s))
     return table
-
-
-def _report(config: EngineConfig, repeat: int, figures: list[PolicyFigures], verdict: Verdict) -> dict[str, Any]:
-    return {
-        "model": config.model,
-        "weights": config.weights,
-        "repeat": repeat,
-        "policies": [asdict(policy) for policy in figures],
-        "expectation": {
-            "text": EXPECTATION,
-            "held": verdict.held,
-            "latency_lower": verdict.is_latency_lower,
-            "total_slightly_longer": verdict.is_total_slightly_longer,
-            "extra_total": verdict.extra_total,
-            "verdict": verdict.line(),
-        },
-    }

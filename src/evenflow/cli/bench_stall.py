@@ -1,37 +1,37 @@
-"""`evenflow bench stall`: what streams feel while long prompts are prefilled beside them, policy by policy."""
+"""`evenflow bench stall`: how evenly streams get their tokens while long prompts are prefilled beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from evenflow.bench.curves import AgainstFixed, against_fixed
+from evenflow.bench.curves import against_fixed
 from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
 from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, interval_to_keep_up, measure
 from evenflow.bench.stall_load import StallLoad, english_prompts
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
-    knobs,
-    parse_duration,
-    parse_new_file,
+    duration_option,
+    engine_settings,
+    file_option,
     read_policies,
     takes_options,
 )
-from evenflow.cli.output import loading, table_console, write_json
+from evenflow.cli.output import loading, make_table, text_console, write_json
 from evenflow.config import EngineConfig
 from evenflow.engine.llm import LLM
-from evenflow.engine.stalls import Cause, CauseKind, Stall
+from evenflow.engine.stalls import Cause, CauseKind
 from evenflow.errors import InvalidConfig
 
-_VISIBLE_S = 0.0005
+_SHOWN_CAUSE_S = 0.0005  # smaller causes are left out
 _CAUSES = {
     CauseKind.DECODES: "the decodes themselves",
     CauseKind.UNEXPLAINED: "longer than predicted",
@@ -39,62 +39,65 @@ _CAUSES = {
     CauseKind.GARBAGE_COLLECTION: "garbage collection",
     CauseKind.KV_MEMORY: "no KV memory",
 }
-
-_PROMPTS_PER_TURN = 2  # where they do not wait for each other
+_COLUMNS: dict[str, Callable[[StallFigures], str]] = {
+    "p50\nms": lambda policy: f"{1000 * policy.tbt_p50_s:.0f}",
+    "p90\nms": lambda policy: f"{1000 * policy.tbt_p90_s:.0f}",
+    "p99\nms": lambda policy: f"{1000 * policy.tbt_p99_s:.0f}",
+    "max\nms": lambda policy: f"{1000 * policy.tbt_max_s:.0f}",
+    "late\n%": lambda policy: "-" if policy.late_share is None else f"{100 * policy.late_share:.1f}",
+    "steps": lambda policy: str(policy.steps),
+    "long\nTTFT s": lambda policy: f"{policy.long_ttft_p50_s:.2f}",
+    "prefill\ntokens/s": lambda policy: f"{policy.prefill_tokens_per_s:.0f}",
+    "total\ns": lambda policy: f"{policy.total_s:.1f}",
+    "output\ntokens/s": lambda policy: f"{policy.output_tokens_per_s:.1f}",
+    "step time\nerror %": lambda policy: f"{100 * policy.step_time_mape:.1f}",
+    "same\noutput": lambda policy: "yes" if policy.identical_outputs else "no",
+}
+_PROMPTS_PER_TURN = 2  # if long prompts do not overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What arrives."""
+    """The requests of the load."""
 
-    chats: Annotated[int, Option(min=1, help="Streams that decode; one that ends is replaced.")] = 6
-    chat_tokens: Annotated[int, Option(min=2, help="Tokens of a chat's answer.")] = 200
-    long_prompts: Annotated[int, Option(min=1, help="Long prompts that arrive.")] = 6
+    chats: Annotated[int, Option(min=1, help="Chats that decode at a time; one that ends is replaced.")] = 6
+    chat_tokens: Annotated[int, Option(min=2, help="Output tokens of a chat.")] = 200
+    long_prompts: Annotated[int, Option(min=1, help="Number of long prompts.")] = 6
     long_tokens: Annotated[int, Option(min=16, help="Tokens of a long prompt.")] = 3000
-    long_answer_tokens: Annotated[int, Option(min=1, help="Tokens of a long prompt's answer.")] = 16
+    long_answer_tokens: Annotated[int, Option(min=1, help="Output tokens of a long prompt.")] = 16
     interval: Annotated[
-        float | None,
-        Option(
-            parser=parse_duration,
-            metavar="DURATION",
-            help="Time from one long prompt to the next.",
-            show_default="what the slowest policy keeps up with",
-        ),
+        float | None, duration_option("Time between long prompts.", show_default="what the slowest policy needs")
     ] = None
-    quick: Annotated[bool, Option("--quick", help="Half as many long prompts.")] = False
+    quick: Annotated[bool, Option("--quick", help="Send half as many long prompts.")] = False
 
 
 @takes_options
 def stall(
     *,
-    policies: Annotated[str, Option(metavar="A,B,...", help="Policies to compare, taken in turn.")] = ",".join(
-        POLICIES
-    ),
-    repeat: Annotated[int, Option(min=1, help="Runs under each policy.")] = 3,
+    policies: Annotated[str, Option(metavar="A,B,...", help="Policies to compare.")] = ",".join(POLICIES),
+    repeat: Annotated[int, Option(min=1, help="Runs under each policy, taken in turn.")] = 3,
     options: LoadOptions,
     explain: Annotated[bool, Option("--explain", help="Print the longest gaps and their causes.")] = False,
-    plot: Annotated[
-        Path | None, Option(parser=parse_new_file, metavar="PATH", help="Draw every token's gap over time there.")
-    ] = None,
-    curve: Annotated[
-        Path | None,
-        Option(parser=parse_new_file, metavar="PATH", help="Draw there what each policy pays for its p99 gap."),
-    ] = None,
+    plot: Annotated[Path | None, file_option("Plot every token's gap over time to this file.")] = None,
+    curve: Annotated[Path | None, file_option("Plot TTFT and prefill rate over the p99 gap to this file.")] = None,
     model: ModelOptions,
     report: ReportOptions,
 ) -> None:
-    """Chats decode while long prompts arrive: how evenly their tokens come, and what that costs the long prompts."""
+    """Measure chats that decode while long prompts arrive.
+
+    Shows how evenly the chats' tokens come, and what that costs the long prompts.
+    """
     names = read_policies(policies, at_least=1)
     if plot is not None or curve is not None:
-        pyplot()  # missing it now is better than after the runs
-    console = table_console(report.json)
-    # A target, so that step times are known from the start, or measured.
-    settings = knobs(model) | {"policy": "target:1000ms", "enable_prefix_caching": False}
+        pyplot()  # if it is missing, fail before the runs
+    console = text_console(report.json)
+    # Under a target the engine has step times from the start: kept ones, or measured now.
+    settings = engine_settings(model) | {"policy": "target:1000ms", "enable_prefix_caching": False}
     with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
         load = _load(llm, options)
         say("Measuring step times beside the chats")
         feasible_target_s = measure(llm.engine, load)
-        console.print(f"Least target that can be kept here: {1000 * feasible_target_s:.0f} ms.")
+        console.print(f"Lowest feasible target: {1000 * feasible_target_s:.0f} ms.")
         prompts_per_turn = None
         if options.interval is None:
             prompts_per_turn = _PROMPTS_PER_TURN
@@ -104,10 +107,7 @@ def stall(
             llm.engine, load, names, repeat, feasible_target_s, prompts_per_turn=prompts_per_turn, on_run=say
         )
     console.print(_table(comparison))
-    if any(policy.feasible is False for policy in comparison.figures):
-        console.print("* a target below the least that can be kept")
-    _print_divergences(console, comparison)
-    _print_against_fixed(console, against_fixed(comparison.figures))
+    _print_notes(console, comparison)
     if explain:
         _print_worst(console, comparison)
     if plot is not None:
@@ -142,60 +142,30 @@ def _table(comparison: Comparison) -> Table:
         f"{load.num_chats} chats beside {len(load.long_prompts)} prompts of {len(load.long_prompts[0])} tokens, "
         f"one every {load.interval:.1f} s; gaps between tokens while a long prompt waits for its first"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for name in (
-        "p50\nms",
-        "p90\nms",
-        "p99\nms",
-        "max\nms",
-        "late\n%",
-        "steps",
-        "long\nTTFT s",
-        "prefill\ntokens/s",
-        "total\ns",
-        "output\ntokens/s",
-        "step time\nerror %",
-        "same\noutput",
-    ):
-        table.add_column(name, justify="right")
+    table = make_table(title, "policy", *_COLUMNS)
+    table.columns[0].no_wrap = True
     for policy in comparison.figures:
-        table.add_row(policy.policy + ("*" if policy.feasible is False else ""), *_cells(policy))
+        name = policy.policy + ("*" if policy.feasible is False else "")
+        table.add_row(name, *(cell(policy) for cell in _COLUMNS.values()))
     return table
 
 
-def _cells(policy: StallFigures) -> list[str]:
-    gaps = (policy.tbt_p50_s, policy.tbt_p90_s, policy.tbt_p99_s, policy.tbt_max_s)
-    return [
-        *(f"{1000 * gap:.0f}" for gap in gaps),
-        "-" if policy.late_share is None else f"{100 * policy.late_share:.1f}",
-        str(policy.steps),
-        f"{policy.long_ttft_p50_s:.2f}",
-        f"{policy.prefill_tokens_per_s:.0f}",
-        f"{policy.total_s:.1f}",
-        f"{policy.output_tokens_per_s:.1f}",
-        f"{100 * policy.step_time_mape:.1f}",
-        "yes" if policy.identical_outputs else "no",
-    ]
-
-
-def _print_divergences(console: Console, comparison: Comparison) -> None:
-    for policy in comparison.figures:
+def _print_notes(console: Console, comparison: Comparison) -> None:
+    figures = comparison.figures
+    if any(policy.feasible is False for policy in figures):
+        console.print("* the target is below the lowest feasible one")
+    for policy in figures:
         if (found := policy.divergence) is not None:
             gap = "" if found.logprob_gap is None else f"; the two likeliest tokens are {found.logprob_gap:.2g} apart"
             console.print(
                 f"{policy.policy}: the answer to long prompt {found.prompt + 1} differs from that under "
-                f"{comparison.figures[0].policy} from token {found.token + 1} on{gap}."
+                f"{figures[0].policy} from token {found.token + 1} on{gap}."
             )
-
-
-def _print_against_fixed(console: Console, targets: list[AgainstFixed]) -> None:
-    for target in targets:
+    for target in against_fixed(figures):
         console.print(
             f"{target.policy}: a fixed budget with the same p99 of {1000 * target.tbt_p99_s:.0f} ms would take "
             f"{target.fixed_long_ttft_s:.2f} s to a long prompt's first token ({target.ttft_ratio:.2f}x of that here) "
-            f"at {target.fixed_prefill_tokens_per_s:.0f} tokens/s of prefill ({target.prefill_ratio:.2f}x here).",
-            soft_wrap=True,
+            f"at {target.fixed_prefill_tokens_per_s:.0f} tokens/s of prefill ({target.prefill_ratio:.2f}x here)."
         )
 
 
@@ -203,18 +173,15 @@ def _print_worst(console: Console, comparison: Comparison) -> None:
     for policy in comparison.figures:
         console.print(f"\nThe longest gaps under {policy.policy}:")
         for gap in policy.worst:
-            causes = ", ".join(
-                f"{1000 * cause.seconds:.0f} ms {_words(cause)}" for cause in gap.causes if cause.seconds >= _VISIBLE_S
-            )
             late = f", {1000 * gap.late_s:.0f} ms late" if gap.late_s else ""
-            felt = f"{1000 * gap.gap_s:.0f} ms{late} ({gap.request_id}, step {gap.step_id})"
-            console.print(f"  {felt}: {causes}", soft_wrap=True)
+            causes = ", ".join(_cause_text(cause) for cause in gap.causes if cause.seconds >= _SHOWN_CAUSE_S)
+            console.print(f"  {1000 * gap.gap_s:.0f} ms{late} ({gap.request_id}, step {gap.step_id}): {causes}")
 
 
-def _words(cause: Cause) -> str:
-    if cause.kind is CauseKind.PREFILL:
-        return f"{cause.num_tokens} tokens of {cause.request_id}"
-    return _CAUSES[cause.kind]
+def _cause_text(cause: Cause) -> str:
+    is_prefill = cause.kind is CauseKind.PREFILL
+    what = f"{cause.num_tokens} tokens of {cause.request_id}" if is_prefill else _CAUSES[cause.kind]
+    return f"{1000 * cause.seconds:.0f} ms {what}"
 
 
 def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[str, Any]:
@@ -239,11 +206,5 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
 
 
 def _run_report(policy: StallFigures) -> dict[str, Any]:
-    return asdict(policy) | {
-        "identical_outputs": policy.identical_outputs,
-        "worst": [_stall_report(gap) for gap in policy.worst],
-    }
-
-
-def _stall_report(gap: Stall) -> dict[str, Any]:
-    return asdict(gap) | {"causes": [cause._asdict() for cause in gap.causes]}
+    worst = [asdict(gap) | {"causes": [cause._asdict() for cause in gap.causes]} for gap in policy.worst]
+    return asdict(policy) | {"identical_outputs": policy.identical_outputs, "worst": worst}

@@ -1,12 +1,11 @@
-"""`evenflow demo`: small requests beside large ones on the embedded engine, with chunking and without."""
+"""`evenflow demo`: small requests beside large ones on the embedded engine, with and without chunking."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 from typer import Argument
@@ -20,34 +19,28 @@ from evenflow.bench.demo import (
     simple_prompts,
     with_demo_defaults,
 )
-from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, knobs, takes_options
-from evenflow.cli.output import loading, table_console, write_json
+from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, takes_options
+from evenflow.cli.output import loading, make_table, text_console, write_json
 from evenflow.engine.async_llm import AsyncLLM
 
-
-class Which(StrEnum):
-    """The demos there are."""
-
-    BOTH = "both"
-    SIMPLE = "simple"
-    ASYNC = "async"
+Which = Literal["both", "simple", "async"]
 
 
 @takes_options
 def demo(
     *,
-    which: Annotated[Which, Argument(help="Four prompts, the mixed load, or both.")] = Which.BOTH,
+    which: Annotated[Which, Argument(help="Four prompts, the mixed load, or both.")] = "both",
     model: ModelOptions,
     scheduling: SchedulingOptions,
     report: ReportOptions,
 ) -> None:
-    """Show what chunking does.
+    """Show what chunking does for small requests beside large ones.
 
-    simple: four prompts of mixed length. async: three small requests submitted behind a large one and before another,
-    under a policy (fixed:96 unless another is given) and then unchunked.
+    simple: four prompts of mixed length. async: a large request, three small ones right behind it and another large
+    one, under a policy (fixed:96 unless another is given) and then unchunked.
     """
-    console = table_console(report.json)
-    settings = with_demo_defaults(knobs(model, scheduling))
+    console = text_console(report.json)
+    settings = with_demo_defaults(engine_settings(model, scheduling))
     write_json(report.json, asyncio.run(_run(which, settings, report, console)))
 
 
@@ -55,15 +48,15 @@ async def _run(which: Which, settings: dict[str, Any], report: ReportOptions, co
     with loading(settings["model"]) as say:
         async with AsyncLLM(record=report.record, **settings) as llm:
             figures: dict[str, Any] = {"model": llm.config.model, "weights": llm.config.weights, "policy": llm.policy}
-            if which is not Which.ASYNC:
-                say("Answering four prompts")
-                run = await run_at_once(llm, simple_prompts(llm), lambda name: say(f"Answered {name}"))
+            if which != "async":
+                say("Running four prompts")
+                run = await run_at_once(llm, simple_prompts(llm), lambda name: say(f"Finished {name}"))
                 _show_simple(console, run)
                 figures["simple"] = _run_figures(run)
-            if which is not Which.SIMPLE:
-                say("Answering small requests beside large ones, with chunking and without")
+            if which != "simple":
+                say("Running small requests beside large ones, with and without chunking")
                 comparison = await compare_chunking(
-                    llm, mixed_prompts(llm), lambda name: say(f"Answered {name} ({llm.policy})")
+                    llm, mixed_prompts(llm), lambda name: say(f"Finished {name} ({llm.policy})")
                 )
                 _show_comparison(console, comparison)
                 figures["async"] = {
@@ -92,20 +85,20 @@ def _show_comparison(console: Console, comparison: Comparison) -> None:
         latencies = (f"{a.latency_s:.2f} s ({_ordinal(a.finish_place)})" for a in (answer, other))
         table.add_row(answer.name, str(answer.prompt_tokens), str(answer.output_tokens), *latencies, answer.text)
     table.add_section()
-    for size in ("small", "large"):
-        means = (f"{run.mean_latency_s(size):.2f} s" for run in runs)
-        table.add_row(f"mean {size}", "", "", *means, "")
-    table.add_row("all", "", "", *(f"{run.total_s:.2f} s" for run in runs), "")
-    table.add_row("tokens/s out", "", "", *(f"{run.output_tokens_per_s:.1f}" for run in runs), "")
-    table.add_row("tokens/s all", "", "", *(f"{run.tokens_per_s:.0f}" for run in runs), "")
+    for label, cells in (
+        ("mean small", [f"{run.mean_latency_s('small'):.2f} s" for run in runs]),
+        ("mean large", [f"{run.mean_latency_s('large'):.2f} s" for run in runs]),
+        ("all", [f"{run.total_s:.2f} s" for run in runs]),
+        ("tokens/s out", [f"{run.output_tokens_per_s:.1f}" for run in runs]),
+        ("tokens/s all", [f"{run.tokens_per_s:.0f}" for run in runs]),
+    ):
+        table.add_row(label, "", "", *cells, "")
     console.print(table)
     console.print(comparison.verdict())
 
 
 def _table(title: str, *figures: str) -> Table:
-    table = Table("name", title=title, title_justify="left")
-    for figure in figures:
-        table.add_column(figure, justify="right")
+    table = make_table(title, "name", *figures, box=HEAVY_HEAD)
     table.add_column("text", ratio=1)
     return table
 
@@ -117,7 +110,7 @@ def _ordinal(place: int) -> str:
 def _run_figures(run: DemoRun) -> dict[str, Any]:
     return {
         "policy": run.policy,
-        "requests": [asdict(answer) for answer in run.answers],
+        "requests": run.answers,
         "mean_small_latency_s": run.mean_latency_s("small"),
         "mean_large_latency_s": run.mean_latency_s("large"),
         "total_s": run.total_s,

@@ -1,17 +1,16 @@
-"""`evenflow doctor`: what is here to run on. Loads no model and uses no network."""
+"""`evenflow doctor`: what this machine has to run on. Loads no model and uses no network."""
 
 from __future__ import annotations
 
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from rich.table import Table
 
 from evenflow import __version__
 from evenflow.cli.options import JsonTarget
-from evenflow.cli.output import table_console, write_json
+from evenflow.cli.output import text_console, write_json
 from evenflow.config import GIB
 from evenflow.host import available_memory, cache_folder, total_memory
 from evenflow.model.default_model import SMOLLM2_135M
@@ -20,18 +19,9 @@ _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "t
 
 
 def doctor(*, json: JsonTarget = None) -> None:
-    """Say which versions, how many cores, how much memory, which kernels and which model are here."""
-    found = _findings()
-    table = Table("what", "found", show_header=False)
-    for name, value in found.items():
-        table.add_row(name.replace("_", " "), "not installed" if value is None else str(value))
-    table_console(json).print(table)
-    write_json(json, found)
-
-
-def _findings() -> dict[str, Any]:
+    """Show versions, cores, memory, CPU kernels and the default model."""
     model = cache_folder() / SMOLLM2_135M.file_name
-    return {
+    found = {
         "evenflow": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
@@ -40,8 +30,13 @@ def _findings() -> dict[str, Any]:
         "memory_gib": round(total_memory() / GIB, 1),
         "available_memory_gib": round(available_memory() / GIB, 1),
         "native_kernels": _native_kernels(),
-        "default_model": str(model) if model.is_file() else "not fetched yet: the first use of it does that",
+        "default_model": str(model) if model.is_file() else "not fetched yet: the first use fetches it",
     }
+    table = Table("what", "found", show_header=False)
+    for name, value in found.items():
+        table.add_row(name.replace("_", " "), "not installed" if value is None else str(value))
+    text_console(json).print(table)
+    write_json(json, found)
 
 
 def _version(package: str) -> str | None:
@@ -52,7 +47,7 @@ def _version(package: str) -> str | None:
 
 
 def _native_kernels() -> str | None:
-    """Compiles them where that is still to be done, as the first step would."""
+    """Compiles the kernels if that has not been done yet, as the first step would."""
     if _version("torch") is None:
         return None
     from evenflow.native.build import why_unavailable

@@ -1,110 +1,63 @@
-"""`evenflow generate`: one prompt, its answer as it comes, and how it came about."""
+"""`evenflow generate`: streams the answer to one prompt, then prints its figures."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, knobs, takes_options
-from evenflow.cli.output import loading, text_stream, write_json
+from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, takes_options
+from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.engine.llm import LLM, Prompt
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The fields of SamplingParams that the command offers."""
+
+    max_tokens: Annotated[int, Option(help="Maximum tokens to generate.")] = 128
+    temperature: Annotated[float, Option(help="0 always picks the likeliest token.")] = 0.0
+    top_p: Annotated[float, Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0
+    top_k: Annotated[int, Option(help="Sample from this many of the likeliest tokens; 0: from all.")] = 0
+    min_p: Annotated[float, Option(help="Minimum probability of a token, relative to the likeliest one.")] = 0.0
+    seed: Annotated[int | None, Option(help="Makes sampling repeatable.", show_default="random")] = None
+    stop: Annotated[list[str], Option(metavar="TEXT", help="Stop before this text; may be repeated.")] = ()  # type: ignore[assignment]
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after the model's end-of-text token.")] = False
+
+
 @takes_options
 def generate(
     *,
-    prompt: Annotated[str | None, Argument(help="The prompt, sent as it is.", show_default=False)] = None,
+    prompt: Annotated[str | None, Argument(help="The prompt, sent unchanged.", show_default=False)] = None,
     prompt_file: Annotated[
-        str | None, Option(metavar="PATH|-", help="A file that is the prompt, unchanged; -: standard input.")
+        str | None, Option(metavar="PATH|-", help="Read the prompt from this file, or from standard input with -.")
     ] = None,
-    chat: Annotated[
-        bool, Option("--chat", help="Apply the chat template, with the prompt as the user's turn.")
-    ] = False,
-    max_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128,
-    temperature: Annotated[float, Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, Option(help="Sample from so many of the likeliest tokens; 0: from all.")] = 0,
-    min_p: Annotated[float, Option(help="Sample from tokens of this share of the likeliest one's probability.")] = 0.0,
-    seed: Annotated[int | None, Option(help="Makes sampling repeatable.", show_default="drawn anew")] = None,
-    stop: Annotated[list[str], Option(metavar="TEXT", help="End before this text; may be given several times.")] = [],  # noqa: B006
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Do not end where the model would.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Apply the chat template to the prompt as the user's turn.")] = False,
+    sampling: SamplingOptions,
     model: ModelOptions,
     scheduling: SchedulingOptions,
     report: ReportOptions,
 ) -> None:
-    """Answer one prompt. The text streams to standard output, a line of figures goes to standard error."""
+    """Answer one prompt.
+
+    The text streams to standard output, and a line of figures goes to standard error.
+    """
     text = _read_prompt(prompt, prompt_file)
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop),
-        ignore_eos=ignore_eos,
-    )
-    settings = knobs(model, scheduling)
+    params = SamplingParams(**asdict(sampling))
+    settings = engine_settings(model, scheduling)
     with loading(model.model):
         llm = LLM(record=report.record, **settings)
     with llm:
-        output = _stream(llm, llm.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling, report)
+        output = _stream(llm, llm.encode_chat([{"role": "user", "content": text}]) if chat else text, params, report)
     print(_summary(output, llm.policy), file=sys.stderr)
-    write_json(report.json, _figures(output, llm))
-
-
-def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise typer.BadParameter("Expected a prompt or a --prompt-file, and not both.", param_hint="PROMPT")
-    try:
-        if prompt_file is None:
-            assert prompt is not None
-            content = prompt.encode()  # fails where the arguments held bytes that are no text
-        else:
-            content = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
-        text = content.decode()
-    except OSError as error:
-        raise InvalidRequest(f"Got --prompt-file {prompt_file!r} but it cannot be read: {error.strerror}.") from error
-    except UnicodeError as error:
-        raise InvalidRequest(f"Got a prompt that is not UTF-8 text: {error}.") from error
-    if not text:
-        raise InvalidRequest("Got an empty prompt but expected at least one character.")
-    return text
-
-
-def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOptions) -> RequestOutput:
-    stream = text_stream(report.json)
-    for delta in llm.stream(prompt, sampling):
-        stream.write(delta.text)
-        stream.flush()
-        output = delta.output
-    if output.finish_reason == "error":
-        raise EngineFailed(output.error)
-    if stream.isatty() or stream is sys.stderr:  # the summary must not start behind the answer
-        stream.write("\n")
-        stream.flush()
-    return output
-
-
-def _summary(output: RequestOutput, policy: str) -> str:
-    num_tokens, num_chunks = len(output.token_ids), len(output.chunks)
-    total_s = output.token_times_s[-1]
-    return (
-        f"{len(output.prompt_token_ids)} prompt tokens in {num_chunks} chunk{'s' * (num_chunks > 1)} ({policy}), "
-        f"TTFT {output.token_times_s[0]:.2f} s; {num_tokens} tokens in {total_s:.2f} s, "
-        f"{num_tokens / total_s:.1f} tokens/s; finished by {output.finish_reason}"
-    )
-
-
-def _figures(output: RequestOutput, llm: LLM) -> dict[str, Any]:
-    return {
+    figures = {
         "model": llm.config.model,
         "weights": llm.config.weights,
         "policy": llm.policy,
@@ -117,3 +70,46 @@ def _figures(output: RequestOutput, llm: LLM) -> dict[str, Any]:
         "total_s": output.latency_s,
         "chunks": [chunk._asdict() for chunk in output.chunks],
     }
+    write_json(report.json, figures)
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("Expected a prompt or a --prompt-file, and not both.", param_hint="PROMPT")
+    try:
+        if prompt is not None:
+            content = prompt.encode()  # fails if the argument holds bytes that are not UTF-8
+        else:
+            content = sys.stdin.buffer.read() if prompt_file == "-" else Path(str(prompt_file)).read_bytes()
+        text = content.decode()
+    except OSError as error:
+        raise InvalidRequest(f"Got --prompt-file {prompt_file!r} but it cannot be read: {error.strerror}.") from error
+    except UnicodeError as error:
+        raise InvalidRequest(f"Got a prompt that is not UTF-8 text: {error}.") from error
+    if not text:
+        raise InvalidRequest("Got an empty prompt but expected at least one character.")
+    return text
+
+
+def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOptions) -> RequestOutput:
+    stream = text_console(report.json).file
+    for delta in llm.stream(prompt, sampling):
+        stream.write(delta.text)
+        stream.flush()
+        output = delta.output
+    if output.finish_reason == "error":
+        raise EngineFailed(output.error)
+    if stream.isatty() or stream is sys.stderr:  # the summary goes on a new line
+        stream.write("\n")
+        stream.flush()
+    return output
+
+
+def _summary(output: RequestOutput, policy: str) -> str:
+    num_tokens, num_chunks = len(output.token_ids), len(output.chunks)
+    total_s = output.token_times_s[-1]
+    return (
+        f"{len(output.prompt_token_ids)} prompt tokens in {num_chunks} chunk{'s' * (num_chunks > 1)} ({policy}), "
+        f"TTFT {output.token_times_s[0]:.2f} s; {num_tokens} tokens in {total_s:.2f} s, "
+        f"{num_tokens / total_s:.1f} tokens/s; finish reason: {output.finish_reason}"
+    )

@@ -1,8 +1,8 @@
-"""The `evenflow` command: its commands, and how each kind of error ends it.
+"""The `evenflow` command: its subcommands and exit codes.
 
-0    done
+0    success
 1    failed while running
-2    bad input: one line on standard error says what is wrong, and nothing is on standard output
+2    bad input: one line on standard error says what is wrong, standard output is empty
 130  interrupted
 """
 
@@ -22,26 +22,21 @@ from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
-from evenflow.cli.output import show_warnings_only
+from evenflow.cli.output import log_warnings_only
 from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(generate)
-app.command()(demo)
-app.command()(serve)
+for command in (generate, demo, serve, ab, analyze, explain, doctor):
+    app.command()(command)
 app.add_typer(bench)
-app.command()(ab)
-app.command()(analyze)
-app.command()(explain)
-app.command()(doctor)
 
-# The base of typer's complaints about a command line. It has a different home in each version, and no public name.
+# The base class of typer's errors about a command line. It has no public name, and its module differs by version.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"evenflow {__version__}")
         raise typer.Exit
 
@@ -50,7 +45,7 @@ def _print_version(asked: bool) -> None:
 def evenflow(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Serve language models so that no stream stalls."""
@@ -59,8 +54,8 @@ def evenflow(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code."""
-    show_warnings_only()
+    """Run a command line and return its exit code."""
+    log_warnings_only()
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="evenflow", standalone_mode=False)
     except (_UsageError, InvalidInput) as error:

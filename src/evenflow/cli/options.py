@@ -1,6 +1,6 @@
-"""The options that commands share, each defined once, in groups that a command takes as a whole.
+"""Options that several commands share, in groups that a command takes as one parameter.
 
-Must not know: torch, engines; what an option means is for `EngineConfig` to check.
+`EngineConfig` checks the values of the engine's settings.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -39,16 +38,37 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNIT_BYTES[match[2]])
 
 
-def parse_duration(text: str) -> float:
-    """Seconds, from text such as 50ms."""
+def _parse_duration(text: str) -> float:
     try:
         return duration.parse_duration(text)
-    except InvalidInput as error:  # what typer makes of other errors does not say what is wrong
+    except InvalidInput as error:  # typer hides the message of any other error
         raise typer.BadParameter(str(error)) from error
 
 
+def _parse_new_file(text: str) -> Path:
+    """Checks that the file can be written before anything is computed for it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"Got {text!r} but no file can be written there.")
+    return path
+
+
+def _parse_json_target(text: str) -> str:
+    return text if text == "-" else str(_parse_new_file(text))
+
+
+def duration_option(help: str, **settings: Any) -> Any:
+    """An option whose value is seconds, written as 50ms or 2s."""
+    return Option(parser=_parse_duration, metavar="DURATION", help=help, **settings)
+
+
+def file_option(help: str) -> Any:
+    """An option that names a file to write."""
+    return Option(parser=_parse_new_file, metavar="PATH", help=help)
+
+
 def read_policies(text: str, at_least: int) -> list[str]:
-    """Policies to compare, each one checked."""
+    """The policies of a list such as `unchunked,fixed:256`, each one checked."""
     names = split_policies(text)
     if len(names) < at_least or len(set(names)) < len(names):
         raise InvalidConfig(f"Got --policies {text!r} but expected {at_least} or more, each once.")
@@ -57,45 +77,33 @@ def read_policies(text: str, at_least: int) -> list[str]:
     return names
 
 
-class Switch(StrEnum):
-    """Said in words, because not saying it leaves the choice to the engine."""
-
-    TRUE = "true"
-    FALSE = "false"
-
-
-def parse_new_file(text: str) -> Path:
-    """A path that can be written: an answer must not be computed first and lost then."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise typer.BadParameter(f"Got {text!r} but no file can be written there.")
-    return path
-
-
-def _parse_json_target(text: str) -> str:
-    return text if text == "-" else str(parse_new_file(text))
+Switch = Literal["true", "false"]
+JsonTarget = Annotated[
+    str | None,
+    Option(
+        parser=_parse_json_target,
+        metavar="PATH|-",
+        help="Write one JSON object to this file. With -, to standard output; text then goes to standard error.",
+    ),
+]
+RecordTarget = Annotated[Path | None, file_option("Write every step's plan and seconds to this file, as JSON lines.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """What runs, and in how much memory. None stands for EngineConfig's default."""
 
-    model: Annotated[str, Option(metavar="NAME|PATH", help="'default', a Hugging Face folder, or a .gguf file.")] = (
-        "default"
-    )
-    weights: Annotated[
-        str | None, Option(metavar="float32|int4", help="float32 is exact, int4 is fast.", show_default="float32")
-    ] = None
-    threads: Annotated[int | None, Option(help="Threads for computing.", show_default="torch's choice")] = None
+    model: Annotated[str, Option(metavar="MODEL", help="default, a Hugging Face folder, or a .gguf file.")] = "default"
+    weights: Annotated[str, Option(metavar="float32|int4", help="float32 is exact, int4 is fast.")] = "float32"
+    threads: Annotated[int | None, Option(help="Compute threads.", show_default="torch's choice")] = None
     max_model_len: Annotated[
-        int | None, Option(help="Most tokens of a prompt and its answer.", show_default="the model's context")
+        int | None, Option(help="Maximum tokens of a prompt and its output.", show_default="the model's context")
     ] = None
     gpu_memory_utilization: Annotated[
-        float | None, Option(help="Share of the available memory for the KV cache.", show_default="0.9")
+        float | None, Option(help="Share of the available memory to use for the KV cache.", show_default="0.9")
     ] = None
     kv_cache_memory: Annotated[
-        int | None,
-        Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache, such as 4GiB, instead of a share."),
+        int | None, Option(parser=parse_size, metavar="SIZE", help="KV cache size, such as 4GiB, instead of a share.")
     ] = None
 
 
@@ -105,36 +113,21 @@ class SchedulingOptions:
 
     policy: Annotated[str | None, Option(metavar="POLICY", help=f"One of: {', '.join(POLICY_FORMS)}.")] = None
     tbt_target: Annotated[
-        float | None,
-        Option(
-            parser=parse_duration,
-            metavar="DURATION",
-            help="Time between a stream's tokens to keep, such as 50ms; alone it means the policy target.",
-        ),
+        float | None, duration_option("Target time between a stream's tokens, such as 50ms; means --policy target:MS.")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Option(help="Most tokens of one step; alone it means the policy fixed:N.", show_default="2048")
+        int | None, Option(help="Maximum tokens in a step; without --policy it means fixed:N.", show_default="2048")
     ] = None
     enable_chunked_prefill: Annotated[
-        Switch | None, Option(help="false means the policy unchunked.", show_default="decided")
+        Switch | None, Option(help="false means --policy unchunked.", show_default="the engine decides")
     ] = None
     enable_prefix_caching: Annotated[
-        Switch | None, Option(help="Keep the KV of prompts for others that begin alike.", show_default="true")
+        Switch | None, Option(help="Reuse the KV of prompts that start alike.", show_default="true")
     ] = None
-    max_num_seqs: Annotated[int | None, Option(help="Most requests that run at a time.", show_default="256")] = None
+    max_num_seqs: Annotated[int | None, Option(help="Maximum requests that run at a time.", show_default="256")] = None
     long_prefill_token_threshold: Annotated[
-        int | None, Option(help="Most tokens of one prompt in a step; 0: no such limit.", show_default="0")
+        int | None, Option(help="Maximum tokens of one prompt in a step; 0: no limit.", show_default="0")
     ] = None
-
-
-JsonTarget = Annotated[
-    str | None,
-    Option(
-        parser=_parse_json_target,
-        metavar="PATH|-",
-        help="Write one JSON object there; with -, to standard output, and all else to standard error.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,27 +135,27 @@ class ReportOptions:
     """Where figures and steps are written."""
 
     json: JsonTarget = None
-    record: Annotated[
-        Path | None, Option(metavar="PATH", help="Write every step's plan and seconds there, as JSON lines.")
-    ] = None
+    record: RecordTarget = None
 
 
-def knobs(*groups: ModelOptions | SchedulingOptions) -> dict[str, Any]:
-    """The engine's settings that were given; those that cannot be are refused here, before anything is loaded."""
+def engine_settings(*groups: ModelOptions | SchedulingOptions) -> dict[str, Any]:
+    """The engine settings that were given. Checked here, before anything is loaded."""
     given = {name: value for group in groups for name, value in dataclasses.asdict(group).items() if value is not None}
-    settings: dict[str, Any] = {
-        name: value is Switch.TRUE if isinstance(value, Switch) else value for name, value in given.items()
-    }
+    settings = {name: value == "true" if name.startswith("enable_") else value for name, value in given.items()}
     EngineConfig(**settings)
     return settings
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command declare a group of options as one parameter: the command line shows the group's fields instead."""
+    """Let a command take a group of options as one parameter. typer sees the group's fields instead."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
         name: p.annotation for name, p in signature.parameters.items() if dataclasses.is_dataclass(p.annotation)
     }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        is_group = name in groups
+        parameters += inspect.signature(groups[name], eval_str=True).parameters.values() if is_group else [parameter]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -170,18 +163,6 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
         command(**values)
 
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        if parameter.name not in groups:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        hints = get_type_hints(parameter.annotation, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-            )
-            for field in dataclasses.fields(parameter.annotation)
-        ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del run.__wrapped__  # typer would read the command's own parameters through it

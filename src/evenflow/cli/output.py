@@ -1,6 +1,6 @@
-"""What a command writes where: answers and tables, one JSON object, progress, warnings.
+"""Where a command's output goes: text and tables, one JSON object, progress, warnings.
 
-With `--json -` standard output belongs to the JSON object alone.
+With `--json -` standard output holds the JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -12,32 +12,41 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from rich.box import SIMPLE, Box
 from rich.console import Console
+from rich.table import Table
 
+from evenflow.errors import MissingDependency
 from evenflow.model.default_model import default_model_path
 
-SECONDS_BETWEEN_LINES = 30.0  # of progress, in a log
+PROGRESS_INTERVAL_S = 30.0  # between lines of progress in a log
 
 
-def text_stream(json_target: str | None) -> TextIO:
-    """Where a command's text goes."""
-    return sys.stderr if json_target == "-" else sys.stdout
+def text_console(json_target: str | None) -> Console:
+    """Where a command's text and tables go. Prints strings verbatim, and wraps long lines only on a terminal."""
+    stream = sys.stderr if json_target == "-" else sys.stdout
+    layout: dict[str, Any] = {} if stream.isatty() else {"width": 120, "soft_wrap": True}
+    return Console(file=stream, highlight=False, markup=False, emoji=False, **layout)
 
 
-def table_console(json_target: str | None) -> Console:
-    """For tables, in the place of a command's text; a file is given room for long lines."""
-    stream = text_stream(json_target)
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+def make_table(title: str, label: str, *figures: str, box: Box = SIMPLE) -> Table:
+    """A table with a column of labels and right-aligned columns of figures."""
+    table = Table(title=title, title_justify="left", box=box, pad_edge=box is not SIMPLE)
+    table.add_column(label, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table
 
 
-def write_json(json_target: str | None, figures: Mapping[str, Any]) -> None:
-    """Write the object where it was asked for, if it was."""
+def write_json(json_target: str | None, report: Mapping[str, Any]) -> None:
+    """Write the report to the target of `--json`, if there is one. Dataclasses become objects."""
     if json_target is None:
         return
-    text = json.dumps(figures, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False, default=asdict) + "\n"
     if json_target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -47,48 +56,54 @@ def write_json(json_target: str | None, figures: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """A moving line on standard error while something takes long; call it to change it.
+    """Show `text` on standard error while the block runs; call the result to replace it.
 
-    Where that is no terminal, a log keeps a line of it every half minute.
+    A terminal gets a status line, a log gets a line every half minute.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines_now_and_then()
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
         return
-    with console.status(text) as status:
-        yield lambda text: status.update(text)
+    last_line_at = time.monotonic()
 
-
-def _lines_now_and_then() -> Callable[[str], None]:
-    next_at = time.monotonic() + SECONDS_BETWEEN_LINES
-
-    def say(text: str) -> None:
-        nonlocal next_at
-        if time.monotonic() >= next_at:
-            next_at = time.monotonic() + SECONDS_BETWEEN_LINES
+    def log_line(text: str) -> None:
+        nonlocal last_line_at
+        if (now := time.monotonic()) - last_line_at >= PROGRESS_INTERVAL_S:
+            last_line_at = now
             print(text, file=sys.stderr, flush=True)
 
-    return say
+    yield log_line
 
 
 def loading(model: str) -> AbstractContextManager[Callable[[str], None]]:
-    """Progress that begins with the loading of a model. Where it must be fetched first, that shows a bar of its own."""
+    """Progress that starts with loading a model. If it has to be fetched first, that shows its own progress bar."""
     if model == "default":
         default_model_path()
     return progress(f"Loading {model}")
 
 
-def show_warnings_only() -> None:
-    """A command says itself what it does; of the engine's log only warnings are worth a line beside that.
+@contextmanager
+def engine_imports(what: str) -> Iterator[None]:
+    """Turn a failed import in the block into an error that says what to install."""
+    try:
+        yield
+    except MissingDependency:
+        raise
+    except ImportError as error:
+        raise MissingDependency(
+            f"{what} needs {error.name}, which is not installed: pip install 'evenflow[engine]'"
+        ) from error
 
-    $EVENFLOW_LOG_LEVEL asks for more of it.
-    """
+
+def log_warnings_only() -> None:
+    """Log warnings and errors without tracebacks, unless $EVENFLOW_LOG_LEVEL or the caller has set up logging."""
     logger = logging.getLogger("evenflow")
     if "EVENFLOW_LOG_LEVEL" in os.environ or logger.hasHandlers():
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("evenflow: %(message)s"))
-    # A failed step ends the command with the same error in one line; the traceback is for the log.
+    # The command ends with the same error in one line.
     handler.addFilter(lambda record: record.exc_info is None)
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)

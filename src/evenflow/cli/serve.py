@@ -1,33 +1,34 @@
-"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, by `serve_vllm`, over vLLM."""
+"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, through `serve_vllm`, over vLLM."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import logging
 import os
 import signal
 import socket
 from collections.abc import Coroutine
-from enum import StrEnum
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from evenflow.cli.options import (
     ModelOptions,
+    RecordTarget,
     SchedulingOptions,
-    knobs,
-    parse_duration,
-    parse_new_file,
+    duration_option,
+    engine_settings,
     parse_size,
     takes_options,
 )
+from evenflow.cli.output import engine_imports
 from evenflow.config import EngineConfig
-from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.errors import InvalidInput
 from evenflow.model.default_model import default_model_path
 
 if TYPE_CHECKING:
@@ -39,125 +40,116 @@ logger = logging.getLogger("evenflow")
 _KEY_VARIABLE = "EVENFLOW_API_KEY"
 
 
-class EngineName(StrEnum):
-    """Who runs the model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Where to listen, who may send requests and how many, and where steps and traces go."""
 
-    EVENFLOW = "evenflow"
-    VLLM = "vllm"
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every address of this machine.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000
+    served_model_name: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Model name in requests, instead of --model; may be repeated.")
+    ] = None
+    api_key: Annotated[
+        list[str] | None, Option(metavar="KEY", help=f"API key to require; may be repeated. Safer: ${_KEY_VARIABLE}.")
+    ] = None
+    api_key_file: Annotated[Path | None, Option(metavar="PATH", help="File of API keys, one per line.")] = None
+    allow_origin: Annotated[
+        list[str] | None, Option(metavar="ORIGIN", help="Site whose pages may send requests; may be repeated; *: any.")
+    ] = None
+    max_body_bytes: Annotated[
+        int, Option("--max-body-size", parser=parse_size, metavar="SIZE", help="Maximum size of a body.")
+    ] = "8MiB"  # type: ignore[assignment]
+    max_prompt_tokens: Annotated[int, Option(help="Maximum tokens of a prompt; 0: the model's context.")] = 0
+    max_n: Annotated[int, Option(help="Maximum answers to one request: n times its prompts.")] = 128
+    max_waiting: Annotated[int, Option(help="Maximum answers in the queue; more are refused.")] = 1024
+    max_tenant_requests: Annotated[int, Option(help="Maximum answers of one tenant that run or wait; 0: no limit.")] = 0
+    drain_time: Annotated[float, duration_option("Time for open requests to finish after SIGTERM.")] = "30s"  # type: ignore[assignment]
+    otlp_endpoint: Annotated[str | None, Option(metavar="URL", help="OTLP collector to send traces to, over HTTP.")] = (
+        None
+    )
+    record: RecordTarget = None
+
+    def server_settings(self, model: str) -> ServerSettings:
+        """Checks the options. Needs the server's packages."""
+        from evenflow.server.access import ServerLimits, read_key_file
+        from evenflow.server.serving import ServerSettings
+
+        keys = [*(self.api_key or ()), *(read_key_file(self.api_key_file) if self.api_key_file else ())]
+        if variable := os.environ.get(_KEY_VARIABLE):
+            keys.append(variable)
+        return ServerSettings(
+            model_names=tuple(self.served_model_name or (model,)),
+            host=self.host,
+            port=self.port,
+            api_keys=keys,
+            allowed_origins=self.allow_origin or (),
+            limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
+            drain_s=self.drain_time,
+            otlp_endpoint=self.otlp_endpoint,
+        )
 
 
 @takes_options
 def serve(
     *,
     vllm_flags: Annotated[
-        list[str],
-        Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags for vLLM, passed on as they are."),
-    ] = [],  # noqa: B006
-    engine: Annotated[EngineName, Option(help="evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.")] = (
-        EngineName.EVENFLOW
-    ),
+        list[str] | None, Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags to pass on to vLLM.")
+    ] = None,
+    engine: Annotated[
+        Literal["evenflow", "vllm"], Option(help="evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.")
+    ] = "evenflow",
     vllm_python: Annotated[
-        str | None,
-        Option(metavar="PATH", help="The Python that has vLLM.", show_default="$EVENFLOW_VLLM_PYTHON, or this one"),
+        str | None, Option(metavar="PATH", help="Python with vLLM.", show_default="$EVENFLOW_VLLM_PYTHON, or this one")
     ] = None,
-    host: Annotated[str, Option(help="Address to serve on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to serve on; 0: one that is free.")] = 8000,
-    served_model_name: Annotated[
-        list[str], Option(metavar="NAME", help="Name for requests to use, instead of --model; may be repeated.")
-    ] = [],  # noqa: B006
-    api_key: Annotated[
-        list[str], Option(metavar="KEY", help=f"Key to ask for; may be repeated. Better: a file, or ${_KEY_VARIABLE}.")
-    ] = [],  # noqa: B006
-    api_key_file: Annotated[Path | None, Option(metavar="PATH", help="File of keys, one a line.")] = None,
-    allow_origin: Annotated[
-        list[str], Option(metavar="ORIGIN", help="Site whose pages may ask from a browser; may be repeated; *: any.")
-    ] = [],  # noqa: B006
-    max_body_size: Annotated[int, Option(parser=parse_size, metavar="SIZE", help="Largest body.")] = "8MiB",  # type: ignore[assignment]
-    max_prompt_tokens: Annotated[int, Option(help="Longest prompt; 0: what the context holds.")] = 0,
-    max_n: Annotated[int, Option(help="Most answers of one request: n times its prompts.")] = 128,
-    max_waiting: Annotated[int, Option(help="Most answers that wait for a place; more are refused.")] = 1024,
-    max_tenant_requests: Annotated[
-        int, Option(help="Most answers of one tenant that run or wait; 0: no such limit.")
-    ] = 0,
-    drain_time: Annotated[
-        float, Option(parser=parse_duration, metavar="DURATION", help="Time for open requests to end after SIGTERM.")
-    ] = "30s",  # type: ignore[assignment]
-    otlp_endpoint: Annotated[
-        str | None, Option(metavar="URL", help="Send traces there, to an OTLP collector over HTTP.")
-    ] = None,
-    record: Annotated[
-        Path | None,
-        Option(parser=parse_new_file, metavar="PATH", help="Write every step's plan and seconds there, as JSON lines."),
-    ] = None,
+    http: HttpOptions,
     model: ModelOptions,
     scheduling: SchedulingOptions,
 ) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's API. See docs/server.md."""
-    config = EngineConfig(**knobs(model, scheduling))
-    if engine is EngineName.EVENFLOW and (vllm_flags or vllm_python):
-        raise InvalidInput(f"Got {vllm_python or ' '.join(vllm_flags)!r} for vLLM, but the engine is evenflow's own.")
-    try:
-        from evenflow.server.access import ServerLimits, read_key_file
-        from evenflow.server.serving import ServerSettings, bind
-    except ImportError as error:
-        raise MissingDependency(
-            f"the server needs {error.name}, which is not installed: pip install 'evenflow[engine]'"
-        ) from error
-    keys = [*api_key, *(read_key_file(api_key_file) if api_key_file is not None else [])]
-    if variable := os.environ.get(_KEY_VARIABLE):
-        keys.append(variable)
-    settings = ServerSettings(
-        model_names=tuple(served_model_name) or (config.model,),
-        host=host,
-        port=port,
-        api_keys=keys,
-        allowed_origins=allow_origin,
-        limits=ServerLimits(
-            max_body_bytes=max_body_size,
-            max_prompt_tokens=max_prompt_tokens,
-            max_n=max_n,
-            max_waiting=max_waiting,
-            max_tenant_requests=max_tenant_requests,
-        ),
-        drain_s=drain_time,
-        otlp_endpoint=otlp_endpoint,
-    )
-    if engine is EngineName.VLLM:
+    """Serve a model over HTTP with an OpenAI-compatible API.
+
+    docs/server.md describes the endpoints, limits and errors.
+    """
+    config = EngineConfig(**engine_settings(model, scheduling))
+    if engine == "evenflow" and (vllm_flags or vllm_python):
+        given = vllm_python or " ".join(vllm_flags or ())
+        raise InvalidInput(f"Got {given!r} for vLLM, but the engine is evenflow's own: give --engine vllm.")
+    with engine_imports("the server"):
+        from evenflow.server.serving import bind
+
+        settings = http.server_settings(config.model)
+    if engine == "vllm":
         from evenflow.cli import serve_vllm
 
-        serve_vllm.refuse_own(model, scheduling, settings, record)
-        launch = serve_vllm.launch_of(model, scheduling, served_model_name, vllm_python, vllm_flags)
-        with bind(host, port) as listener:
-            _run(serve_vllm.serving(settings, listener, launch, config.max_num_seqs))
+        serve_vllm.refuse_own(model, scheduling, http)
+        launch = serve_vllm.make_launch(model, scheduling, http.served_model_name, vllm_python, vllm_flags or ())
+        with bind(http.host, http.port) as listener:
+            _run(serve_vllm.serve(settings, listener, launch, config.max_num_seqs))
         return
-    with bind(host, port) as listener:
+    with bind(http.host, http.port) as listener:
         if config.model == "default":
-            default_model_path()  # fetched here, where it can show how far it is
-        _run(_serving(settings, listener, config, record))
+            default_model_path()  # fetch it here, where a progress bar can be shown
+        _run(_serve(settings, listener, config, http.record))
 
 
-async def _serving(
-    settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None
-) -> None:
+async def _serve(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:
     from evenflow.server.engine.process import build_served_engine
     from evenflow.server.serving import serve
 
     host, port = listener.getsockname()[:2]
 
     def on_ready(server: Server) -> None:
-        # What is loaded now stays: without it a full collection makes every stream wait.
+        # Keep what is loaded now out of garbage collections: a full one would stall every stream.
         gc.collect()
         gc.freeze()
         names, policy = ", ".join(settings.model_names), server.service.client.policy
         logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
 
-    await serve(
-        settings,
-        listener,
-        functools.partial(build_served_engine, config, record),
-        functools.partial(_load_tokenizer, config.model),
-        on_ready,
-    )
+    def load_tokenizer() -> Tokenizer:
+        from evenflow.model.loader import load_model  # slow: it imports torch
+
+        return load_model(config.model).tokenizer
+
+    await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, on_ready)
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
@@ -167,25 +159,20 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # while the model is loaded
+        # Until the server is up and installs its own handler.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         await serving
 
     try:
-        with asyncio.Runner(loop_factory=_fast_loop) as runner:
+        with asyncio.Runner(loop_factory=_event_loop) as runner:
             runner.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(1) from None
 
 
-def _fast_loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not made for this platform
+    except ImportError:  # not available on this platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _load_tokenizer(model: str) -> Tokenizer:
-    from evenflow.model.loader import load_model
-
-    return load_model(model).tokenizer

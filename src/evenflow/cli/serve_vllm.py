@@ -1,4 +1,4 @@
-"""`evenflow serve --engine vllm`: which options it takes, and what they are in vLLM's words."""
+"""`evenflow serve --engine vllm`: which options it takes, and how they become vLLM's flags."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from evenflow.advisor.vllm_flags import command_flags
-from evenflow.cli.options import ModelOptions, SchedulingOptions, knobs
+from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
 from evenflow.config import EngineConfig
 from evenflow.core.policies import has_target
 from evenflow.errors import InvalidInput
@@ -21,75 +21,64 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenflow")
 
-# Settings that both engines have, under one name.
+# Settings that both engines have, under the same name.
 _SHARED_SETTINGS = (
     *("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "max_num_seqs"),
     "long_prefill_token_threshold",
 )
+_OWN_OPTIONS = (
+    *("weights", "threads", "kv_cache_memory", "enable_chunked_prefill"),
+    *("max_prompt_tokens", "max_n", "otlp_endpoint", "record"),
+)
 
 
-def refuse_own(
-    model: ModelOptions, scheduling: SchedulingOptions, settings: ServerSettings, record: Path | None
-) -> None:
+def refuse_own(*groups: Any) -> None:
     """Refuse the options that only evenflow's own engine has."""
-    from evenflow.server.access import ServerLimits
-
-    limits, usual = settings.limits, ServerLimits()
-    given = {
-        "--weights": model.weights is not None,
-        "--threads": model.threads is not None,
-        "--kv-cache-memory": model.kv_cache_memory is not None,
-        "--enable-chunked-prefill": scheduling.enable_chunked_prefill is not None,
-        "--max-prompt-tokens": limits.max_prompt_tokens != usual.max_prompt_tokens,
-        "--max-n": limits.max_n != usual.max_n,
-        "--otlp-endpoint": settings.otlp_endpoint is not None,
-        "--record": record is not None,
-    }
-    for option, is_given in given.items():
-        if is_given:
+    for field, value in ((field, getattr(group, field.name)) for group in groups for field in fields(group)):
+        if field.name in _OWN_OPTIONS and value != field.default:
+            option = f"--{field.name.replace('_', '-')}"
             raise InvalidInput(f"Got {option} with --engine vllm, but only evenflow's own engine has that option.")
 
 
-def launch_of(
+def make_launch(
     model: ModelOptions,
     scheduling: SchedulingOptions,
-    model_names: Sequence[str],
+    model_names: Sequence[str] | None,
     vllm_python: str | None,
     flags: Sequence[str],
 ) -> VllmLaunch:
-    """The vLLM that these options ask for."""
+    """The vLLM server that these options describe."""
     if model.model == EngineConfig().model:
-        raise InvalidInput(
-            "--engine vllm needs --model: a name or a folder that vLLM can load; the default model is none."
-        )
+        raise InvalidInput("--engine vllm needs --model, a name or folder that vLLM can load; it has no default model.")
     policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).policy
     if policy is None or not has_target(policy):
-        raise InvalidInput("--engine vllm needs --tbt-target, such as 50ms: the time between tokens to keep.")
+        raise InvalidInput("--engine vllm needs --tbt-target, the time between tokens to keep, such as 50ms.")
     check_flags(flags)
-    shared = {name: value for name, value in knobs(model, scheduling).items() if name in _SHARED_SETTINGS}
+    shared = {name: value for name, value in engine_settings(model, scheduling).items() if name in _SHARED_SETTINGS}
     return VllmLaunch(
         python=find_python(vllm_python),
         model=model.model,
         policy=policy,
-        model_names=model_names,
+        model_names=model_names or (),
         flags=[*command_flags(shared), *flags],
     )
 
 
-async def serving(settings: ServerSettings, listener: socket.socket, launch: VllmLaunch, max_num_seqs: int) -> None:
+async def serve(settings: ServerSettings, listener: socket.socket, launch: VllmLaunch, max_num_seqs: int) -> None:
     """Serve until a signal comes."""
     from evenflow.server.serving import serve_vllm
 
     host, port = listener.getsockname()[:2]
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     def on_start(server: Server) -> None:
         logger.info(
-            "Starting vLLM (%s), which takes a minute or two; http://%s:%d/ready says when.", launch.policy, host, port
+            "Starting vLLM (%s), which takes a minute or two; http://%s:%d/ready says when it is up.",
+            *(launch.policy, host, port),
         )
 
     def on_ready() -> None:
-        names, seconds = ", ".join(settings.model_names), time.monotonic() - began
+        names, seconds = ", ".join(settings.model_names), time.monotonic() - started_at
         logger.info("Serving %s by vLLM after %.0f s at http://%s:%d/v1, until Ctrl-C.", names, seconds, host, port)
 
     await serve_vllm(settings, listener, launch, max_num_seqs, on_start, on_ready)

@@ -1,4 +1,4 @@
-// What all pictures share: sharp canvases, the page's colours, scales with round figures.
+// Shared by all charts: canvases at device resolution, the page's colours, scales with round figures.
 
 export function sizeToBox(canvas) {
   const box = canvas.getBoundingClientRect();
@@ -38,7 +38,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   colours = null;
 });
 
-// The least round multiple of `unit` that is not below `value`.
+// The smallest round multiple of `unit` that is at least `value`.
 export function roundUp(value, unit = 0.001) {
   const wanted = Math.max(value / unit, 1);
   const power = 10 ** Math.floor(Math.log10(wanted) + 1e-9);

@@ -1,4 +1,4 @@
-// "Try it": one chat, streamed, with the times that its tokens took to come.
+// "Try it": one streamed chat, and how long its tokens took.
 
 import { EventReader } from "./feed.js";
 import { authorization, refusal } from "./key.js";
@@ -6,7 +6,7 @@ import { duration, plural } from "./words.js";
 
 const WORDS = "the river ran slowly past the mill and the old wheel turned with it all day long while".split(" ");
 
-// Made new each time, so that the prefix cache has not seen it.
+// Random, so that the prefix cache never holds it.
 function padding(numWords) {
   if (!numWords) return "";
   const words = Array.from({ length: numWords }, () => WORDS[Math.floor(Math.random() * WORDS.length)]);
@@ -19,7 +19,7 @@ export class Chat {
     this.stopper = null;
     this.answer = document.getElementById("answer");
     this.note = document.getElementById("chat-note");
-    this.button = document.getElementById("send"); // and stops what it sent
+    this.button = document.getElementById("send"); // also stops the request
     document.getElementById("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.stopper === null) this.run();
@@ -34,7 +34,7 @@ export class Chat {
   async run() {
     this.stopper = new AbortController();
     this.setBusy(true);
-    this.times = [performance.now()]; // of sending, then of each piece of text
+    this.times = [performance.now()]; // when it was sent, then when each piece of text came
     this.answer.textContent = "";
     try {
       await this.stream(this.stopper.signal);
@@ -90,7 +90,7 @@ export class Chat {
     const [sent, first, ...rest] = this.times;
     if (first === undefined) return `${word} before the first token.`;
     const gaps = rest.map((time, index) => time - this.times[index + 1]);
-    const longest = gaps.length ? `, longest wait after that ${duration(Math.max(...gaps) / 1000)}` : "";
+    const longest = gaps.length ? `, longest gap ${duration(Math.max(...gaps) / 1000)}` : "";
     return `${word}: ${plural(this.times.length - 1, "piece")}, the first after ${duration((first - sent) / 1000)}${longest}.`;
   }
 }

@@ -1,12 +1,12 @@
-// Reads the server's feed, and goes on reading: lost connections are tried again, a missing key is asked for.
-// Events are read from a fetch, because EventSource cannot send a key. Must not know: what events mean.
+// Reads the server's event feed. Reconnects when the connection is lost, and asks for a key when one is missing.
+// Uses fetch, because EventSource cannot send a key.
 
 import { authorization } from "./key.js";
 
-const SILENCE_MS = 5000; // the server speaks twice a second; after this it is gone
-const LONGEST_WAIT_MS = 5000;
+const SILENCE_MS = 5000; // the server sends twice a second; after this long it is gone
+const MAX_RETRY_MS = 5000;
 
-// Pieces of `event: NAME\ndata: JSON` as they come; the rest of the text is kept for the next call.
+// Splits a text stream into `event: NAME\ndata: JSON` messages; keeps an incomplete one for the next call.
 export class EventReader {
   constructor() {
     this.text = "";
@@ -29,7 +29,7 @@ export class EventReader {
 }
 
 export class Feed {
-  // `handlers` are called by the event's name; `onState` with connecting, live, lost or locked.
+  // Calls `handlers` by event name, and `onState` with connecting, live, lost or locked.
   constructor(url, handlers, onState) {
     Object.assign(this, { url, handlers, onState });
     this.wait = 500;
@@ -56,7 +56,7 @@ export class Feed {
     if (this.isLocked) return;
     this.onState("lost");
     this.timer = setTimeout(() => this.connect(), this.wait);
-    this.wait = Math.min(2 * this.wait, LONGEST_WAIT_MS);
+    this.wait = Math.min(2 * this.wait, MAX_RETRY_MS);
   }
 
   async read() {

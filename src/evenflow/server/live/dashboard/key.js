@@ -1,4 +1,4 @@
-// The API key, where the server needs one: kept for this tab, until it is closed.
+// The API key, if the server needs one. Kept for this tab, until it is closed.
 
 const NAME = "evenflow-api-key";
 
@@ -20,7 +20,7 @@ export function askForKey(onKey) {
   };
 }
 
-// What a refusal says, in the shape that OpenAI's errors have.
+// The message of an error response in OpenAI's format.
 export async function refusal(response) {
   const body = await response.json().catch(() => null);
   return body?.error?.message ?? `The server answered ${response.status}.`;

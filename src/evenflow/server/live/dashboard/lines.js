@@ -1,15 +1,15 @@
-// A small chart of one or more figures over the last two minutes. Must not know: what the figures are.
+// A small chart of one or more figures over the last two minutes.
 
 import { FONT, palette, roundUp, sizeToBox } from "./canvas.js";
 
 const POINTS = 240;
 
 export class LineChart {
-  // `series` is a list of {colour: name of a colour, dash}; `top` a fixed end of the scale, or null.
+  // `series` is a list of {colour, dash}; `top` is a fixed upper end of the scale, or null.
   constructor(canvas, { series, label, top = null, unit = 0.001 }) {
     Object.assign(this, { canvas, series, label, top, unit });
     this.values = series.map(() => []);
-    this.mark = null; // a value that is drawn across
+    this.mark = null; // a value to draw as a horizontal line
   }
 
   add(values) {

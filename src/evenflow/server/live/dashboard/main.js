@@ -1,4 +1,4 @@
-// Puts the page together: what comes over the feed goes to the pictures, what the user does goes to the server.
+// Wires the page together: events of the feed go to the charts, user actions go to the server.
 
 import { Chat } from "./chat.js";
 import { Feed } from "./feed.js";
@@ -27,10 +27,10 @@ const charts = {
 const stateWords = {
   connecting: "Connecting…",
   live: "Live",
-  lost: "Connection lost. Trying again.",
-  locked: "An API key is needed.",
-  down: "The engine is down. It is being started anew.",
-  full: "Too many pages look at this server; trying again.",
+  lost: "Connection lost. Retrying.",
+  locked: "An API key is required.",
+  down: "The engine is down and is being restarted.",
+  full: "Too many pages are connected to this server. Retrying.",
 };
 const detailHint = element("step-detail").textContent;
 let stallsShown = "";
@@ -116,11 +116,11 @@ element("pause").addEventListener("click", (event) => {
   event.currentTarget.setAttribute("aria-pressed", String(isPaused));
 });
 
-const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 let lastDrawn = 0;
 
 function frame(time) {
-  if (!stillness.matches || picture.chosen !== picture.drawnChoice || time - lastDrawn > 1000) {
+  if (!reducedMotion.matches || picture.chosen !== picture.drawnChoice || time - lastDrawn > 1000) {
     picture.draw();
     lastDrawn = time;
   }

@@ -1,25 +1,25 @@
-// The running picture: time goes to the left, each step a bar as wide and as high as the seconds it took.
-// Bars thinner than a pixel share it; the highest is seen. Must not know: the network, figures other than steps.
+// The scrolling chart of steps. Each step is a bar whose width and height are the seconds it took.
+// Of several steps within one pixel, the longest is drawn.
 
 import { FONT, palette, roundUp, sizeToBox } from "./canvas.js";
 import { duration } from "./words.js";
 
-const LAG_S = 0.3; // behind the newest batch, so that the picture moves evenly between batches
-const LEFT = 56; // room for the scale
+const LAG_S = 0.3; // drawn this far behind the newest batch, to scroll smoothly between batches
+const LEFT = 56; // pixels for the scale
 
 export class StepPicture {
   constructor(canvas, store, onChoose) {
     this.canvas = canvas;
     this.store = store;
-    this.onChoose = onChoose; // is given a step's number, or null
-    this.offset = null; // the server's clock less this page's, in seconds
-    this.scale = 0.1; // seconds that reach the top
+    this.onChoose = onChoose; // called with a step's number, or null
+    this.offset = null; // the server's clock minus this page's, in seconds
+    this.scale = 0.1; // seconds at the top of the chart
     this.isPaused = false;
-    this.heldEnd = null; // the right edge while the picture stands
+    this.heldEnd = null; // the time at the right edge while paused
     this.chosen = null;
     this.target = null;
     this.drawnChoice = null;
-    this.drawnEnd = NaN; // of a picture that stands
+    this.drawnEnd = NaN; // `heldEnd` of the last draw
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => this.choose(null));
     canvas.addEventListener("blur", () => this.choose(null));
@@ -30,7 +30,7 @@ export class StepPicture {
     return this.canvas.clientWidth < 600 ? 4 : 10;
   }
 
-  // The server's clock was `now` when a batch came. The earliest arrivals are the truest.
+  // The server's clock was `now` when a batch was sent. Batches with the least delay are the most accurate.
   setClock(now) {
     const offset = now - performance.now() / 1000;
     const isLate = this.offset !== null && offset < this.offset;
@@ -141,7 +141,7 @@ export class StepPicture {
 
   drawSteps(view) {
     const { store } = this;
-    let waiting = -1; // the highest of the steps that share the last pixel
+    let waiting = -1; // the longest step within the last pixel
     let pixel = NaN;
     for (let number = store.end - 1; number >= store.first; number--) {
       const slot = store.slot(number);
@@ -196,7 +196,7 @@ export class StepPicture {
     context.strokeStyle = context.fillStyle = palette().ink;
     context.textAlign = "left";
     context.textBaseline = "bottom";
-    context.fillText(`target ${duration(this.target)}${isAbove ? ", above this picture" : ""}`, left + 6, y - 2);
+    context.fillText(`target ${duration(this.target)}${isAbove ? " (above this chart)" : ""}`, left + 6, y - 2);
     if (isAbove) return;
     context.lineWidth = 1.5;
     context.setLineDash([6, 4]);

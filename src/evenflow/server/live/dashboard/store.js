@@ -1,5 +1,5 @@
-// The last steps, as columns in rings: nothing is allocated for a step that merely decodes.
-// Steps are numbered from 0 as they come; `first` to `end` are here. Must not know: drawing, the network.
+// Recent steps, as columns in ring buffers: a step that only decodes allocates nothing.
+// Steps are numbered from 0 in order of arrival; `first` to `end` are kept.
 
 const STEPS = 4096;
 const CHUNKS = 8192;
@@ -67,7 +67,7 @@ export class StepStore {
     this.numChunks += 1;
   }
 
-  // One step as an object, for those who tell of it.
+  // One step as an object, to describe it.
   get(number) {
     const slot = this.slot(number);
     const chunks = [];
@@ -93,7 +93,7 @@ export class StepStore {
     };
   }
 
-  // Tokens a second over the last `seconds` before `now`.
+  // Tokens per second over the last `seconds` before `now`.
   rate(now, seconds) {
     let tokens = 0;
     for (let number = this.end - 1; number >= this.first && this.at[this.slot(number)] > now - seconds; number--) {

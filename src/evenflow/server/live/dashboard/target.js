@@ -1,15 +1,15 @@
-// The target: a slider over orders of magnitude, a field for exact figures, and what the server says to it.
+// The target: a logarithmic slider, a field for exact values, and the server's response.
 
 import { authorization, refusal } from "./key.js";
 import { duration } from "./words.js";
 
-const LEAST_MS = 5;
-const MOST_MS = 2000;
-const QUIET_MS = 200; // after the last movement
+const MIN_MS = 5;
+const MAX_MS = 2000;
+const DEBOUNCE_MS = 200; // after the last input
 
-const toMs = (place) => LEAST_MS * (MOST_MS / LEAST_MS) ** (place / 100);
-const toPlace = (ms) => Math.round((100 * Math.log(ms / LEAST_MS)) / Math.log(MOST_MS / LEAST_MS));
-// Two figures are as exact as a slider gets.
+const toMs = (place) => MIN_MS * (MAX_MS / MIN_MS) ** (place / 100);
+const toPlace = (ms) => Math.round((100 * Math.log(ms / MIN_MS)) / Math.log(MAX_MS / MIN_MS));
+// A slider is accurate to two digits.
 const rounded = (ms) => Number(ms.toPrecision(2));
 
 export class TargetControl {
@@ -19,19 +19,19 @@ export class TargetControl {
     this.note = document.getElementById("target-note");
     this.timer = null;
     this.isSending = false;
-    this.isTouched = false; // the user's wish has not been answered yet
-    this.range.addEventListener("input", () => this.wish(rounded(toMs(Number(this.range.value)))));
+    this.isTouched = false; // the user's change has not been confirmed yet
+    this.range.addEventListener("input", () => this.change(rounded(toMs(Number(this.range.value)))));
     this.number.addEventListener("input", () => {
-      if (this.number.value !== "" && this.number.checkValidity()) this.wish(Number(this.number.value));
+      if (this.number.value !== "" && this.number.checkValidity()) this.change(Number(this.number.value));
     });
     document.getElementById("target-form").addEventListener("submit", (event) => event.preventDefault());
   }
 
-  wish(ms) {
+  change(ms) {
     this.isTouched = true;
     this.place(ms);
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.send(ms), QUIET_MS);
+    this.timer = setTimeout(() => this.send(ms), DEBOUNCE_MS);
   }
 
   place(ms) {
@@ -54,13 +54,13 @@ export class TargetControl {
     this.isTouched = false;
   }
 
-  // What is in force, by the server's own word.
+  // Show the target in force, as the server reports it.
   show({ target, feasible, policy, up }) {
     this.range.disabled = this.number.disabled = !up;
     if (!this.isTouched && target !== null && document.activeElement !== this.number) this.place(1000 * target);
-    if (target === null && up) this.say(`The policy ${policy} keeps no target. Choose one to change that.`);
+    if (target === null && up) this.say(`The policy ${policy} has no target. Set one here to switch to it.`);
     else if (feasible !== null && feasible !== undefined) {
-      this.say(`This target cannot be kept with the streams that decode now; ${duration(feasible)} could.`);
+      this.say(`This target cannot be kept under the current load. The lowest feasible target is ${duration(feasible)}.`);
     } else this.say("");
   }
 

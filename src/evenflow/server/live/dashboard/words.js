@@ -1,4 +1,4 @@
-// How figures and causes are said. Must not know: where they come from.
+// Formats figures and causes as text.
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
@@ -19,7 +19,7 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 const request = (number) => (number ? `request ${number}` : "a request");
 
 const CAUSES = {
-  decodes: () => "decoding itself",
+  decodes: () => "decodes",
   prefill: (who, tokens) => `prefill of ${request(who)} (${plural(tokens, "token")})`,
   unexplained: () => "a step slower than predicted",
   host: () => "work between steps",
@@ -29,13 +29,13 @@ const CAUSES = {
 
 const REASONS = {
   end_of_prompt: "the prompt ended",
-  budget: "the step's budget was used up",
-  chunk_size: "the policy's chunk size",
-  long_prefill: "the limit for one prompt",
-  alignment: "rounded to what runs well",
-  floor: "the least that keeps prefill moving",
+  budget: "the step's token budget was used up",
+  chunk_size: "of the policy's chunk size",
+  long_prefill: "of the limit for one prompt",
+  alignment: "the size was rounded for speed",
+  floor: "only the minimum that keeps prefill moving fitted",
   latency: "more would have made a token late",
-  warm_up: "larger steps have not been seen yet",
+  warm_up: "no larger step has been measured yet",
 };
 
 export function stallInWords(stall) {
@@ -53,10 +53,10 @@ export function stepInWords(step) {
     const end = chunk.start + chunk.length;
     parts.push(
       `${request(chunk.request)} tokens ${count(chunk.start)} to ${count(end)} (${count(chunk.length)}) ` +
-        `${duration(chunk.seconds)}, not more because ${REASONS[chunk.reason] ?? chunk.reason}`,
+        `${duration(chunk.seconds)}, no longer because ${REASONS[chunk.reason] ?? chunk.reason}`,
     );
   }
   const predicted = step.predicted ? `, predicted ${duration(step.predicted)}` : "";
-  const late = step.late ? ` ${plural(step.late, "token")} came late.` : "";
+  const late = step.late ? ` ${plural(step.late, "late token")}.` : "";
   return `Step ${step.step}: ${duration(step.seconds)}${predicted}. ${parts.join("; ")}.${late}`;
 }
