@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from evenflow.compile import (
 )
 from evenflow.compile.checking import WrongAnswer, largest_difference
 from evenflow.compile.compiled_model import CompiledModel
+from evenflow.compile.compiler import onednn_where_supported
 from evenflow.compile.wrapper import ChunkedPrefillWrapper
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no compiler")
+# The one that Inductor takes.
+COMPILER = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="Inductor finds no C++ compiler")
 
 TOLERANCE = 1e-4
 
@@ -111,13 +115,32 @@ def test_generation_is_the_plain_models(cache_dir: Path, caplog: pytest.LogCaptu
 
 
 @torch.inference_mode()
-def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path) -> None:
-    plain = copy.deepcopy(tiny_model()).to(torch.bfloat16)
+def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where oneDNN has no bfloat16: torch then warns when it runs a product, and warnings are errors here."""
+    plain, onednn_enabled = copy.deepcopy(tiny_model()).to(torch.bfloat16), torch.backends.mkldnn.enabled
     compiler = create_enhanced_compiler(cache_dir=tmp_path)
     compiled = compiler.compile_model(plain, example(), "tiny")
-    assert outcome(compiler) == "compiled"
+    assert outcome(compiler) == "compiled", compiler.monitor
+    assert reasons(caplog) == []
+    assert torch.backends.mkldnn.enabled == onednn_enabled
     tokens = random_tokens(2, 30)
-    assert torch.equal(compiled(tokens).logits, plain(tokens).logits)
+    with onednn_where_supported(plain):
+        assert torch.equal(compiled(tokens).logits, plain(tokens).logits)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_is_turned_off_for_a_bfloat16_model_where_it_lacks_bfloat16(
+    dtype: torch.dtype, has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    model, before = torch.nn.Module(), torch.backends.mkldnn.enabled
+    monkeypatch.setattr(model, "device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(model, "dtype", dtype, raising=False)
+    with onednn_where_supported(model):
+        assert torch.backends.mkldnn.enabled == (before and (has_bfloat16 or dtype == torch.float32))
+    assert torch.backends.mkldnn.enabled == before
 
 
 @torch.inference_mode()
@@ -263,8 +286,8 @@ def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
 def _crashing(package: Path, folder: Path) -> Path:
     source, library, crashing = folder / "crash.cpp", folder / "crash.so", folder / "crashing.pt2"
     source.write_text("#include <csignal>\n__attribute__((constructor)) static void crash() { raise(SIGSEGV); }\n")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source], check=True)
     with zipfile.ZipFile(package) as whole, zipfile.ZipFile(crashing, "w") as changed:
         for entry in whole.infolist():
             is_code = entry.filename.endswith(".so")

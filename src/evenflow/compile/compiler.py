@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,8 @@ class EnhancedAOTModelCompiler:
                 logger.warning("%s is compiled without CUDA graphs: %s.", model_id, error)
         with stages.stage("fingerprinting"):
             key = artifact_key(module, model_id, config.inductor_options)
-        return PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)
+        with onednn_where_supported(module):
+            return PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)
 
     def _note(
         self,
@@ -175,6 +177,25 @@ def create_enhanced_compiler(
         enable_performance_monitoring=enable_performance_monitoring,
         progress=progress,
     )
+
+
+@contextmanager
+def onednn_where_supported(module: Any) -> Iterator[None]:
+    """oneDNN turned off for a bfloat16 model on a CPU whose oneDNN lacks bfloat16.
+
+    There, torch on ARM tries it anyway, warns, and turns it off for the whole process; where warnings are errors no
+    model would compile. The caller's own calls of the model still warn.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    is_affected = module.device.type == "cpu" and module.dtype == torch.bfloat16 and mkldnn.is_available()
+    if not is_affected or not mkldnn.enabled or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        yield
+        return
+    mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        mkldnn.enabled = True
 
 
 def _as_dict(config: GraphConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import transformers
 
 _FORMAT = 2  # of packages, manifests, and the options that packages are made with
 _SAMPLED_VALUES = 1024
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def artifact_key(module: Any, model_id: str, options: dict[str, Any]) -> str:
@@ -56,4 +58,13 @@ def describe_device(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda {major}.{minor} {torch.version.cuda}"
     capability = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
-    return f"{device.type} {platform.machine()} {capability} threads={torch.get_num_threads()}"
+    return f"{device.type} {platform.machine()} {capability} {_cpu_features()} threads={torch.get_num_threads()}"
+
+
+def _cpu_features() -> str:
+    """All instruction sets: Inductor compiles for this very CPU, torch names the widest vectors only."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return ""
+    return found[1] if found else ""
