@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenflow.compile import fingerprint
-from evenflow.compile.artifacts import ArtifactStore, DamagedArtifact
-from evenflow.compile.fingerprint import artifact_key
+from evenflow.compile.aot import fingerprint
+from evenflow.compile.aot.artifacts import ArtifactStore, DamagedArtifact
+from evenflow.compile.aot.fingerprint import artifact_key
 from tests.compile.architectures import small_model
 
 

@@ -23,10 +23,10 @@ from evenflow.compile import (
     create_enhanced_compiler,
     create_enhanced_compiler_with_chunking,
 )
-from evenflow.compile.checking import WrongAnswer, largest_difference
-from evenflow.compile.compiled_model import CompiledModel
+from evenflow.compile.aot.checking import WrongAnswer, largest_difference
+from evenflow.compile.aot.compiled_model import CompiledModel
+from evenflow.compile.chunks.wrapper import ChunkedPrefillWrapper
 from evenflow.compile.compiler import onednn_where_supported
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 
@@ -64,7 +64,7 @@ def load(cache_dir: Path, **settings: Any) -> tuple[EnhancedAOTModelCompiler, An
 def compiled_before(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling gives the package that the same graph was compiled into: these tests are about what happens to it."""
     (package,) = cache_dir.glob("*.pt2")
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", lambda _, path, __: shutil.copy2(package, path))
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(package, path))
 
 
 def outcome(compiler: EnhancedAOTModelCompiler) -> str:
@@ -230,7 +230,7 @@ def test_a_package_of_another_model_under_its_key_is_not_used(
     """Whole, but not what the key says: only its answers tell. Nor can it be made anew here, so the model is plain."""
     folder = shutil.copytree(cache_dir, tmp_path / "copy")
     monkeypatch.setattr("evenflow.compile.compiler.artifact_key", lambda *_: next(folder.glob("*.pt2")).stem)
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", _no_compiler)
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", _no_compiler)
     other = small_model("llama", num_hidden_layers=1, rms_norm_eps=0.5)
     compiler = create_enhanced_compiler(cache_dir=folder)
     model = compiler.compile_model(other, example(), "tiny")
@@ -245,7 +245,7 @@ def _no_compiler(*_: Any) -> None:
 def test_a_compiler_that_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", _no_compiler)
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", _no_compiler)
     compiler, model = load(tmp_path)
     assert model is tiny_model()
     assert reasons(caplog) == ["tiny runs uncompiled: RuntimeError: C++ compile error: no compiler found"]
@@ -274,7 +274,7 @@ def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
     """As a compiler that links a C++ library of its own makes them."""
     (package,) = cache_dir.glob("*.pt2")
     crashing = _crashing(package, tmp_path)
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
     compiler, model = load(tmp_path / "cache")
     assert outcome(compiler) == "plain"
     (reason,) = reasons(caplog)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenflow.compile.artifacts import ArtifactStore
-from evenflow.compile.fingerprint import artifact_key
+from evenflow.compile.aot.artifacts import ArtifactStore
+from evenflow.compile.aot.fingerprint import artifact_key
+from evenflow.compile.aot.packages import CheckedModel, PackageMaker, record_graph
 from evenflow.compile.model_call import Model, hugging_face_module, named_arguments
 from evenflow.compile.monitoring import CompilationFigures, PerformanceMonitor
-from evenflow.compile.packages import CheckedModel, PackageMaker, record_graph
 from evenflow.compile.progress import Stages
 from evenflow.errors import InvalidConfig, UnsupportedModel
 from evenflow.host import cache_folder

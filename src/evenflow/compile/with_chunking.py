@@ -14,11 +14,11 @@ from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger, decide
 from evenflow.advisor.recommendation import find_triggers
 from evenflow.advisor.tokens import EstimatedTokens
+from evenflow.compile.chunks.memory import tokens_that_fit
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer
+from evenflow.compile.chunks.wrapper import ChunkedPrefillWrapper
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
-from evenflow.compile.memory import tokens_that_fit
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
-from evenflow.compile.optimizer import ChunkedPrefillOptimizer
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
 from evenflow.errors import InvalidConfig
 from evenflow.workload.inputs import TraceRequest
 

@@ -19,12 +19,12 @@ from evenflow.advisor.analysis import Analysis
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
 from evenflow.advisor.vllm_config import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
 from evenflow.advisor.vllm_flags import installed_version
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer
+from evenflow.compile.chunks.wrapper import ChunkedPrefillWrapper
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
-from evenflow.compile.model_view import ModelInterface
-from evenflow.compile.optimizer import ChunkedPrefillOptimizer
+from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.with_chunking import analysis_of_lengths, num_example_tokens
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
 
 logger = logging.getLogger("evenflow")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, OptimizerStats
 from evenflow.compile.model_call import Model, input_shape, named_arguments
-from evenflow.compile.model_view import ModelInterface
-from evenflow.compile.optimizer import ChunkedPrefillOptimizer, OptimizerStats
+from evenflow.compile.model_interface import ModelInterface
 
 
 class ExecutionStats(TypedDict):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenflow.compile.aot.step_runner import StepRunner
 from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
-from evenflow.compile.model_view import ModelInterface
+from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import PerformanceMonitor
-from evenflow.compile.step_runner import StepRunner
 
 logger = logging.getLogger("evenflow")
 

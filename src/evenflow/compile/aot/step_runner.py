@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from evenflow.compile.step_graph import StepGraph
+from evenflow.compile.aot.step_graph import StepGraph
 from evenflow.errors import UnsupportedModel
 
 _ALIGNED_BYTES = 16  # kernels for CUDA read so many at a time

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from evenflow.compile.compiled_model import CompiledModel
+from evenflow.compile.aot.compiled_model import CompiledModel
 
 _MOST_ROWS = 64  # of logits that are compared: all rows of a long example may not fit
 _PADDED_LENGTHS = (16, 9)

@@ -9,8 +9,8 @@ import logging
 from typing import Any, TypedDict
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
-from evenflow.compile.chunked_run import ChunkTime, run_in_chunks
-from evenflow.compile.memory import tokens_that_fit
+from evenflow.compile.chunks.chunked_run import ChunkTime, run_in_chunks
+from evenflow.compile.chunks.memory import tokens_that_fit
 from evenflow.compile.model_call import (
     Model,
     hugging_face_module,

@@ -19,7 +19,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_masks_for_generate
 
 from evenflow.compile.model_call import STEP_ARGUMENTS, Model, input_shape, named_arguments
-from evenflow.compile.model_view import ModelInterface
+from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import PerformanceMonitor
 
 logger = logging.getLogger("evenflow")

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenflow.compile.artifacts import Artifact, ArtifactStore, DamagedArtifact
-from evenflow.compile.checking import WrongAnswer, largest_difference, largest_step_difference
-from evenflow.compile.compiled_model import CompiledModel, positions_by_mask, positions_by_order
-from evenflow.compile.cuda_graphs import GraphedModel
+from evenflow.compile.aot.artifacts import Artifact, ArtifactStore, DamagedArtifact
+from evenflow.compile.aot.checking import WrongAnswer, largest_difference, largest_step_difference
+from evenflow.compile.aot.compiled_model import CompiledModel, positions_by_mask, positions_by_order
+from evenflow.compile.aot.cuda_graphs import GraphedModel
+from evenflow.compile.aot.step_graph import StepGraph, compile_step, export_step, layers_are_sliding, lifted_constants
+from evenflow.compile.aot.step_runner import StepRunner
+from evenflow.compile.aot.trial import why_not_loadable
 from evenflow.compile.model_call import Model, hugging_face_module
 from evenflow.compile.progress import Stages
-from evenflow.compile.step_graph import StepGraph, compile_step, export_step, layers_are_sliding, lifted_constants
-from evenflow.compile.step_runner import StepRunner
-from evenflow.compile.trial import why_not_loadable
 from evenflow.errors import UnsupportedModel
 
 logger = logging.getLogger("evenflow")
