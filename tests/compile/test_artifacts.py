@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenflow.compile.aot import fingerprint
-from evenflow.compile.aot.artifacts import ArtifactStore, DamagedArtifact
-from evenflow.compile.aot.fingerprint import artifact_key
+from evenflow.compile.aot import artifacts
+from evenflow.compile.aot.artifacts import ArtifactStore, DamagedArtifact, artifact_key
 from tests.compile.architectures import small_model
 
 
@@ -90,7 +89,7 @@ def test_the_key_changes_with_all_that_a_package_depends_on(tmp_path: Path, monk
     for number, flags in enumerate(("flags\t\t: avx512f", "flags\t\t: avx512f amx_bf16", "Features\t: asimd")):
         cpu_info = tmp_path / f"cpuinfo {number}"
         cpu_info.write_text(f"processor\t: 0\n{flags}\n")
-        monkeypatch.setattr(fingerprint, "_CPU_INFO", cpu_info)
+        monkeypatch.setattr(artifacts, "_CPU_INFO", cpu_info)
         others[flags] = artifact_key(model, "a/model name", {})
     monkeypatch.setattr(torch, "__version__", "2.99")
     others["torch"] = artifact_key(model, "a/model name", {})

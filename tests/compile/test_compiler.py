@@ -25,7 +25,7 @@ from evenflow.compile import (
 )
 from evenflow.compile.aot.checking import WrongAnswer, largest_difference
 from evenflow.compile.aot.compiled_model import CompiledModel
-from evenflow.compile.chunks.wrapper import ChunkedPrefillWrapper
+from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
 from evenflow.compile.compiler import onednn_where_supported
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
@@ -154,7 +154,7 @@ def test_what_the_graph_does_not_hold_runs_plain(cache_dir: Path, caplog: pytest
     embeddings = plain.get_input_embeddings()(tokens)
     assert torch.equal(compiled(inputs_embeds=embeddings).logits, plain(inputs_embeds=embeddings).logits)
     assert [reason.rpartition(": ")[2] for reason in reasons(caplog)] == [
-        "output_hidden_states is asked for.",
+        "the compiled step does not support output_hidden_states.",
         "StaticCache is not the kind of cache that the model makes itself.",
         "it is not called with input_ids of shape (batch, tokens) on the model's device.",
     ]

@@ -3,8 +3,7 @@
 from evenflow.errors import MissingDependency
 
 try:
-    from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer
-    from evenflow.compile.chunks.wrapper import ChunkedPrefillWrapper
+    from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
     from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
     from evenflow.compile.with_chunking import (
         ChunkedPrefillConfig,
