@@ -154,7 +154,7 @@ def test_what_the_graph_does_not_hold_runs_plain(cache_dir: Path, caplog: pytest
     embeddings = plain.get_input_embeddings()(tokens)
     assert torch.equal(compiled(inputs_embeds=embeddings).logits, plain(inputs_embeds=embeddings).logits)
     assert [reason.rpartition(": ")[2] for reason in reasons(caplog)] == [
-        "the compiled step does not support output_hidden_states.",
+        "output_hidden_states is not supported.",
         "StaticCache is not the kind of cache that the model makes itself.",
         "it is not called with input_ids of shape (batch, tokens) on the model's device.",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,38 +66,36 @@ def forward_parameters(model: Model) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(getattr(module, "forward", module)).parameters
 
 
+def why_not_supported(module: Any, config: Any, call: Mapping[str, Any], supported: Set[str]) -> str | None:
+    """Why a run that computes just logits and a cache cannot replace this call, given by its named arguments."""
+    if getattr(module, "training", False):
+        return "the model is in training mode"
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        return "gradients are recorded, which keeps every activation: call it within torch.inference_mode()"
+    for name, value in call.items():
+        if name not in supported and value is not False:
+            return f"{name} is not supported"
+    mask = call.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "the attention mask is not of shape (batch, tokens)"
+    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        if name not in call and name not in supported and getattr(config, name, False):
+            return f"{name}, which the model's configuration sets, is not supported"
+    return None
+
+
 def why_not_in_chunks(model: Model, call: Mapping[str, Any]) -> str | None:
     """Why this call, given by its named arguments, must run whole; None if it can be chunked."""
     module = hugging_face_module(model)
     if "past_key_values" not in forward_parameters(model):
         return f"{type(module).__name__} takes no past_key_values"
-    if getattr(module, "training", False):
-        return "the model is in training mode"
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        return "gradients are recorded, which keeps every activation anyway: call it within torch.inference_mode()"
-    for name, value in call.items():
-        if name not in _CHUNK_ARGUMENTS and value is not False:
-            return f"{name} needs the whole prompt at once"
-    return _why_not_by_shape(call) or _why_not_by_config(module, call)
-
-
-def _why_not_by_shape(call: Mapping[str, Any]) -> str | None:
-    mask = call.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        return "the attention mask is not of shape (batch, tokens)"
+    config = module.config.get_text_config()
+    if (reason := why_not_supported(module, config, call, _CHUNK_ARGUMENTS)) is not None:
+        return reason
     positions = call.get("position_ids")
     # Without a cache and a mask, positions that do not rise one by one mean several texts packed into one row.
-    is_first = mask is None and "past_key_values" not in call
-    if positions is not None and is_first and not bool((positions.diff(dim=-1) == 1).all()):
+    if positions is not None and not {"attention_mask", "past_key_values"} & call.keys() and not _is_rising(positions):
         return "several texts are packed into one row"
-    return None
-
-
-def _why_not_by_config(module: Any, call: Mapping[str, Any]) -> str | None:
-    config = module.config.get_text_config()
-    for name in ("output_attentions", "output_router_logits"):
-        if name not in call and getattr(config, name, False):
-            return f"{name}, set in the model's configuration, needs the whole prompt at once"
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         # A chunk's end decides how its positions are rotated: chunks would not equal the whole.
@@ -105,6 +103,10 @@ def _why_not_by_config(module: Any, call: Mapping[str, Any]) -> str | None:
         if num_known_tokens(call) > short:
             return f"{rope['rope_type']} rotates positions by the length of the whole input beyond {short:,} tokens"
     return None
+
+
+def _is_rising(positions: Tensor) -> bool:
+    return bool((positions.diff(dim=-1) == 1).all())
 
 
 def num_cached_tokens(call: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from evenflow.compile.aot.step_graph import StepGraph
-from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments, why_not_supported
 from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import PerformanceMonitor, ReasonLog
 from evenflow.errors import UnsupportedModel
@@ -119,24 +119,14 @@ class CompiledModel(ModelInterface):
     forward = __call__
 
     def _why_not_compiled(self, call: Mapping[str, Any]) -> str | None:
-        tokens, mask, cache = (call.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
+        tokens, cache = call.get("input_ids"), call.get("past_key_values")
         if tokens is None or tokens.ndim != 2 or tokens.device != self._device:
             return "it is not called with input_ids of shape (batch, tokens) on the model's device"
-        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-            return "the attention mask is not of shape (batch, tokens)"
         if cache is not None and not self._runner.supports(cache):
             return f"{type(cache).__name__} is not the kind of cache that the model makes itself"
-        for name, value in call.items():
-            if name not in STEP_ARGUMENTS and value is not False:
-                return f"the compiled step does not support {name}"
         if self._weight.data_ptr() != self._address:
             return "the weights were moved after compilation"
-        module = self.wrapped_module
-        if module.training or (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
-            return "it trains, or gradients are recorded: call it within torch.inference_mode()"
-        if any(getattr(module.config, name, False) for name in ("output_attentions", "output_hidden_states")):
-            return "the model's configuration asks for attentions or hidden states"
-        return None
+        return why_not_supported(self.wrapped_module, self.wrapped_module.config, call, STEP_ARGUMENTS)
 
     def _run_compiled(self, call: Mapping[str, Any]) -> Any:
         tokens: Tensor = call["input_ids"]
