@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from evenflow.advisor.memory import TABLE_TOKENS
 from evenflow.compile import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, create_enhanced_compiler
-from evenflow.compile.cuda_graphs import GraphedModel
+from evenflow.compile.aot.cuda_graphs import GraphedModel
 
 _ONE_BILLION: dict[str, Any] = {
     "hidden_size": 2048,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenflow.compile.artifacts import ArtifactStore, DamagedArtifact
-from evenflow.compile.fingerprint import artifact_key
+from evenflow.compile.aot import artifacts
+from evenflow.compile.aot.artifacts import ArtifactStore, DamagedArtifact, artifact_key
 from tests.compile.architectures import small_model
 
 
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_leaves_nothing_behind(tmp_path: Path) -> None:
         put(ArtifactStore(tmp_path / "in the way"))
 
 
-def test_the_key_changes_with_all_that_a_package_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_changes_with_all_that_a_package_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("llama")
     key = artifact_key(model, "a/model name", {})
     assert key.startswith("a-model-name-")
@@ -86,6 +86,11 @@ def test_the_key_changes_with_all_that_a_package_depends_on(monkeypatch: pytest.
         others["weights"] = artifact_key(model, "a/model name", {})
         weight.div_(2)
         assert torch.equal(weight[-1, -1], kept)
+    for number, flags in enumerate(("flags\t\t: avx512f", "flags\t\t: avx512f amx_bf16", "Features\t: asimd")):
+        cpu_info = tmp_path / f"cpuinfo {number}"
+        cpu_info.write_text(f"processor\t: 0\n{flags}\n")
+        monkeypatch.setattr(artifacts, "_CPU_INFO", cpu_info)
+        others[flags] = artifact_key(model, "a/model name", {})
     monkeypatch.setattr(torch, "__version__", "2.99")
     others["torch"] = artifact_key(model, "a/model name", {})
     assert len({key, *others.values()}) == 1 + len(others)

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from evenflow.compile import (
     create_enhanced_compiler,
     create_enhanced_compiler_with_chunking,
 )
-from evenflow.compile.checking import WrongAnswer, largest_difference
-from evenflow.compile.compiled_model import CompiledModel
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
+from evenflow.compile.aot.checking import WrongAnswer, largest_difference
+from evenflow.compile.aot.compiled_model import CompiledModel
+from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
+from evenflow.compile.compiler import onednn_where_supported
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no compiler")
+# The one that Inductor takes.
+COMPILER = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="Inductor finds no C++ compiler")
 
 TOLERANCE = 1e-4
 
@@ -60,7 +64,7 @@ def load(cache_dir: Path, **settings: Any) -> tuple[EnhancedAOTModelCompiler, An
 def compiled_before(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling gives the package that the same graph was compiled into: these tests are about what happens to it."""
     (package,) = cache_dir.glob("*.pt2")
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", lambda _, path, __: shutil.copy2(package, path))
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(package, path))
 
 
 def outcome(compiler: EnhancedAOTModelCompiler) -> str:
@@ -111,13 +115,32 @@ def test_generation_is_the_plain_models(cache_dir: Path, caplog: pytest.LogCaptu
 
 
 @torch.inference_mode()
-def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path) -> None:
-    plain = copy.deepcopy(tiny_model()).to(torch.bfloat16)
+def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where oneDNN has no bfloat16: torch then warns when it runs a product, and warnings are errors here."""
+    plain, onednn_enabled = copy.deepcopy(tiny_model()).to(torch.bfloat16), torch.backends.mkldnn.enabled
     compiler = create_enhanced_compiler(cache_dir=tmp_path)
     compiled = compiler.compile_model(plain, example(), "tiny")
-    assert outcome(compiler) == "compiled"
+    assert outcome(compiler) == "compiled", compiler.monitor
+    assert reasons(caplog) == []
+    assert torch.backends.mkldnn.enabled == onednn_enabled
     tokens = random_tokens(2, 30)
-    assert torch.equal(compiled(tokens).logits, plain(tokens).logits)
+    with onednn_where_supported(plain):
+        assert torch.equal(compiled(tokens).logits, plain(tokens).logits)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_is_turned_off_for_a_bfloat16_model_where_it_lacks_bfloat16(
+    dtype: torch.dtype, has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    model, before = torch.nn.Module(), torch.backends.mkldnn.enabled
+    monkeypatch.setattr(model, "device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(model, "dtype", dtype, raising=False)
+    with onednn_where_supported(model):
+        assert torch.backends.mkldnn.enabled == (before and (has_bfloat16 or dtype == torch.float32))
+    assert torch.backends.mkldnn.enabled == before
 
 
 @torch.inference_mode()
@@ -131,7 +154,7 @@ def test_what_the_graph_does_not_hold_runs_plain(cache_dir: Path, caplog: pytest
     embeddings = plain.get_input_embeddings()(tokens)
     assert torch.equal(compiled(inputs_embeds=embeddings).logits, plain(inputs_embeds=embeddings).logits)
     assert [reason.rpartition(": ")[2] for reason in reasons(caplog)] == [
-        "output_hidden_states is asked for.",
+        "output_hidden_states is not supported.",
         "StaticCache is not the kind of cache that the model makes itself.",
         "it is not called with input_ids of shape (batch, tokens) on the model's device.",
     ]
@@ -207,7 +230,7 @@ def test_a_package_of_another_model_under_its_key_is_not_used(
     """Whole, but not what the key says: only its answers tell. Nor can it be made anew here, so the model is plain."""
     folder = shutil.copytree(cache_dir, tmp_path / "copy")
     monkeypatch.setattr("evenflow.compile.compiler.artifact_key", lambda *_: next(folder.glob("*.pt2")).stem)
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", _no_compiler)
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", _no_compiler)
     other = small_model("llama", num_hidden_layers=1, rms_norm_eps=0.5)
     compiler = create_enhanced_compiler(cache_dir=folder)
     model = compiler.compile_model(other, example(), "tiny")
@@ -222,7 +245,7 @@ def _no_compiler(*_: Any) -> None:
 def test_a_compiler_that_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", _no_compiler)
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", _no_compiler)
     compiler, model = load(tmp_path)
     assert model is tiny_model()
     assert reasons(caplog) == ["tiny runs uncompiled: RuntimeError: C++ compile error: no compiler found"]
@@ -251,7 +274,7 @@ def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
     """As a compiler that links a C++ library of its own makes them."""
     (package,) = cache_dir.glob("*.pt2")
     crashing = _crashing(package, tmp_path)
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
     compiler, model = load(tmp_path / "cache")
     assert outcome(compiler) == "plain"
     (reason,) = reasons(caplog)
@@ -263,8 +286,8 @@ def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
 def _crashing(package: Path, folder: Path) -> Path:
     source, library, crashing = folder / "crash.cpp", folder / "crash.so", folder / "crashing.pt2"
     source.write_text("#include <csignal>\n__attribute__((constructor)) static void crash() { raise(SIGSEGV); }\n")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source], check=True)
     with zipfile.ZipFile(package) as whole, zipfile.ZipFile(crashing, "w") as changed:
         for entry in whole.infolist():
             is_code = entry.filename.endswith(".so")

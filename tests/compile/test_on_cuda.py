@@ -10,8 +10,8 @@ import torch
 from transformers import StaticCache
 
 from evenflow.compile import ChunkedPrefillOptimizer, GraphConfig, create_enhanced_compiler
-from evenflow.compile.cuda_graphs import GraphedModel
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
+from evenflow.compile.aot.cuda_graphs import GraphedModel
+from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
 from tests.compile.architectures import padding_mask, random_tokens, small_model
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

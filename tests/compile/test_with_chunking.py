@@ -17,9 +17,9 @@ from evenflow.compile import (
     VLLMChunkedModelWrapper,
     create_enhanced_compiler_with_chunking,
     create_vllm_enhanced_compiler,
-    memory,
     with_vllm,
 )
+from evenflow.compile.chunks import memory
 from evenflow.compile.with_chunking import analysis_of_lengths
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import padding_mask, random_tokens, small_model
@@ -32,8 +32,8 @@ def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("not in this test")
 
-    monkeypatch.setattr("evenflow.compile.packages.compile_step", refuse)
-    monkeypatch.setattr("evenflow.compile.packages.export_step", refuse)
+    monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", refuse)
+    monkeypatch.setattr("evenflow.compile.aot.packages.export_step", refuse)
 
 
 def test_signatures() -> None:

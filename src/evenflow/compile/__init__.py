@@ -3,8 +3,8 @@
 from evenflow.errors import MissingDependency
 
 try:
+    from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
     from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
-    from evenflow.compile.optimizer import ChunkedPrefillOptimizer
     from evenflow.compile.with_chunking import (
         ChunkedPrefillConfig,
         EnhancedAOTWithChunking,
@@ -15,7 +15,6 @@ try:
         VLLMChunkedModelWrapper,
         create_vllm_enhanced_compiler,
     )
-    from evenflow.compile.wrapper import ChunkedPrefillWrapper
 except ModuleNotFoundError as error:
     raise MissingDependency(
         f"evenflow.compile needs {error.name}, which is not installed: pip install 'evenflow[compile]'"

@@ -1,26 +1,25 @@
-"""Compiles transformers models ahead of time and keeps the result on disk; a model that cannot be compiled stays plain.
-
-Must not know: chunks.
-"""
+"""Compiles transformers models ahead of time and caches the result; a model that cannot be compiled stays plain."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from evenflow.compile.artifacts import ArtifactStore
-from evenflow.compile.fingerprint import artifact_key
-from evenflow.compile.model_call import Model, hugging_face_module, named_arguments
-from evenflow.compile.monitoring import CompilationFigures, PerformanceMonitor
-from evenflow.compile.packages import CheckedModel, PackageMaker, record_graph
-from evenflow.compile.progress import Stages
+from evenflow.compile.aot.artifacts import ArtifactStore, artifact_key
+from evenflow.compile.aot.compiled_model import CompiledModel
+from evenflow.compile.aot.cuda_graphs import GraphedModel
+from evenflow.compile.aot.packages import PackageMaker, record_graph
+from evenflow.compile.model_call import Model, hugging_face_module, model_name, named_example
+from evenflow.compile.monitoring import Compilation, PerformanceMonitor
 from evenflow.errors import InvalidConfig, UnsupportedModel
 from evenflow.host import cache_folder
 
@@ -30,9 +29,25 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 _CUDA_GRAPHS = "triton.cudagraphs"
 
 
+class Settings:
+    """Base of dataclasses that can also be given as a mapping."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, settings: Self | Mapping[str, Any] | None) -> Self:
+        """From a mapping with the names of the fields too; None gives the defaults."""
+        if settings is None or isinstance(settings, Mapping):
+            known = list(inspect.signature(cls).parameters)
+            if unknown := [name for name in settings or {} if name not in known]:
+                raise InvalidConfig(f"Got {', '.join(unknown)} but {cls.__name__} has only {', '.join(known)}.")
+            return cls(**(settings or {}))
+        return settings
+
+
 @dataclass(frozen=True, slots=True)
-class GraphConfig:
-    """`mode` is one of torch.compile's; CUDA graphs are recorded where the mode has them, unless they are disabled."""
+class GraphConfig(Settings):
+    """`mode` is one of torch.compile's; CUDA graphs are recorded if the mode has them and they are enabled."""
 
     mode: str = "reduce-overhead"
     enable_cuda_graphs: bool = True
@@ -41,19 +56,9 @@ class GraphConfig:
         if self.mode not in MODES:
             raise InvalidConfig(f"Got mode={self.mode!r} but expected one of {', '.join(MODES)}.")
 
-    @classmethod
-    def of(cls, config: GraphConfig | Mapping[str, Any] | None) -> GraphConfig:
-        """From a mapping of the same names too; None stands for the defaults."""
-        if isinstance(config, GraphConfig):
-            return config
-        known = {field.name for field in fields(cls)}
-        if unknown := set(config or {}) - known:
-            raise InvalidConfig(f"Got {', '.join(sorted(unknown))} but a graph is configured by {sorted(known)}.")
-        return cls(**(config or {}))
-
     @property
     def inductor_options(self) -> dict[str, Any]:
-        """What the mode tells Inductor. Graphs are recorded by us: a package holds kernels."""
+        """The mode's options, without CUDA graphs: a package holds kernels, and evenflow records graphs itself."""
         options = torch._inductor.list_mode_options(self.mode)
         return {name: value for name, value in options.items() if name != _CUDA_GRAPHS}
 
@@ -62,12 +67,27 @@ class GraphConfig:
         return self.enable_cuda_graphs and _CUDA_GRAPHS in torch._inductor.list_mode_options(self.mode)
 
 
-class EnhancedAOTModelCompiler:
-    """Turns a transformers model into a callable of the same interface, compiled ahead of time.
+class ModelCompiler:
+    """What all compilers offer; subclasses define `compile_model`."""
 
-    Packages lie in `cache_dir` (by default with the models that evenflow fetched), under a key of weights,
-    configuration, versions, device and mode. Whatever fails, the caller gets a model that answers rightly, if need be
-    the plain one, and one line in the log says why.
+    def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def compile_model_aot(
+        self, model: Model, inputs: Any, config: GraphConfig | Mapping[str, Any] | None = None, mode: str | None = None
+    ) -> Any:
+        """`compile_model` under the model's own name; `config` and `mode` override the graph configuration."""
+        overrides = asdict(config) if isinstance(config, GraphConfig) else dict(config or {})
+        if mode is not None:
+            overrides["mode"] = mode
+        return self.compile_model(model, inputs, model_name(model), **overrides)
+
+
+class EnhancedAOTModelCompiler(ModelCompiler):
+    """Compiles a transformers model into a callable with the same interface.
+
+    Packages are cached in `cache_dir` (by default beside the models that evenflow fetched), under a key of weights,
+    configuration, versions, device and mode. If anything fails, the caller gets the plain model and the log says why.
     """
 
     def __init__(
@@ -85,80 +105,45 @@ class EnhancedAOTModelCompiler:
         self._progress = progress
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> Model:
-        """The model compiled for any batch, length and context; `example_inputs` is what it is checked on.
+        """The model compiled for any batch size, length and context, and checked on `example_inputs`.
 
         `kwargs` override the graph configuration for this model (`mode`, `enable_cuda_graphs`).
         """
-        config = GraphConfig.of({**_as_dict(self.graph_config), **kwargs})
+        config = GraphConfig.of({**asdict(self.graph_config), **kwargs})
+        compilation = Compilation(model_id, config.mode, self._progress)
+        self.monitor.compilations.append(compilation)
         started = time.perf_counter()
-        stages = Stages(f"Compiling {model_id}", self._progress)
-        done: CheckedModel | None = None
-        reason: str | None = None
         try:
-            done = self._compile(model, _example_call(model, example_inputs), model_id, config, stages)
-        except Exception as error:  # the plain model is there: nothing that compilation does may cost an answer
-            reason = f"{type(error).__name__}: {_first_line(error)}"
-            logger.warning("%s runs uncompiled: %s", model_id, reason)
-        self._note(model_id, config, done, reason, time.perf_counter() - started, stages)
-        if done is None:
+            compiled = self._compile(model, _example_call(model, example_inputs), config, compilation)
+        except Exception as error:  # the plain model still works: no failure to compile may cost an answer
+            compilation.reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            logger.warning("%s runs uncompiled: %s", model_id, compilation.reason)
             return model
+        finally:
+            compilation.seconds = time.perf_counter() - started
+        done = compilation.outcome, compilation.seconds, compilation.largest_difference
+        logger.info("%s: %s in %.1f s, logits within %.1g.", model_id, *done)
         if self._monitors_calls:
-            done.model.monitor = self.monitor
-        return done.model
-
-    def compile_model_aot(
-        self, model: Model, inputs: Any, config: GraphConfig | Mapping[str, Any] | None = None, mode: str | None = None
-    ) -> Model:
-        """The same, for a model that is called by the name in its configuration."""
-        graph_config = self.graph_config if config is None else GraphConfig.of(config)
-        if mode is not None:
-            graph_config = replace(graph_config, mode=mode)
-        name = getattr(getattr(hugging_face_module(model), "config", None), "_name_or_path", "")
-        model_id = Path(name).name or type(hugging_face_module(model)).__name__
-        return self.compile_model(model, inputs, model_id, **_as_dict(graph_config))
+            compiled.monitor = self.monitor
+        return compiled
 
     def get_performance_report(self) -> dict[str, Any]:
-        """Compilations and calls so far; `str(compiler.monitor)` is the same as text."""
+        """Compilations and calls so far; `str(compiler.monitor)` gives the same as text."""
         return self.monitor.report()
 
     def _compile(
-        self, model: Model, example: dict[str, Tensor], model_id: str, config: GraphConfig, stages: Stages
-    ) -> CheckedModel:
-        module = hugging_face_module(model)
+        self, model: Model, example: dict[str, Tensor], config: GraphConfig, compilation: Compilation
+    ) -> CompiledModel | GraphedModel:
+        module, model_id = hugging_face_module(model), compilation.model_id
         if module.device.type == "cuda" and config.wants_cuda_graphs:
             try:
-                with stages.stage("recording a graph"):
-                    return record_graph(model, example)
+                return record_graph(model, example, compilation)
             except UnsupportedModel as error:
                 logger.warning("%s is compiled without CUDA graphs: %s.", model_id, error)
-        with stages.stage("fingerprinting"):
+        with compilation.stage("fingerprinting"):
             key = artifact_key(module, model_id, config.inductor_options)
-        return PackageMaker(model, example, config.inductor_options, stages).load_or_compile(self.store, key)
-
-    def _note(
-        self,
-        model_id: str,
-        config: GraphConfig,
-        done: CheckedModel | None,
-        reason: str | None,
-        seconds: float,
-        stages: Stages,
-    ) -> None:
-        outcome = "plain" if done is None else done.outcome
-        if done is not None:
-            logger.info("%s: %s in %.1f s, logits within %.1g.", model_id, outcome, seconds, done.difference)
-        self.monitor.compilations.append(
-            CompilationFigures(
-                model_id=model_id,
-                mode=config.mode,
-                outcome=outcome,
-                reason=reason,
-                seconds=seconds,
-                stage_seconds=dict(stages.seconds),
-                package_bytes=0 if done is None else done.package_bytes,
-                largest_difference=None if done is None else done.difference,
-            )
-        )
+        with onednn_where_supported(module):
+            return PackageMaker(model, example, config.inductor_options, compilation).load_or_compile(self.store, key)
 
 
 def create_enhanced_compiler(
@@ -177,20 +162,29 @@ def create_enhanced_compiler(
     )
 
 
-def _as_dict(config: GraphConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+@contextmanager
+def onednn_where_supported(module: Any) -> Iterator[None]:
+    """Turns oneDNN off for a bfloat16 model on a CPU whose oneDNN lacks bfloat16.
+
+    Torch on ARM would try it anyway, warn, and turn it off for the whole process; where warnings are errors, no model
+    would compile. The caller's own calls of the model still warn.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    is_affected = module.device.type == "cpu" and module.dtype == torch.bfloat16 and mkldnn.is_available()
+    if not is_affected or not mkldnn.enabled or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        yield
+        return
+    mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        mkldnn.enabled = True
 
 
 def _example_call(model: Model, inputs: Any) -> dict[str, Tensor]:
-    """Example inputs by name: ids alone, a tuple of arguments in the model's order, or what a tokenizer returned."""
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    named = named_arguments(model, (args,) if isinstance(args, Tensor) else tuple(args), kwargs)
+    named = named_example(model, inputs)
     names = ("input_ids", "attention_mask", "position_ids")
     example: dict[str, Tensor] = {name: named[name] for name in names if name in named}
     if "input_ids" not in example or example["input_ids"].ndim != 2:
         raise UnsupportedModel("the example inputs hold no input_ids of shape (batch, tokens)")
     return example
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

@@ -1,17 +1,23 @@
-"""Counts what calls of a compiled model took, and puts it into a report.
-
-Must not know: models. On a GPU a call returns before its work is done, so that seconds are those of the caller.
-"""
+"""What compilation and calls of compiled models took, as a report, a progress display and log lines."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
+
+from evenflow.compile.model_call import input_shape
+
+logger = logging.getLogger("evenflow")
 
 
 @dataclass(slots=True)
 class CallFigures:
-    """Calls of one kind."""
+    """Calls of one kind. On a GPU a call returns before its work is done: these are the caller's seconds."""
 
     calls: int = 0
     tokens: int = 0
@@ -22,37 +28,67 @@ class CallFigures:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(slots=True)
-class CompilationFigures:
-    """How a model came to be compiled, or why it is not."""
+@dataclass
+class Compilation:
+    """How a model was compiled, or why it was not.
+
+    `progress` shows the current stage on standard error; None shows it on a terminal only.
+    """
 
     model_id: str
     mode: str
-    outcome: str  # "compiled", "loaded from the cache" or "plain"
-    reason: str | None
-    seconds: float
-    stage_seconds: dict[str, float]
-    package_bytes: int
-    largest_difference: float | None  # of logits, compiled against plain
+    progress: InitVar[bool | None] = None
+    outcome: str = "plain"  # or "compiled", "loaded from the cache", "recorded as CUDA graphs"
+    reason: str | None = None
+    seconds: float = 0.0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    package_bytes: int = 0
+    largest_difference: float | None = None  # of logits, compiled against plain
+
+    def __post_init__(self, progress: bool | None) -> None:
+        self._shows_progress = sys.stderr.isatty() if progress is None else progress
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            with self._display(name):
+                yield
+        finally:
+            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def _display(self, stage: str) -> Iterator[None]:
+        if not self._shows_progress:
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task(f"Compiling {self.model_id}: {stage}", total=None)
+            yield
 
 
 @dataclass(slots=True)
 class PerformanceMonitor:
-    """What one compiler's models did."""
+    """Figures of one compiler's models."""
 
-    compilations: list[CompilationFigures] = field(default_factory=list)
+    compilations: list[Compilation] = field(default_factory=list)
     calls: dict[str, CallFigures] = field(default_factory=dict)
 
-    def record(self, kind: str, num_tokens: int, seconds: float) -> None:
+    def record(self, kind: str, call: Mapping[str, Any], seconds: float) -> None:
+        num_sequences, num_tokens = input_shape((), call)
         figures = self.calls.setdefault(kind, CallFigures())
         figures.calls += 1
-        figures.tokens += num_tokens
+        figures.tokens += num_sequences * num_tokens
         figures.seconds += seconds
 
     def report(self) -> dict[str, Any]:
         """All figures as plain data."""
         calls = {kind: asdict(figures) | {"tokens_per_s": figures.tokens_per_s} for kind, figures in self.calls.items()}
-        return {"compilations": [asdict(figures) for figures in self.compilations], "calls": calls}
+        return {"compilations": [asdict(compilation) for compilation in self.compilations], "calls": calls}
 
     def __str__(self) -> str:
         lines = []
@@ -64,3 +100,16 @@ class PerformanceMonitor:
             rate = f"{figures.tokens_per_s:,.0f} tokens/s"
             lines.append(f"{kind}: {figures.calls:,} calls, {figures.tokens:,} tokens, {figures.seconds:.2f} s, {rate}")
         return "\n".join(lines)
+
+
+class ReasonLog:
+    """Logs a warning with its reason, once for each reason."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._logged: set[str] = set()
+
+    def warn(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("%s: %s.", self._message, reason)

@@ -1,24 +1,26 @@
-"""A compiler whose models also take long inputs in chunks, where that is asked for or called for.
-
-Must not know: vLLM, how models are compiled.
-"""
+"""A compiler whose models also run long inputs in chunks, if enabled or if a trigger fires."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
-from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger, decide
-from evenflow.advisor.recommendation import find_triggers
+from evenflow.advisor.analysis import Analysis, DatasetTally
+from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger
+from evenflow.advisor.recommendation import decide_for, find_triggers
 from evenflow.advisor.tokens import EstimatedTokens
-from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
-from evenflow.compile.memory import tokens_that_fit
-from evenflow.compile.model_call import Model, hugging_face_module, input_shape
-from evenflow.compile.optimizer import ChunkedPrefillOptimizer
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
+from evenflow.compile.chunks.memory import memory_pressure
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
+from evenflow.compile.compiler import (
+    EnhancedAOTModelCompiler,
+    GraphConfig,
+    ModelCompiler,
+    Settings,
+    create_enhanced_compiler,
+)
+from evenflow.compile.model_call import Model, input_shape, named_example
 from evenflow.errors import InvalidConfig
 from evenflow.workload.inputs import TraceRequest
 
@@ -26,17 +28,17 @@ logger = logging.getLogger("evenflow")
 
 
 class _Default(int):
-    """A default that can be told from the same number given on purpose."""
+    """A default that differs from the same number given explicitly."""
 
 
 _DEFAULT_CHUNK_SIZE = _Default(512)
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedPrefillConfig:
+class ChunkedPrefillConfig(Settings):
     """`enable_chunked_prefill` None decides by the triggers and logs those that fired.
 
-    `num_streams` is how many inputs run at the same time, where that is known.
+    `num_streams` is the number of inputs that run at the same time, if known.
     """
 
     enable_chunked_prefill: bool | None = True
@@ -46,27 +48,13 @@ class ChunkedPrefillConfig:
     target_seconds: float | None = None
     num_streams: int | None = None
 
-    @classmethod
-    def of(cls, config: ChunkedPrefillConfig | Mapping[str, Any] | None) -> ChunkedPrefillConfig:
-        """From a mapping of the same names too; None stands for the defaults."""
-        if isinstance(config, ChunkedPrefillConfig):
-            return config
-        known = {field.name for field in fields(cls)}
-        if unknown := set(config or {}) - known:
-            raise InvalidConfig(f"Got {', '.join(sorted(unknown))} but chunks are configured by {sorted(known)}.")
-        return cls(**(config or {}))
-
     def make_optimizer(self) -> ChunkedPrefillOptimizer:
-        return ChunkedPrefillOptimizer(
-            chunk_size=int(self.chunk_size),
-            enable_threshold=self.chunking_threshold,
-            adaptive_chunking=self.adaptive_chunking,
-            target_seconds=self.target_seconds,
-        )
+        settings = self.chunk_size, self.chunking_threshold, self.adaptive_chunking, self.target_seconds
+        return ChunkedPrefillOptimizer(*settings)
 
 
-class EnhancedAOTWithChunking:
-    """Compiles with `base_compiler`, then wraps for chunks. Where chunks are off, nothing is wrapped."""
+class EnhancedAOTWithChunking(ModelCompiler):
+    """Compiles with `base_compiler`, then wraps the model for chunks unless they are off."""
 
     def __init__(
         self,
@@ -83,28 +71,22 @@ class EnhancedAOTWithChunking:
         self.chunked_optimizer = self.chunked_prefill_config.make_optimizer()
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> Model:
-        """The compiled model, wrapped where chunks are on."""
+        """The compiled model, wrapped if chunks are on."""
         compiled = self.base_compiler.compile_model(model, example_inputs, model_id, **kwargs)
         return self._wrapped(compiled, example_inputs, model_id)
 
-    def compile_model_aot(
-        self, model: Model, inputs: Any, config: GraphConfig | Mapping[str, Any] | None = None, mode: str | None = None
-    ) -> Model:
-        """As the base compiler's, wrapped where chunks are on."""
-        compiled = self.base_compiler.compile_model_aot(model, inputs, config, mode)
-        return self._wrapped(compiled, inputs, type(hugging_face_module(model)).__name__)
-
     def get_performance_report(self) -> dict[str, Any]:
-        """The base compiler's report, and what the optimizer counted."""
+        """The base compiler's report, and the optimizer's counts."""
         return {**self.base_compiler.get_performance_report(), "chunking": self.chunked_optimizer.stats.copy()}
 
     def find_triggers(self, model: Model, example_inputs: Any) -> list[Trigger]:
-        """What would switch chunking on for inputs like these, whether it holds or not, each with its reason."""
-        analysis = self.dataset_analysis or analysis_of_lengths([num_example_tokens(example_inputs)])
-        decision = decide(analysis.tokens.max, analysis.tokens.p95, analysis.tokens.min)
-        pressure = memory_pressure(model, analysis.tokens.max)
+        """All triggers for inputs like these, active or not, each with its reason."""
+        analysis = self.dataset_analysis or analysis_of_example(model, example_inputs)
         return find_triggers(
-            analysis, decision, streams=self.chunked_prefill_config.num_streams, memory_pressure=pressure
+            analysis,
+            decide_for(analysis),
+            streams=self.chunked_prefill_config.num_streams,
+            memory_pressure=memory_pressure(model, analysis.tokens.max),
         )
 
     def _wrapped(self, compiled: Model, example_inputs: Any, model_id: str) -> Model:
@@ -123,39 +105,20 @@ def create_enhanced_compiler_with_chunking(
     chunking_threshold: int = DEFAULT_THRESHOLD,
     **other_kwargs: Any,
 ) -> EnhancedAOTWithChunking:
-    """Chunks by the prompt's length unless `chunk_size` is given. `other_kwargs` go to `create_enhanced_compiler`."""
-    config = ChunkedPrefillConfig(
-        enable_chunked_prefill=enable_chunked_prefill,
-        chunk_size=int(chunk_size),
-        chunking_threshold=chunking_threshold,
-        adaptive_chunking=isinstance(chunk_size, _Default),
-    )
+    """`chunk_size` by default depends on the prompt's length. `other_kwargs` go to `create_enhanced_compiler`."""
+    is_adaptive = isinstance(chunk_size, _Default)
+    config = ChunkedPrefillConfig(enable_chunked_prefill, int(chunk_size), chunking_threshold, is_adaptive)
     return EnhancedAOTWithChunking(create_enhanced_compiler(**other_kwargs), chunked_prefill_config=config)
 
 
+def analysis_of_example(model: Model, example_inputs: Any) -> Analysis:
+    """A dataset of inputs as long as these."""
+    return analysis_of_lengths([input_shape((), named_example(model, example_inputs))[1]])
+
+
 def analysis_of_lengths(lengths: list[int]) -> Analysis:
-    """Inputs of which only the number of tokens is known, as a dataset."""
+    """A dataset of inputs whose lengths in tokens are all that is known."""
     tally = DatasetTally("example inputs", EstimatedTokens())
     for num_tokens in lengths:
         tally.add(TraceRequest(num_tokens))
-    dataset: DatasetAnalysis = tally.analysis({})
-    return Analysis.of([dataset])
-
-
-def memory_pressure(model: Model, num_tokens: int) -> str | None:
-    """How it is seen that an input of so many tokens does not fit in one piece, or None."""
-    module = hugging_face_module(model)
-    if not hasattr(module, "config"):
-        return None
-    fitting = tokens_that_fit(module, batch_size=1, context=num_tokens, all_logits=False)
-    if num_tokens <= fitting:
-        return None
-    return f"of an input of {num_tokens:,} tokens, {fitting:,} at a time fit into the memory that is free"
-
-
-def num_example_tokens(example_inputs: Any) -> int:
-    """Length of example inputs in any of the forms that compilers take."""
-    if isinstance(example_inputs, Mapping):
-        return input_shape((), example_inputs)[1]
-    args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    return input_shape(args, {})[1]
+    return Analysis.of([tally.analysis({})])

@@ -1,7 +1,4 @@
-"""The same compiler where vLLM may do the generating: its engine if there is one, else the local model in chunks.
-
-Must not know: vLLM's internals; which settings a version takes is for `evenflow.advisor` to say.
-"""
+"""A compiler whose models generate in a vLLM engine if there is one, else in the local model in chunks."""
 
 from __future__ import annotations
 
@@ -19,36 +16,23 @@ from evenflow.advisor.analysis import Analysis
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
 from evenflow.advisor.vllm_config import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
 from evenflow.advisor.vllm_flags import installed_version
-from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
+from evenflow.compile.compiler import EnhancedAOTModelCompiler, ModelCompiler, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
-from evenflow.compile.model_view import ModelInterface
-from evenflow.compile.optimizer import ChunkedPrefillOptimizer
-from evenflow.compile.with_chunking import analysis_of_lengths, num_example_tokens
-from evenflow.compile.wrapper import ChunkedPrefillWrapper
+from evenflow.compile.model_interface import ModelInterface
+from evenflow.compile.monitoring import ReasonLog
+from evenflow.compile.with_chunking import analysis_of_example
 
 logger = logging.getLogger("evenflow")
 
 # Arguments of generate() that mean the same to vLLM.
-_SHARED_ARGUMENTS = frozenset(
-    {
-        "inputs",
-        "input_ids",
-        "attention_mask",
-        "max_new_tokens",
-        "max_length",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        "eos_token_id",
-        "pad_token_id",
-    }
-)
+_TOKEN_ARGUMENTS = {"inputs", "input_ids", "attention_mask", "eos_token_id", "pad_token_id"}
+_SAMPLING_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty"}
+_SHARED_ARGUMENTS = _TOKEN_ARGUMENTS | _SAMPLING_ARGUMENTS | {"max_new_tokens", "max_length"}
 
 
 class CallStats(TypedDict):
-    """`tokens` are those that went in and, with `generate`, those that came out."""
+    """`tokens` counts input and, in vLLM, output."""
 
     calls: int
     chunked_calls: int
@@ -57,9 +41,9 @@ class CallStats(TypedDict):
 
 
 class VLLMChunkedModelWrapper(ModelInterface):
-    """A model whose `generate` runs in a vLLM engine where there is one; `backend` says which.
+    """A model whose `generate` runs in `backend`: "vllm" with an engine, else "local".
 
-    A forward pass is always the local model's, since vLLM gives out no logits.
+    Forward passes are always local, since vLLM returns no logits.
     """
 
     def __init__(self, model: Model, model_id: str, chunking_threshold: int, engine: Any = None) -> None:
@@ -68,7 +52,7 @@ class VLLMChunkedModelWrapper(ModelInterface):
         self.chunking_threshold = chunking_threshold
         self.engine = engine
         self.stats: CallStats = {"calls": 0, "chunked_calls": 0, "tokens": 0, "seconds": 0.0}
-        self._reasons_told: set[str] = set()
+        self._local_calls = ReasonLog(f"{model_id} generates in the local model, not in vLLM")
 
     @property
     def backend(self) -> str:
@@ -88,8 +72,8 @@ class VLLMChunkedModelWrapper(ModelInterface):
             reason = self._why_not_in_vllm(args, call)
             if reason is None:
                 return self._generate_in_vllm(call)
-            self._tell_once(reason)
-        # The local model counts its own forward passes, through this object.
+            self._local_calls.warn(reason)
+        # Its forward passes come through this object, which counts them.
         return super().generate(*args, **kwargs)
 
     def _why_not_in_vllm(self, args: tuple[Any, ...], call: Mapping[str, Any]) -> str | None:
@@ -119,17 +103,13 @@ class VLLMChunkedModelWrapper(ModelInterface):
         self.stats["tokens"] += num_tokens or num_sequences * length
         self.stats["seconds"] += seconds
 
-    def _tell_once(self, reason: str) -> None:
-        if reason not in self._reasons_told:
-            self._reasons_told.add(reason)
-            logger.warning("%s generates in the local model, not in vLLM: %s.", self.model_id, reason)
 
+class EnhancedAOTWithVLLMChunking(ModelCompiler):
+    """Wraps models in `VLLMChunkedModelWrapper`.
 
-class EnhancedAOTWithVLLMChunking:
-    """Gives a `VLLMChunkedModelWrapper`: over `engine`, over one it starts where vLLM is installed and the model's
-    folder is known, or else over the local model, compiled and in chunks.
-
-    `chunking_threshold` None takes it from `dataset_analysis`, or from the example inputs.
+    They generate in `engine`; else in one started here, if vLLM is installed and the model's folder is known; else in
+    the local model, compiled and in chunks. `chunking_threshold` None takes the threshold from `dataset_analysis`, or
+    from the example inputs.
     """
 
     def __init__(
@@ -147,7 +127,11 @@ class EnhancedAOTWithVLLMChunking:
         self.dataset_analysis = dataset_analysis
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> VLLMChunkedModelWrapper:
-        threshold = self._threshold(example_inputs)
+        threshold = self.chunking_threshold
+        if threshold is None:
+            analysis = self.dataset_analysis or analysis_of_example(model, example_inputs)
+            decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(analysis)
+            threshold = decision.threshold or DEFAULT_THRESHOLD
         engine = self.engine or self._start_engine(model, model_id)
         if engine is None:
             model = self.base_compiler.compile_model(model, example_inputs, model_id, **kwargs)
@@ -156,20 +140,6 @@ class EnhancedAOTWithVLLMChunking:
         wrapper = VLLMChunkedModelWrapper(model, model_id, threshold, engine)
         logger.info("%s generates in %s.", model_id, "vLLM" if engine is not None else "the local model")
         return wrapper
-
-    def compile_model_aot(
-        self, model: Model, inputs: Any, config: Mapping[str, Any] | None = None, mode: str | None = None
-    ) -> VLLMChunkedModelWrapper:
-        """The same, for a model that is called by its class. `config` is a graph's."""
-        overrides = {**(config or {}), **({} if mode is None else {"mode": mode})}
-        return self.compile_model(model, inputs, type(hugging_face_module(model)).__name__, **overrides)
-
-    def _threshold(self, example_inputs: Any) -> int:
-        if self.chunking_threshold is not None:
-            return self.chunking_threshold
-        analysis = self.dataset_analysis or analysis_of_lengths([num_example_tokens(example_inputs)])
-        decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(analysis)
-        return decision.threshold or DEFAULT_THRESHOLD
 
     def _start_engine(self, model: Model, model_id: str) -> Any:
         config = getattr(hugging_face_module(model), "config", None)
@@ -186,10 +156,10 @@ class EnhancedAOTWithVLLMChunking:
             settings = self.vllm_config.to_engine_args()
             for name, note in settings.notes.items():
                 logger.info("%s: %s: %s", model_id, name, note)
-            # Left to itself vLLM would halve the precision of a float32 model.
+            # By default vLLM would halve the precision of a float32 model.
             dtype = str(hugging_face_module(model).dtype).removeprefix("torch.")
             return LLM(model=str(folder), dtype=dtype, **settings)
-        except Exception as error:  # the local model is there
+        except Exception as error:  # the local model still works
             logger.warning("%s: vLLM did not start: %s", model_id, error)
             return None
 
@@ -200,7 +170,7 @@ def create_vllm_enhanced_compiler(
     chunking_threshold: int | None = None,
     **other_kwargs: Any,
 ) -> EnhancedAOTWithVLLMChunking:
-    """`other_kwargs` (`engine`, `dataset_analysis`, `vllm_config`) go to the class, the rest to the base compiler."""
+    """`engine`, `dataset_analysis` and `vllm_config` go to the class, other arguments to the base compiler."""
     own = {name: other_kwargs.pop(name) for name in ("engine", "dataset_analysis") if name in other_kwargs}
     config = other_kwargs.pop("vllm_config", None) or VLLMChunkedPrefillConfig()
     return EnhancedAOTWithVLLMChunking(
@@ -214,15 +184,15 @@ def create_vllm_enhanced_compiler(
 def _sampling_params(defaults: Any, call: Mapping[str, Any], prompt_length: int) -> Any:
     from vllm import SamplingParams
 
-    def setting(name: str, otherwise: Any) -> Any:
+    def setting(name: str, default: Any) -> Any:
         value = call.get(name)
         value = getattr(defaults, name, None) if value is None else value
-        return otherwise if value is None else value
+        return default if value is None else value
 
     max_tokens = setting("max_new_tokens", None)
     if max_tokens is None:
         max_tokens = setting("max_length", prompt_length + 20) - prompt_length
-    ends = setting("eos_token_id", [])
+    eos = setting("eos_token_id", [])
     sampled = bool(setting("do_sample", False))
     return SamplingParams(
         max_tokens=max_tokens,
@@ -230,7 +200,7 @@ def _sampling_params(defaults: Any, call: Mapping[str, Any], prompt_length: int)
         top_p=setting("top_p", 1.0) if sampled else 1.0,
         top_k=setting("top_k", 50) if sampled else 0,
         repetition_penalty=setting("repetition_penalty", 1.0),
-        stop_token_ids=[ends] if isinstance(ends, int) else list(ends),
+        stop_token_ids=[eos] if isinstance(eos, int) else list(eos),
         detokenize=False,
     )
 

@@ -70,7 +70,15 @@ def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayer
     native = [layer.native for layer in layers]
     if not runs_natively(config) or None in native:
         return None
-    return NativeLayers(config, [layer for layer in native if layer is not None])
+    return NativeLayers(
+        [layer for layer in native if layer is not None],
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_rotary_pairs=config.rope.rotary_dim // 2,
+        norm_eps=config.rms_norm_eps,
+        attention_scale=config.attention_scale,
+    )
 
 
 class RmsNorm:
@@ -92,7 +100,7 @@ class _Layer:
             return RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
 
         self._index = index
-        self._uses_rope = config.layer_uses_rope[index]
+        self._uses_rope, self._window = config.layer_uses_rope[index], config.layer_windows[index]
         self._query_key_norm = _QueryKeyNorm(config, index, tensors) if config.qk_norm else None
         self._attention_norm = norm("input_layernorm")
         self._mlp_norm = norm("post_attention_layernorm")
@@ -112,7 +120,7 @@ class _Layer:
             return None
         query_key_norm = None if self._query_key_norm is None else self._query_key_norm.weight
         norms = self._attention_norm.weight, self._mlp_norm.weight, query_key_norm
-        return NativeLayer(qkv, output, gate_up, down, *norms)
+        return NativeLayer(qkv, output, gate_up, down, *norms, self._uses_rope, self._window)
 
     def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention, kept: Tensor | None = None) -> Tensor:
         packed = self._qkv(self._attention_norm(rows))

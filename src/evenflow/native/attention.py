@@ -1,24 +1,19 @@
-"""Attention of one step on a CPU by the native kernel, all sequences of a layer in one call.
-
-Must not know: weights, sampling, where the memory comes from, what runs where there is no kernel.
-"""
+"""Attention of one step on a CPU by the native kernel: all sequences of a layer in one call."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evenflow.model.config import ModelConfig
 from evenflow.native.build import library
 
-if TYPE_CHECKING:
-    from evenflow.model.attention.cpu import Span
-
 _HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
+
+# Memory of one sequence [layers, 2, KV heads, capacity, head_dim], its first position in the step, number of positions.
+SequenceSpan = tuple[Tensor, int, int]
 
 
 class _Span(ctypes.Structure):
@@ -44,33 +39,39 @@ class _Shape(ctypes.Structure):
     )
 
 
-def has_native_attention(config: ModelConfig) -> bool:
-    """Whether the kernel is here and takes heads of this size."""
-    return config.head_dim % _HEAD_DIM_STEP == 0 and config.head_dim <= _MAX_HEAD_DIM and library() is not None
+def has_native_attention(head_dim: int) -> bool:
+    """Whether the kernel is available and supports heads of this size."""
+    return head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _MAX_HEAD_DIM and library() is not None
 
 
-def native_spans(spans: Sequence[Span]) -> ctypes.Array[_Span]:
-    """The spans as the kernels read them; they do not keep the spans' memory alive."""
-    return (_Span * len(spans))(
-        *(_Span(span.kv.data_ptr(), span.start, span.length, span.kv.stride()[:4]) for span in spans)
-    )
+def native_spans(spans: Sequence[SequenceSpan]) -> ctypes.Array[_Span]:
+    """The spans as the kernels read them. The caller keeps their memory alive."""
+    return (_Span * len(spans))(*(_Span(kv.data_ptr(), start, length, kv.stride()[:4]) for kv, start, length in spans))
 
 
 class NativeStepAttention:
     """Writes the new keys and values of all spans and attends over them, layer by layer."""
 
-    def __init__(self, config: ModelConfig, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        spans: Sequence[SequenceSpan],
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        layer_windows: Sequence[int | None],
+    ) -> None:
         kernels = library()
         assert kernels is not None, "check has_native_attention() first"
         self._run = kernels.evenflow_attention
         self._num_spans = ctypes.c_int64(len(spans))
         # The memory that the structures below point into must live as long as they do.
-        self._kv = [span.kv for span in spans]
+        self._kv = [kv for kv, _, _ in spans]
         self._spans = native_spans(spans)
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim
-        shapes = {window: _Shape(*sizes, window or 0, config.attention_scale) for window in set(config.layer_windows)}
-        self._shapes = [shapes[window] for window in config.layer_windows]
-        self._attended = torch.empty(sum(span.length for span in spans), config.num_heads * config.head_dim)
+        sizes = num_heads, num_kv_heads, head_dim
+        shapes = {window: _Shape(*sizes, window or 0, scale) for window in set(layer_windows)}
+        self._shapes = [shapes[window] for window in layer_windows]
+        self._attended = torch.empty(sum(length for _, _, length in spans), num_heads * head_dim)
         self._attended_address = ctypes.c_void_p(self._attended.data_ptr())
 
     def __call__(self, layer: int, packed: Tensor) -> Tensor:

@@ -1,24 +1,16 @@
-"""All layers of a decoder over a few rows, in one call of the native kernels.
-
-Must not know: when few rows are few enough, what runs where there are no kernels.
-"""
+"""All layers of a decoder over a few rows, in one call of the native kernels."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from evenflow.model.config import ModelConfig
-from evenflow.native.attention import native_spans
+from evenflow.native.attention import SequenceSpan, native_spans
 from evenflow.native.build import library
 from evenflow.native.matrix import MatrixStruct, NativeMatrix
-
-if TYPE_CHECKING:
-    from evenflow.model.attention.cpu import Span
 
 
 class _LayerStruct(ctypes.Structure):
@@ -55,7 +47,7 @@ class _ModelStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """The weights of one layer."""
+    """One layer: its weights, whether heads are rotated, and its sliding window (None: it sees all positions)."""
 
     qkv: NativeMatrix
     output: NativeMatrix
@@ -64,39 +56,56 @@ class NativeLayer:
     attention_norm: Tensor
     mlp_norm: Tensor
     query_key_norm: Tensor | None
+    uses_rope: bool
+    window: int | None
 
     @property
     def most_rows(self) -> int:
         return min(matrix.most_rows for matrix in (self.qkv, self.output, self.gate_up, self.down))
 
+    @property
+    def struct(self) -> _LayerStruct:
+        return _LayerStruct(
+            self.qkv.struct,
+            self.output.struct,
+            self.gate_up.struct,
+            self.down.struct,
+            self.attention_norm.data_ptr(),
+            self.mlp_norm.data_ptr(),
+            None if self.query_key_norm is None else self.query_key_norm.data_ptr(),
+            self.uses_rope,
+            self.window or 0,
+        )
+
 
 class NativeLayers:
-    def __init__(self, config: ModelConfig, layers: Sequence[NativeLayer]) -> None:
+    """Runs up to `most_rows` rows through all layers."""
+
+    def __init__(
+        self,
+        layers: Sequence[NativeLayer],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_rotary_pairs: int,
+        norm_eps: float,
+        attention_scale: float,
+    ) -> None:
         kernels = library()
         assert kernels is not None, "there are no native kernels here"
         self._run = kernels.evenflow_layers
         self.most_rows = min(layer.most_rows for layer in layers)
         self._weights = layers  # what the structures point to must live as long as they do
-        self._layers = (_LayerStruct * len(layers))(
-            *(
-                _layer_struct(layer, uses_rope, window or 0)
-                for layer, uses_rope, window in zip(layers, config.layer_uses_rope, config.layer_windows, strict=True)
-            )
-        )
+        self._layers = (_LayerStruct * len(layers))(*(layer.struct for layer in layers))
+        hidden_size = len(layers[0].attention_norm)
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
-            config.num_layers,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rope.rotary_dim // 2,
-            config.rms_norm_eps,
-            config.attention_scale,
+            *(len(layers), hidden_size, num_heads, num_kv_heads, head_dim, num_rotary_pairs, norm_eps, attention_scale),
         )
 
-    def run_(self, rows: Tensor, turns: Tensor, spans: Sequence[Span]) -> None:
-        """Embedded tokens become what the last layer leaves; `turns` are each row's rotary factors, complex."""
+    def run_(self, rows: Tensor, turns: Tensor, spans: Sequence[SequenceSpan]) -> None:
+        """Replace embedded tokens by the last layer's output; `turns` are each row's complex rotary factors."""
         self._run(
             ctypes.byref(self._model),
             ctypes.c_int64(len(rows)),
@@ -105,18 +114,3 @@ class NativeLayers:
             native_spans(spans),
             ctypes.c_int64(len(spans)),
         )
-
-
-def _layer_struct(layer: NativeLayer, uses_rope: bool, window: int) -> _LayerStruct:
-    norm = layer.query_key_norm
-    return _LayerStruct(
-        layer.qkv.struct,
-        layer.output.struct,
-        layer.gate_up.struct,
-        layer.down.struct,
-        layer.attention_norm.data_ptr(),
-        layer.mlp_norm.data_ptr(),
-        None if norm is None else norm.data_ptr(),
-        uses_rope,
-        window,
-    )

@@ -43,12 +43,17 @@ class Span(NamedTuple):
 
 def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttention]:
     """What prepares the attention of this model's steps."""
-    return functools.partial(NativeStepAttention if runs_natively(config) else TorchStepAttention, config)
+    return functools.partial(native_attention if runs_natively(config) else TorchStepAttention, config)
 
 
 def runs_natively(config: ModelConfig) -> bool:
-    """Whether the native kernel is here, takes this model, and is right."""
-    return has_native_attention(config) and _native_agrees(config)
+    """Whether the native kernel is available, supports this model, and gives torch's results."""
+    return has_native_attention(config.head_dim) and _native_agrees(config)
+
+
+def native_attention(config: ModelConfig, spans: Sequence[Span]) -> NativeStepAttention:
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    return NativeStepAttention(spans, *sizes, config.attention_scale, config.layer_windows)
 
 
 def _native_agrees(config: ModelConfig) -> bool:
@@ -59,7 +64,7 @@ def _native_agrees(config: ModelConfig) -> bool:
     memory = torch.randn(1, 2, config.num_kv_heads, 96, config.head_dim, generator=generator)
     packed = torch.randn(33, num_heads * config.head_dim, generator=generator)
     found = []
-    for prepare in (NativeStepAttention, TorchStepAttention):
+    for prepare in (native_attention, TorchStepAttention):
         spans = [Span(memory.clone(), 70, 1), Span(memory.clone(), 20, 32)]
         found.append((prepare(config, spans)(0, packed), spans[0].kv, spans[1].kv))
     agrees = all(torch.allclose(native, other, rtol=0, atol=1e-4) for native, other in zip(*found, strict=True))

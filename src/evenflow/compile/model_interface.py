@@ -1,7 +1,4 @@
-"""Something that is called in a model's place and has all of the model's interface, `generate` included.
-
-Must not know: what is done differently in the call.
-"""
+"""A callable that stands in for a model and has all of its interface, `generate` included."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from evenflow.compile.model_call import Model, hugging_face_module
 
 
 class ModelInterface:
-    """A callable with the interface of the transformers model in `wrapped_module`; subclasses define `__call__`.
+    """Has the interface of the transformers model in `wrapped_module`; subclasses define `__call__`.
 
-    Attributes come from the model. `generate` runs the model's own, on a view of the model whose forward pass is this
-    call: the model itself is never changed.
+    Attributes are the model's. `generate` runs the model's own on a shallow copy of the model whose forward pass is
+    this call: the model itself never changes.
     """
 
     def __init__(self, model: Model) -> None:
@@ -31,29 +28,29 @@ class ModelInterface:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped_module":  # not set yet: asking the model would ask for itself
+        if name == "wrapped_module":  # not set yet: asking the model would recurse
             raise AttributeError(name)
         return getattr(self.wrapped_module, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own `generate`."""
+        """The model's own `generate`."""
         if self._view is None:
             self._view = self._make_view()
         self._view.training = self.wrapped_module.training
         return self._view.generate(*args, **{**self.generation_defaults(kwargs), **kwargs})
 
     def eval(self) -> Self:
-        """As the model's own, which would return itself and so lose what is around it."""
+        """Like the model's own, which would return the model instead of this object."""
         self.wrapped_module.eval()
         return self
 
     def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What `generate` is called with where its caller does not say."""
+        """Arguments of `generate` that its caller can override."""
         inner = self.inner_model
         return inner.generation_defaults(kwargs) if isinstance(inner, ModelInterface) else {}
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
-        """Whether a call of so many tokens wants its mask as it was given, not one drawn up for the whole call."""
+        """Whether a call of this length needs the mask as given, not one expanded for the whole call."""
         inner = self.inner_model
         return isinstance(inner, ModelInterface) and inner.prepares_own_mask(num_new_tokens)
 
@@ -61,7 +58,7 @@ class ModelInterface:
         view = copy.copy(self.wrapped_module)  # a new module over the same parameters and submodules
         plain_forward = self.wrapped_module.forward
 
-        @functools.wraps(plain_forward)  # generate() reads the signature to check its arguments
+        @functools.wraps(plain_forward)  # generate() checks its arguments against the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return plain_forward(*args, **kwargs)
@@ -78,7 +75,7 @@ class ModelInterface:
             num_new_tokens = kwargs.get("next_sequence_length") or input_ids.shape[-1]
             if cache is None or not cache.is_compileable or not self.prepares_own_mask(num_new_tokens):
                 return plain(input_ids, *args, **kwargs)
-            # A static cache would have masks made for the whole prompt, of which no chunk could use its part.
+            # With a static cache the masks would be made for the whole prompt, which cannot be cut into chunks.
             inputs = plain(input_ids, *args, **{**kwargs, "past_key_values": None})
             return {**inputs, "past_key_values": cache}
 

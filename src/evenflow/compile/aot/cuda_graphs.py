@@ -1,6 +1,6 @@
 """Records a model's decoding step as a CUDA graph and replays it: one launch instead of hundreds.
 
-A graph holds addresses, so that it serves one static cache. Must not know: how the step's kernels were compiled.
+A graph holds addresses, so it serves one static cache.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from evenflow.compile.model_call import STEP_ARGUMENTS, Model, input_shape, named_arguments
-from evenflow.compile.model_view import ModelInterface
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
+from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import PerformanceMonitor
 
 logger = logging.getLogger("evenflow")
 
-_WARM_UP_STEPS = 3  # kernels choose their algorithms and libraries allocate their workspaces before a graph is recorded
+_WARM_UP_STEPS = 3  # in which kernels choose their algorithms and libraries allocate their workspaces
 
 
 class GraphedModel(ModelInterface):
-    """Called as the model is. A step of one token over a static cache is replayed; all else runs in `inner_model`.
+    """Replays steps of one token over a static cache; other calls run in `inner_model`.
 
     `step` runs the same step kernel by kernel: the model itself or a compiled form of it. `generate` uses a static
-    cache unless told otherwise.
+    cache by default.
     """
 
     def __init__(self, model: Model, step: Model) -> None:
@@ -50,8 +50,7 @@ class GraphedModel(ModelInterface):
         if output is None:
             output = self.inner_model(**call)
         if self.monitor is not None:
-            num_sequences, num_tokens = input_shape((), call)
-            self.monitor.record(kind, num_sequences * num_tokens, time.perf_counter() - started)
+            self.monitor.record(kind, call, time.perf_counter() - started)
         return output
 
     forward = __call__
@@ -63,21 +62,23 @@ class GraphedModel(ModelInterface):
         return {**defaults, "cache_implementation": "static", "disable_compile": True}
 
     def _replayed(self, call: dict[str, Any]) -> Any:
-        """The step's output, or None where it cannot be recorded."""
+        """The step's output, or None if it cannot be recorded."""
         call = self._with_fixed_mask(call)
-        if self._graph is None or not self._graph.serves(call):
-            self._graph = None  # its memory is free before the next one takes some
+        output = None if self._graph is None else self._graph.replay(call)
+        if output is None:
+            self._graph = None  # frees its memory before the next one allocates
             try:
                 self._graph = _Graph(self._step, call)
-            except Exception as error:  # whatever CUDA cannot record must not cost an answer
+            except Exception as error:  # the step can always run without a graph
                 self.why_no_graphs = f"recording failed: {error}"
                 logger.warning("No CUDA graphs: %s.", self.why_no_graphs)
                 return None
+            output = self._graph.replay(call)
         self.num_replays += 1
-        return self._graph.replay(call)
+        return output
 
     def _with_fixed_mask(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A mask over all of the cache, since one of (batch, tokens) grows from step to step."""
+        """The call with a mask over the whole cache: one of (batch, tokens) grows from step to step."""
         mask = call.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return call
@@ -126,7 +127,7 @@ class _Graph:
         fixed_call = {**pytree.tree_unflatten(self._inputs, self._structure), "past_key_values": cache}
         lengths = [layer.cumulative_length.clone() for layer in cache.layers]
 
-        def rewind() -> None:  # a trial step must leave the cache as long as it was
+        def rewind() -> None:  # a trial step must not lengthen the cache
             for layer, length in zip(cache.layers, lengths, strict=True):
                 layer.cumulative_length.copy_(length)
 
@@ -146,34 +147,31 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             output = step(**call)
-        # Not the output itself: it holds the cache.
+        # The output itself would keep the cache alive.
         self._output_class, self._logits = type(output), output.logits
 
-    def serves(self, call: dict[str, Any]) -> bool:
-        cache = call["past_key_values"]
-        if self._cache() is not cache or _addresses(cache) != self._addresses:
-            return False
-        leaves, structure = _flatten(call)
-        return structure == self._structure and all(map(_is_alike, leaves, self._inputs))
-
     def replay(self, call: dict[str, Any]) -> Any:
-        leaves, _ = _flatten(call)
-        for place, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(place, Tensor):
-                place.copy_(leaf)
+        """The step's output, or None if this graph is for another cache or for inputs of other shapes."""
+        cache, (leaves, structure) = call["past_key_values"], _flatten(call)
+        is_same_cache = self._cache() is cache and _addresses(cache) == self._addresses
+        if not is_same_cache or structure != self._structure or not all(map(_is_alike, leaves, self._inputs)):
+            return None
+        for fixed, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(fixed, Tensor):
+                fixed.copy_(leaf)
         self._graph.replay()
-        # The next replay writes to the same place.
-        return self._output_class(logits=self._logits.clone(), past_key_values=call["past_key_values"])
+        # Cloned, since the next replay overwrites it.
+        return self._output_class(logits=self._logits.clone(), past_key_values=cache)
 
 
 def _flatten(call: dict[str, Any]) -> tuple[list[Any], Any]:
     return pytree.tree_flatten({name: value for name, value in call.items() if name != "past_key_values"})
 
 
-def _is_alike(leaf: Any, place: Any) -> bool:
-    if isinstance(place, Tensor):
-        return isinstance(leaf, Tensor) and leaf.shape == place.shape and leaf.dtype == place.dtype
-    return bool(leaf == place)
+def _is_alike(leaf: Any, fixed: Any) -> bool:
+    if isinstance(fixed, Tensor):
+        return isinstance(leaf, Tensor) and leaf.shape == fixed.shape and leaf.dtype == fixed.dtype
+    return bool(leaf == fixed)
 
 
 def _addresses(cache: Any) -> list[int]:

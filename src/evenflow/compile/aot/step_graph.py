@@ -1,7 +1,6 @@
 """A causal language model's step as one graph of tensors: tokens and a KV cache in, logits and a longer cache out.
 
-The graph is exported once for every batch size, length and context, and compiled by AOTInductor into a package without
-weights. Must not know: where packages lie, how they are loaded.
+It is exported once for all batch sizes, lengths and contexts. AOTInductor compiles it into a package without weights.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from evenflow.compile.model_call import forward_parameters
 from evenflow.errors import UnsupportedModel
 
-# An example must show that dimensions differ and that none is 0 or 1, or the graph would hold for those values alone.
+# All different, and none 0 or 1: the graph would be specialised to equal sizes, and to those values.
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS, _EXAMPLE_CONTEXT = 2, 5, 7
-_MOST_LIFTED_VALUES = 65536
+_MAX_LIFTED_VALUES = 65536
 
 _OPTIONS = {
-    # Weights stay those of the model in memory: a package is small, and no second copy is ever made. Inductor's own
-    # kernels for products on a CPU, which tuning would try, take repacked copies.
+    # The package runs with the model's weights in memory, so it is small and makes no second copy. Inductor's own CPU
+    # kernels for matrix products, which tuning would try, need repacked copies.
     "aot_inductor.package_constants_in_so": False,
     "max_autotune_gemm_backends": "ATEN,TRITON",
-    # Operations that are fused into one round where the model's own would: in bfloat16 too its tokens are the same.
+    # Fused operations round where the model's own would: its tokens stay the same in bfloat16 too.
     "emulate_precision_casts": True,
 }
 
 
 class _GraphLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer's cache within the graph: whatever kind it is outside, a step appends to what it was given."""
+    """A layer's cache within the graph: whatever its kind outside, a step appends to the given tensors."""
 
     def __init__(self, keys: Tensor, values: Tensor, num_seen: int, is_sliding: bool) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class _GraphLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class StepGraph(nn.Module):
-    """The model's step as a function of tensors alone. Inputs are those of `step_inputs`, in that order."""
+    """The model's step as a function of tensors. `rest`: positions if the model takes them, then keys and values."""
 
     def __init__(self, module: Any, layer_is_sliding: Sequence[bool]) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class StepGraph(nn.Module):
 
 
 def layers_are_sliding(cache: Any) -> tuple[bool, ...]:
-    """Which layers of a dynamic cache keep a window only; other kinds of cache have no graph."""
+    """Which layers of a dynamic cache keep only a window; UnsupportedModel for other kinds of cache."""
     kinds = [type(layer) for layer in getattr(cache, "layers", [])]
     unknown = {kind.__name__ for kind in kinds if kind not in (DynamicLayer, DynamicSlidingWindowLayer)}
     if unknown or not kinds:
@@ -91,19 +90,18 @@ def layers_are_sliding(cache: Any) -> tuple[bool, ...]:
 
 
 def export_step(graph: StepGraph, cache: Any) -> torch.export.ExportedProgram:
-    """The graph for any batch, length and context. `cache` is one that the model filled, for its shapes."""
+    """The graph for any batch size, length and context. `cache` is one that the model filled, for its shapes."""
     if "logits_to_keep" not in forward_parameters(graph.module):
         raise UnsupportedModel(f"{type(graph.module).__name__}.forward takes no logits_to_keep")
     dynamic = torch.export.Dim.DYNAMIC
     inputs = _example_inputs(graph, cache)
-    num_flat = 4 if graph.takes_positions else 3
-    shapes: list[dict[int, Any]] = [{0: dynamic, 1: dynamic}, {0: dynamic, 1: dynamic}, {0: dynamic}]
-    shapes += [{0: dynamic, 1: dynamic}] if graph.takes_positions else []
-    kv_shapes = [{0: dynamic, 2: dynamic} for _ in inputs[num_flat:]]
+    by_token, kv = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+    positions = [by_token] if graph.takes_positions else []
+    rest = (*positions, *[kv] * (len(inputs) - 3 - len(positions)))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates parts that it uses itself
         return torch.export.export(
-            graph, tuple(inputs), dynamic_shapes=(*shapes[:3], (*shapes[3:], *kv_shapes)), strict=False
+            graph, tuple(inputs), dynamic_shapes=(by_token, by_token, {0: dynamic}, rest), strict=False
         )
 
 
@@ -122,13 +120,13 @@ def _example_inputs(graph: StepGraph, cache: Any) -> list[Tensor]:
 
 
 def lifted_constants(graph: StepGraph, program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    """Tensors that the model makes while it runs, which are none of its weights; they belong to the package."""
+    """Tensors that the model creates while it runs; they belong to the package."""
     weights = {**dict(graph.named_parameters()), **dict(graph.named_buffers())}
     lifted = {
         name: value for name, value in program.constants.items() if isinstance(value, Tensor) and name not in weights
     }
-    if sum(value.numel() for value in lifted.values()) > _MOST_LIFTED_VALUES:
-        raise UnsupportedModel("it makes large tensors of its own while it runs")
+    if sum(value.numel() for value in lifted.values()) > _MAX_LIFTED_VALUES:
+        raise UnsupportedModel("it creates large tensors while it runs")
     return lifted
 
 

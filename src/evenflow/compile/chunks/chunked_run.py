@@ -1,13 +1,12 @@
 """Runs one long call of a causal language model as several shorter ones over the model's own KV cache.
 
-The result is what the whole call would have given, in the model's own class. Must not know: how chunk sizes are chosen.
+The result is that of the whole call, in the model's own output class.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +15,12 @@ from torch import Tensor
 from evenflow.compile.model_call import Model, forward_parameters, hugging_face_module, input_shape, num_cached_tokens
 from evenflow.errors import UnsupportedModel
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkTime:
-    """One chunk that ran."""
-
-    start: int  # tokens before it, those of a given cache included
-    length: int
-    seconds: float
-
-
 ChooseLength = Callable[[int, int], int]  # (tokens before the chunk, tokens left) -> tokens of the chunk
+OnChunk = Callable[[int, int, float], None]  # (tokens before the chunk, its tokens, seconds)
 
 
-def run_in_chunks(
-    model: Model, call: Mapping[str, Any], choose_length: ChooseLength, on_chunk: Callable[[ChunkTime], None]
-) -> Any:
-    """The model's output for `call`, whose arguments are given by name and can be cut."""
+def run_in_chunks(model: Model, call: Mapping[str, Any], choose_length: ChooseLength, on_chunk: OnChunk) -> Any:
+    """The model's output for `call`, which holds arguments by name and can be chunked."""
     num_cached, (_, total) = num_cached_tokens(call), input_shape((), call)
     rows = _LogitRows(call.get("logits_to_keep"), total, "logits_to_keep" in forward_parameters(model))
     chunk_call = {name: value for name, value in call.items() if name not in ("logits_to_keep", "return_dict")}
@@ -43,7 +31,7 @@ def run_in_chunks(
         end = start + min(max(1, choose_length(num_cached + start, total - start)), total - start)
         started = time.perf_counter()
         output = model(**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end))
-        on_chunk(ChunkTime(num_cached + start, end - start, time.perf_counter() - started))
+        on_chunk(num_cached + start, end - start, time.perf_counter() - started)
         if output.past_key_values is None:
             raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
         chunk_call["past_key_values"] = output.past_key_values
@@ -55,7 +43,7 @@ def run_in_chunks(
 
 
 def _slice_call(call: Mapping[str, Any], start: int, end: int, num_cached: int) -> dict[str, Any]:
-    """The same arguments for the tokens [start, end); the mask also covers all that is cached."""
+    """The arguments for tokens [start, end); the mask also covers the cached ones."""
     sliced = dict(call)
     for name in ("input_ids", "position_ids", "cache_position"):
         if name in call:
@@ -68,25 +56,25 @@ def _slice_call(call: Mapping[str, Any], start: int, end: int, num_cached: int) 
 
 
 class _LogitRows:
-    """Which rows of a call's logits are wanted, split by chunk."""
+    """The rows of a call's logits that its caller wants, by chunk."""
 
     def __init__(self, logits_to_keep: int | Tensor | None, total: int, model_can_choose: bool) -> None:
         self._model_can_choose = model_can_choose
-        self._wanted: Tensor | None = None  # None: every row
+        self._wanted: Tensor | None = None  # in rising order; None: every row
+        self._order: Tensor | None = None  # of the caller, if it chose rows one by one
         if isinstance(logits_to_keep, Tensor):
-            self._wanted = torch.arange(total, device=logits_to_keep.device)[logits_to_keep]
+            self._wanted, order = torch.arange(total, device=logits_to_keep.device)[logits_to_keep].sort()
+            self._order = order.argsort()
         elif logits_to_keep:
             self._wanted = torch.arange(max(0, total - logits_to_keep), total)
 
     def within(self, start: int, end: int) -> Tensor | None:
-        """The wanted rows of a chunk, counted from its start, in rising order."""
-        if self._wanted is None:
-            return None
-        rows = self._wanted.sort().values
-        return rows[(rows >= start) & (rows < end)] - start
+        """The wanted rows of a chunk, counted from its start; None: every row."""
+        rows = self._wanted
+        return None if rows is None else rows[(rows >= start) & (rows < end)] - start
 
     def asked(self, start: int, end: int) -> dict[str, Any]:
-        """What to tell the model: it always computes one row, so that a chunk nobody asks of costs one."""
+        """The argument for a chunk. A model always computes at least one row."""
         rows = self.within(start, end)
         if rows is None or not self._model_can_choose:
             return {}
@@ -106,16 +94,12 @@ class _LogitRows:
         return logits if self._model_can_choose else logits[..., rows.to(logits.device), :]
 
     def in_order(self, logits: Tensor) -> Tensor:
-        """Rows as they were asked for, from rows in rising order."""
-        if self._wanted is None:
-            return logits
-        places = self._wanted.argsort().argsort()
-        rising = torch.equal(places, torch.arange(len(places), device=places.device))
-        return logits if rising else logits[..., places.to(logits.device), :]
+        """Rows in the caller's order, from rows in rising order."""
+        return logits if self._order is None else logits[..., self._order.to(logits.device), :]
 
 
 def _kept(output: Any, rows: _LogitRows, start: int, end: int) -> dict[str, Any]:
-    """What of a chunk's output is part of the whole; the rest is freed before the next chunk."""
+    """The parts of a chunk's output that the whole needs; the rest is freed before the next chunk."""
     kept: dict[str, Any] = {}
     for name, value in output.items():
         if name == "logits":
@@ -123,7 +107,7 @@ def _kept(output: Any, rows: _LogitRows, start: int, end: int) -> dict[str, Any]
         elif name == "hidden_states":
             kept[name] = value
         elif name != "past_key_values" and value is not None:
-            raise UnsupportedModel(f"{type(output).__name__}.{name} cannot be put together from chunks")
+            raise UnsupportedModel(f"{type(output).__name__}.{name} cannot be joined from chunks")
     return kept
 
 

@@ -1,7 +1,4 @@
-"""How many tokens of a prompt a model can take at once in the memory that is free now.
-
-Must not know: who asks, nor how chunks run.
-"""
+"""How many tokens of a prompt fit into free memory at once."""
 
 from __future__ import annotations
 
@@ -9,14 +6,15 @@ from typing import Any
 
 import torch
 
+from evenflow.compile.model_call import Model, hugging_face_module
 from evenflow.host import available_memory
 
-_USABLE_SHARE = 0.5  # of what is free: the allocator fragments, and other programs want memory too
-_SMALLEST_CHUNK = 16  # below that a chunk costs more time than it saves memory
+_USABLE_SHARE = 0.5  # of free memory: allocators fragment it, and other programs use some too
+_SMALLEST_CHUNK = 16  # smaller chunks cost more time than they save memory
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a device; what torch holds without using it counts as free."""
+    """Bytes that can be allocated on a device, including those that torch has reserved but does not use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -26,10 +24,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def bytes_per_token(config: Any, value_bytes: int, context: int, logits_per_token: int) -> int:
-    """Working memory of one token of a chunk that sees `context` positions; the KV cache is not part of it.
+    """Working memory of one token of a chunk that sees `context` positions, without the KV cache.
 
-    A layer is widest in its MLP. Attention counts where it is eager, since only that writes its scores: two copies of
-    each, before and after the softmax, one of them in float32.
+    A layer is widest in its MLP. Only eager attention writes its scores: before and after the softmax, once in float32.
     """
     text = config.get_text_config()
     hidden: int = text.hidden_size
@@ -43,8 +40,19 @@ def bytes_per_token(config: Any, value_bytes: int, context: int, logits_per_toke
 
 
 def tokens_that_fit(module: Any, batch_size: int, context: int, all_logits: bool) -> int:
-    """The longest chunk whose working memory fits into a part of what is free on the model's device."""
+    """The longest chunk whose working memory fits into half of what is free on the model's device."""
     parameter = next(module.parameters())
     needed = bytes_per_token(module.config, parameter.element_size(), context, 1 if all_logits else 0)
     usable = int(free_memory(parameter.device) * _USABLE_SHARE)
     return max(_SMALLEST_CHUNK, usable // (needed * batch_size))
+
+
+def memory_pressure(model: Model, num_tokens: int) -> str | None:
+    """Why an input of this length does not fit in one piece, or None if it does."""
+    module = hugging_face_module(model)
+    if not hasattr(module, "config"):
+        return None
+    fitting = tokens_that_fit(module, batch_size=1, context=num_tokens, all_logits=False)
+    if num_tokens <= fitting:
+        return None
+    return f"of an input of {num_tokens:,} tokens, {fitting:,} at a time fit into free memory"
