@@ -37,9 +37,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "temperature": -0.1}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": "1"}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "n": 0}, 400, "n:"),
-    (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 answers"),
-    (CHAT, {"messages": MESSAGES, "n": 10**12}, 400, "1000000000000 answers"),
-    (COMPLETION, {"prompt": ["a", "b"], "n": 10**12}, 400, "2000000000000 answers"),
+    (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 choices"),
+    (CHAT, {"messages": MESSAGES, "n": 10**12}, 400, "1000000000000 choices"),
+    (COMPLETION, {"prompt": ["a", "b"], "n": 10**12}, 400, "2000000000000 choices"),
     (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),
@@ -67,9 +67,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": [[]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [["a"]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [512]}, 400, "0 to 511"),
-    (COMPLETION, {"prompt": [5, -1]}, 400, "prompt.1: Input should be greater than or equal to 0"),
+    (COMPLETION, {"prompt": [5, -1]}, 400, "prompt[1]: Input should be greater than or equal to 0"),
     (COMPLETION, {"prompt": [True]}, 400, "prompt"),
-    (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 answers"),
+    (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 choices"),
     (COMPLETION, {"prompt": [5] * 1000}, 400, "1000 tokens"),
     (COMPLETION, {"prompt": "a", "stop_token_ids": [512]}, 400, "512"),
     (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
@@ -160,7 +160,7 @@ def test_the_openai_client_raises_its_own_errors(server: RunningServer) -> None:
 
 
 def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
-    """Any body is either answered or refused, and the server is as well behind them as before."""
+    """Any body gets a response or a refusal, and the server stays healthy."""
     random_source = random.Random(5)
     seeds: list[dict[str, Any]] = [
         {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logprobs": True},
