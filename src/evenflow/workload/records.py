@@ -17,6 +17,7 @@ _PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_
 _OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
 _ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
 _BLOCK_IDS = "hash_ids"  # Mooncake's; its timestamps are milliseconds
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
 
 
@@ -68,8 +69,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         parts = (part.get("text") for part in content if isinstance(part, Mapping))
         content = "".join(part for part in parts if isinstance(part, str))
-    role = message.get("role", message.get("from", "user"))
-    return {"role": str(role), "content": content if isinstance(content, str) else ""}
+    role = str(message.get("role", message.get("from", "user")))
+    return {"role": _SHAREGPT_ROLES.get(role, role), "content": content if isinstance(content, str) else ""}
 
 
 def _traced(record: Mapping[str, Any], counted: str) -> TraceRequest:

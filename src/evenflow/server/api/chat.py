@@ -32,7 +32,7 @@ def encode_messages(
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
     text = tokenizer.apply_chat_template(
-        [message.for_template() for message in messages],
+        [message.model_dump(exclude_none=True) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt is not False,
         **variables,

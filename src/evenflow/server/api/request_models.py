@@ -14,6 +14,7 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
+from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.tools import ToolFields
 
@@ -180,7 +181,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Annotated[str, Field(min_length=1)]
+    role: Role
     content: str | list[TextPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
@@ -189,11 +190,6 @@ class ChatMessage(BaseModel):
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message with role {self.role!r} needs content")
         return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: without absent fields."""
-        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name; templates know the older
-        return {**self.model_dump(exclude_none=True), "role": role}
 
 
 class ChatBody(GenerationBody, ToolFields):
