@@ -84,7 +84,7 @@ class Gate:
     """Admits requests while there is room and counts them until they leave. Each choice counts as one request."""
 
     def __init__(self, limits: ServerLimits, max_running: Callable[[], int], on_refusal: Callable[[str], None]) -> None:
-        self._limits = limits
+        self.limits = limits
         self._max_running = max_running
         self._on_refusal = on_refusal
         self.num_inside = 0  # running or waiting
@@ -107,18 +107,18 @@ class Gate:
 
     def check_num_choices(self, num_choices: int) -> None:
         """Refuse too many choices in one HTTP request, before anything is allocated for each."""
-        if num_choices > self._limits.max_n:
-            message = f"Got {num_choices} choices to generate but this server allows {self._limits.max_n} per request."
+        if num_choices > self.limits.max_n:
+            message = f"Got {num_choices} choices to generate but this server allows {self.limits.max_n} per request."
             raise ApiError(400, message, param="n")
 
     def _check(self, tenant: str, num_requests: int) -> None:
         if self.is_draining:
             self._on_refusal("draining")
             raise overloaded("The server is shutting down.")
-        if self.num_inside + num_requests > self._max_running() + self._limits.max_waiting:
+        if self.num_inside + num_requests > self._max_running() + self.limits.max_waiting:
             self._on_refusal("queue_full")
             raise overloaded(f"The queue is full: {self.num_inside} requests are running or waiting.")
-        inside, limit = self._inside_by_tenant.get(tenant, 0), self._limits.max_tenant_requests
+        inside, limit = self._inside_by_tenant.get(tenant, 0), self.limits.max_tenant_requests
         if limit and inside + num_requests > limit:
             self._on_refusal("tenant_limit")
             raise overloaded(

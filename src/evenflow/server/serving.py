@@ -90,7 +90,7 @@ async def serve(
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, tokenizer, gate, settings.limits, settings.model_names)
+        service = ModelService(client, tokenizer, gate, settings.model_names)
         server = Server(service, observer, keys, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
@@ -116,7 +116,7 @@ async def serve_vllm(
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        server = Server(VllmService(engine, gate, settings.limits), observer, keys, settings)
+        server = Server(VllmService(engine, gate), observer, keys, settings)
 
         def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:

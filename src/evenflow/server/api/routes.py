@@ -39,7 +39,7 @@ def _json(content: object) -> Response:
 
 def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes = service.limits.max_body_bytes
+    max_bytes = service.gate.limits.max_body_bytes
 
     @routes.post(
         "/v1/completions",
@@ -88,7 +88,7 @@ def health_routes(service: Service) -> APIRouter:
 def model_routes(service: ModelService) -> APIRouter:
     """The model and its tokenizer."""
     routes = APIRouter()
-    max_bytes = service.limits.max_body_bytes
+    max_bytes = service.gate.limits.max_body_bytes
     tokenizer, client = service.tokenizer, service.client
 
     def model_card(name: str) -> dict[str, object]:
@@ -145,7 +145,7 @@ def target_routes(service: Service) -> APIRouter:
 
     @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
-        body = await read_body(request, TargetBody, service.limits.max_body_bytes)
+        body = await read_body(request, TargetBody, service.gate.limits.max_body_bytes)
         client.set_target(seconds_of(body.tbt_target), body.paced)
         logger.info("The policy is now %s.", client.policy)
         return _json(_target(client.policy))

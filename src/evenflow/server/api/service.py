@@ -8,7 +8,7 @@ from typing import Protocol
 
 from evenflow.errors import EvenflowError
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import Gate, ServerLimits
+from evenflow.server.access import Gate
 from evenflow.server.api.errors import ApiError
 from evenflow.server.engine.client import EngineClient
 
@@ -36,9 +36,6 @@ class Service(Protocol):
     @property
     def gate(self) -> Gate: ...
 
-    @property
-    def limits(self) -> ServerLimits: ...
-
 
 @dataclass(frozen=True, slots=True)
 class ModelService:
@@ -47,7 +44,6 @@ class ModelService:
     client: EngineClient
     tokenizer: Tokenizer
     gate: Gate
-    limits: ServerLimits
     model_names: tuple[str, ...]
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +58,7 @@ class ModelService:
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or together with the requested output."""
-        context, max_prompt = self.client.limits.max_model_len, self.limits.max_prompt_tokens
+        context, max_prompt = self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens
         # Clients recognise this case by these words.
         limit = f"This model's maximum context length is {context} tokens, prompt and output together."
         if max_prompt and num_prompt_tokens > max_prompt:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.server.access import Gate, ServerLimits
+from evenflow.server.access import Gate
 from evenflow.server.api.errors import as_api_error
 from evenflow.server.api.generation_response import client_disconnected
 from evenflow.server.api.request_body import read_bytes
@@ -30,14 +30,11 @@ from evenflow.server.proxy.vllm_engine import VllmEngine
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _URL = httpx.URL("http://vllm")
 # Headers of one connection, not of the request; and the key, which is evenflow's.
-_HOP_HEADERS = {
-    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),
-    *(b"transfer-encoding", b"upgrade"),
-}
+_HOP_HEADERS = set(
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+)
 _DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"content-length", b"expect"}
 _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
-
-Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class VllmService:
 
     client: VllmEngine
     gate: Gate
-    limits: ServerLimits
 
 
 def proxy_routes(service: VllmService) -> APIRouter:
@@ -55,7 +51,7 @@ def proxy_routes(service: VllmService) -> APIRouter:
 
     @routes.api_route("/{path:path}", methods=_METHODS)
     async def proxy(request: Request) -> Response:
-        content = await read_bytes(request, service.limits.max_body_bytes)
+        content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
         url = _URL.copy_with(raw_path=request.scope["raw_path"] + (b"?" + query if query else b""))
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
@@ -65,7 +61,7 @@ def proxy_routes(service: VllmService) -> APIRouter:
     return routes
 
 
-def _without(headers: Headers, dropped: set[bytes]) -> Headers:
+def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers if name.lower() not in dropped]
 
 
@@ -74,8 +70,7 @@ class ProxyResponse(Response):
 
     def __init__(self, service: VllmService, request: httpx.Request, tenant: str) -> None:
         super().__init__()
-        self._engine = service.client
-        self._gate = service.gate
+        self._service = service
         self._request = request
         self._tenant = tenant
         self._relay: asyncio.Task[None] | None = None
@@ -84,8 +79,8 @@ class ProxyResponse(Response):
         self._is_event_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_counted = self._request.method == "POST"
-        with self._gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._engine.relaying(self):
+        gate, is_counted = self._service.gate, self._request.method == "POST"
+        with gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._service.client.relaying(self):
             self._relay = asyncio.create_task(self._run(send))
             disconnect = asyncio.create_task(client_disconnected(receive))
             try:
@@ -107,8 +102,7 @@ class ProxyResponse(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            response = await self._engine.http.send(self._request, stream=True)
-            try:
+            async with aclosing(await self._service.client.http.send(self._request, stream=True)) as response:
                 headers = _without(response.headers.raw, _DROPPED_FROM_RESPONSE)
                 self._is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
                 self._has_started = True
@@ -116,8 +110,6 @@ class ProxyResponse(Response):
                 async for part in response.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-            finally:
-                await response.aclose()
         except httpx.TransportError:
             self._failure = EngineFailed("vLLM broke the connection")
 
@@ -143,11 +135,9 @@ def metrics_routes(service: VllmService, observer: Observer) -> APIRouter:
     async def metrics() -> Response:
         vllm_metrics = b""
         if engine.is_up:
-            try:
+            with suppress(httpx.TransportError):  # vLLM is going down, which evenflow's own metrics show
                 response = await engine.http.get("/metrics", headers={"accept": "text/plain"})
                 vllm_metrics = response.content if response.is_success else b""
-            except httpx.TransportError:
-                pass  # vLLM is going down, which evenflow's own metrics show
         return Response(vllm_metrics + generate_latest(EvenflowFamilies()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes
