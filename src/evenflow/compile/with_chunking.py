@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
+from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally, EstimatedTokens
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger, decide
 from evenflow.advisor.recommendation import find_triggers
-from evenflow.advisor.tokens import EstimatedTokens
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
 from evenflow.compile.memory import tokens_that_fit
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
