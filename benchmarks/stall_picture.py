@@ -29,7 +29,7 @@ def run(policy: str, record: Path) -> list[dict[str, Any]]:
     with LLM("default", policy=policy, record=record) as llm:
         engine = llm.engine
         chats = [
-            engine.prepare(
+            llm.prepare(
                 llm.encode_chat([{"role": "user", "content": text}]),
                 SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True),
             )
@@ -40,7 +40,7 @@ def run(policy: str, record: Path) -> list[dict[str, Any]]:
         while chats[-1].num_output_tokens < TOKENS_BEFORE:
             engine.step()
         words = llm.tokenizer.encode(Path(__file__).with_name("scheduler_cost.py").read_text()) * 3
-        long = engine.prepare(words[:LONG_PROMPT_TOKENS], SamplingParams(temperature=0, max_tokens=TOKENS_AFTER))
+        long = llm.prepare(words[:LONG_PROMPT_TOKENS], SamplingParams(temperature=0, max_tokens=TOKENS_AFTER))
         engine.add(long)
         while not long.is_finished:
             engine.step()

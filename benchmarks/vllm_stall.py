@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE))
 from stall_curve import StallPoint, pending_gaps, summarise, table  # noqa: E402
 
 from evenflow.bench.stall_load import Prompts, english_prompts  # noqa: E402
-from evenflow.core.policies import has_target, target_of  # noqa: E402
+from evenflow.core.policies import PolicySpec  # noqa: E402
 
 SETTINGS = "default,fixed:128,fixed:512,target:400ms,target:800ms"
 SECONDS_TO_START = 600
@@ -154,7 +154,9 @@ def main() -> None:
         for setting in args.settings.split(","):
             with server(args, setting, log) as url:
                 seen, total = asyncio.run(run(url, prompts, args))
-            target = target_of(setting) if has_target(setting) else None  # "default" is no policy of ours
+            target = (
+                None if setting == "default" else PolicySpec.parse(setting).target
+            )  # "default" is no policy of ours
             ttfts = [end - start for start, end in seen.long_spans]
             points.append(summarise(setting, target, pending_gaps(seen.chat_times, seen.long_spans), ttfts, total))
             answers[setting] = seen.long_answers

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from evenflow.advisor import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer, preset_dataset
-from evenflow.advisor.analysis import DatasetTally
-from evenflow.advisor.tokens import EstimatedTokens
+from evenflow.advisor.analysis import DatasetTally, EstimatedTokens
 from evenflow.workload.reading import ReadTally, read_inputs
 
 

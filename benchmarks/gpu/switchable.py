@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from evenflow.core.policies import make_policy
-from evenflow.core.target_policy import Target
+from evenflow.core.policies import PolicySpec
 from evenflow.vllm import plugin
 
 MODE_VARIABLE = "EVENFLOW_BENCH_MODE_FILE"
@@ -45,10 +44,7 @@ def _switchable(steered: type[Any]) -> type[Any]:
             self.is_plain = mode.startswith("fixed:")
             self.max_num_scheduled_tokens = int(mode.removeprefix("fixed:")) if self.is_plain else self.vllm_budget
             if not self.is_plain:
-                pacing = make_policy(mode, self.vllm_budget).pacing
-                assert pacing is not None
-                self.steering._pacing = pacing
-                self.steering._policy = Target(self.vllm_budget, pacing)
+                self.steering.core.set_policy(PolicySpec.parse(mode))
 
         def add_request(self, request: Any) -> None:
             self.read_mode()

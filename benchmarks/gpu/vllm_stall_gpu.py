@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from stall_curve import StallPoint, is_pending, pending_gaps, summarise, table  # noqa: E402
 
-from evenflow.core.policies import target_of  # noqa: E402
+from evenflow.core.policies import PolicySpec  # noqa: E402
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,9 +141,10 @@ class Bench:
 
     def _steps(self) -> list[Any]:
         import msgspec
-        from evenflow.vllm.messages import SteeredStep
 
-        return [msgspec.msgpack.decode(frame, type=SteeredStep) for frame in self._told]
+        from evenflow.hosts.messages import HostStep
+
+        return [msgspec.msgpack.decode(frame, type=HostStep).report for frame in self._told]
 
     async def stall(self, mode: str) -> tuple[StallPoint, list[Any], list[Any]]:
         """One run under a mode: its figures and, if they were steered, its steps and those beside a long prompt."""
@@ -163,7 +164,7 @@ class Bench:
         steps = self._steps()
         pending = [step for step in steps if is_pending(seen.long_spans, step.at)]
         gaps = pending_gaps(seen.token_times.values(), seen.long_spans)
-        return summarise(mode, target_of(mode), gaps, ttfts, total), steps, pending
+        return summarise(mode, PolicySpec.parse(mode).target, gaps, ttfts, total), steps, pending
 
     async def _long(self, seen: Seen) -> None:
         start, moments = time.perf_counter(), list[float]()

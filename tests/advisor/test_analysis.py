@@ -7,11 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from evenflow.advisor import PRESET_TOKENS, Chunking, preset_dataset
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
+from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally, EstimatedTokens, PrefixTally
 from evenflow.advisor.decision import Trigger
-from evenflow.advisor.prefixes import PrefixTally
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
-from evenflow.advisor.tokens import EstimatedTokens
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import ChatInput, Input, TextInput, TraceRequest
 

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from evenflow.core.plan import ExecutorCaps, StepPlan
+from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
@@ -34,11 +35,10 @@ class Driver:
         caps = caps or ExecutorCaps()
         self.scheduler = Scheduler(
             SchedulerConfig(
-                policy=policy,
+                policy=PolicySpec.parse(policy).bounded(max_num_batched_tokens),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
                 **settings,
             ),
             caps,

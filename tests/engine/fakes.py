@@ -1,4 +1,4 @@
-"""An engine over the fake executor, with a codec whose text is easy to read: token 7 is " 7"."""
+"""An LLM over the fake executor, with a codec whose text is easy to read: token 7 is " 7"."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
+from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine
-from evenflow.engine.intake import Limits
+from evenflow.engine.intake import Intake, Limits
+from evenflow.engine.llm import LLM
 from evenflow.engine.recorder import Recorder
 from evenflow.executors.fake import FakeExecutor
 
@@ -44,11 +46,10 @@ def fake_engine(
     disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
     enable_prefix_caching: bool = True,
     record: Any = None,
-    with_text: bool = True,
 ) -> Engine:
     config = SchedulerConfig(
         num_blocks=num_blocks,
-        policy=policy,
+        policy=PolicySpec.parse(policy),
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=enable_prefix_caching,
     )
@@ -58,7 +59,16 @@ def fake_engine(
         scheduler,
         executor,
         Limits(max_model_len, VOCAB),
-        codec=NumberCodec() if with_text else None,
         recorder=Recorder(record, scheduler) if record else None,
         clock=executor.clock,
     )
+
+
+def intake_of(engine: Engine, with_text: bool = True) -> Intake:
+    codec = NumberCodec() if with_text else None
+    return Intake(engine.limits, engine.scheduler.block_size, codec, clock=engine.clock)
+
+
+def fake_llm(policy: str = "fixed:64", *, with_text: bool = True, **options: Any) -> LLM:
+    engine = fake_engine(policy, **options)
+    return LLM.over(engine, intake_of(engine, with_text))

@@ -82,6 +82,12 @@ def test_what_the_system_message_said_stays_before_the_tools() -> None:
     assert template(PLAIN).render(messages) == "<system>Be brief.<user>Hi<a>"
 
 
+def test_every_role_of_openais_api_reaches_the_template() -> None:
+    roles = ("system", "user", "assistant", "function")
+    messages = [{"role": role, "content": "x"} for role in (*roles, "developer")]
+    assert template(PLAIN).render(messages) == "<system>x<user>x<assistant>x<function>x<system>x<a>"
+
+
 def test_results_that_follow_each_other_are_one_turn() -> None:
     results = [{"role": "tool", "content": text} for text in ("3", "4")]
     prompt = template(PLAIN).render([*CONVERSATION[:2], *results])
@@ -100,6 +106,9 @@ def test_arguments_that_are_no_json_are_shown_as_they_were() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url'.*only 'text'"),
         ({"role": "user", "content": ["Hi"]}, "'str'.*only 'text'"),
         ({"role": "user", "content": 7}, "content of type int"),
+        ({"role": "robot", "content": "Hi"}, "role 'robot' but expected one of system, developer, user, assistant"),
+        ({"role": ["user"], "content": "Hi"}, "role \\['user'\\] but"),
+        ({"content": "Hi"}, "role None but"),
         ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "no function with a name"),
         ({"role": "assistant", "content": "", "tool_calls": ["add"]}, "no function with a name"),
     ],

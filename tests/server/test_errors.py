@@ -14,7 +14,12 @@ import httpx
 import openai
 import pytest
 
-from tests.server.serving import MODEL, RunningServer, scripted_server
+from evenflow.engine.llm import encode_chat
+from evenflow.errors import InvalidRequest
+from evenflow.model.chat_template import ChatTemplate
+from evenflow.model.tokenizer import Tokenizer
+from tests.server.engines import scripted_engine
+from tests.server.serving import MODEL, RunningServer, running_server, scripted_server, small_tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -32,14 +37,18 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "needs content"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "", "content": "hi"}]}, 400, "messages[0].role: got '' but expected 'system'"),
+    (CHAT, {"messages": [{"role": 1, "content": "hi"}]}, 400, "messages[0].role: got 1 but expected 'system'"),
+    ("/tokenize", {"messages": [{"role": "User", "content": "hi"}]}, 400, "got 'User' but expected"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 400, "content"),
     (CHAT, {"messages": MESSAGES, "temperature": 2.1}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": -0.1}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": "1"}, 400, "temperature"),
     (CHAT, {"messages": MESSAGES, "n": 0}, 400, "n:"),
-    (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 answers"),
-    (CHAT, {"messages": MESSAGES, "n": 10**12}, 400, "1000000000000 answers"),
-    (COMPLETION, {"prompt": ["a", "b"], "n": 10**12}, 400, "2000000000000 answers"),
+    (CHAT, {"messages": MESSAGES, "n": 9}, 400, "9 choices"),
+    (CHAT, {"messages": MESSAGES, "n": 10**12}, 400, "1000000000000 choices"),
+    (COMPLETION, {"prompt": ["a", "b"], "n": 10**12}, 400, "2000000000000 choices"),
     (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),
@@ -67,9 +76,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": [[]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [["a"]]}, 400, "prompt"),
     (COMPLETION, {"prompt": [512]}, 400, "0 to 511"),
-    (COMPLETION, {"prompt": [5, -1]}, 400, "prompt.1: Input should be greater than or equal to 0"),
+    (COMPLETION, {"prompt": [5, -1]}, 400, "prompt[1]: Input should be greater than or equal to 0"),
     (COMPLETION, {"prompt": [True]}, 400, "prompt"),
-    (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 answers"),
+    (COMPLETION, {"prompt": ["a"] * 9}, 400, "9 choices"),
     (COMPLETION, {"prompt": [5] * 1000}, 400, "1000 tokens"),
     (COMPLETION, {"prompt": "a", "stop_token_ids": [512]}, 400, "512"),
     (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
@@ -103,6 +112,36 @@ def check_error(response: httpx.Response, status: int) -> None:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
+
+
+def test_a_role_that_openais_api_does_not_have_is_named(server: RunningServer) -> None:
+    messages = [*MESSAGES, {"role": "robot", "content": "hi"}]
+    response = server.post(CHAT, {"messages": messages})
+    check_error(response, 400)
+    assert response.json()["error"] == {
+        "message": "messages[1].role: got 'robot' but expected "
+        "'system', 'developer', 'user', 'assistant', 'tool' or 'function'.",
+        "type": "invalid_request_error",
+        "param": "messages[1].role",
+        "code": None,
+    }
+    with pytest.raises(InvalidRequest, match=r"'robot' but expected one of system, .*, function\."):
+        encode_chat(small_tokenizer(), messages)
+
+
+def test_a_role_that_the_template_refuses_is_a_bad_request() -> None:
+    with running_server(scripted_engine, picky_tokenizer) as picky:
+        assert picky.post(CHAT, {"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+        response = picky.post(CHAT, {"messages": [{"role": "system", "content": "hi"}], "max_tokens": 2})
+        check_error(response, 400)
+        assert "no system messages" in response.json()["error"]["message"]
+
+
+def picky_tokenizer() -> Tokenizer:
+    tokenizer = small_tokenizer()
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}hi"
+    tokenizer.chat_template = ChatTemplate({"default": refusal}, {})
+    return tokenizer
 
 
 def test_bodies_that_are_no_json(server: RunningServer) -> None:
@@ -160,7 +199,7 @@ def test_the_openai_client_raises_its_own_errors(server: RunningServer) -> None:
 
 
 def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
-    """Any body is either answered or refused, and the server is as well behind them as before."""
+    """Any body gets a response or a refusal, and the server stays healthy."""
     random_source = random.Random(5)
     seeds: list[dict[str, Any]] = [
         {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logprobs": True},

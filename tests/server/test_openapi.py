@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from evenflow.server.api import response_models as answers
-from evenflow.server.api.errors import ErrorBody
+from evenflow.server.api import response_models as models
 from tests.server.serving import RunningServer, scripted_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -21,33 +20,33 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-ANSWERED: list[tuple[str, str, Any, type[BaseModel]]] = [
-    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3}, answers.Completion),
-    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 2}, answers.Completion),
-    ("post", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3}, answers.ChatCompletion),
+RESPONSES: list[tuple[str, str, Any, type[BaseModel]]] = [
+    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3}, models.Completion),
+    ("post", "/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 2}, models.Completion),
+    ("post", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3}, models.ChatCompletion),
     (
         "post",
         "/v1/chat/completions",
         {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 1},
-        answers.ChatCompletion,
+        models.ChatCompletion,
     ),
-    ("post", "/tokenize", {"prompt": "a"}, answers.Tokens),
-    ("post", "/tokenize", {"messages": MESSAGES, "return_token_strs": True}, answers.Tokens),
-    ("post", "/detokenize", {"tokens": [70, 71]}, answers.PlainText),
-    ("get", "/v1/models", None, answers.ModelList),
-    ("get", "/v1/models/another-name", None, answers.ModelCard),
-    ("get", "/v1/target", None, answers.CurrentTarget),
-    ("put", "/v1/target", {"tbt_target": 0.06}, answers.CurrentTarget),
-    ("get", "/health", None, answers.Status),
-    ("get", "/ready", None, answers.Status),
-    ("get", "/version", None, answers.Version),
-    ("put", "/v1/target", {"tbt_target": 0}, ErrorBody),
-    ("get", "/v1/models/other", None, ErrorBody),
+    ("post", "/tokenize", {"prompt": "a"}, models.Tokens),
+    ("post", "/tokenize", {"messages": MESSAGES, "return_token_strs": True}, models.Tokens),
+    ("post", "/detokenize", {"tokens": [70, 71]}, models.PlainText),
+    ("get", "/v1/models", None, models.ModelList),
+    ("get", "/v1/models/another-name", None, models.ModelCard),
+    ("get", "/v1/target", None, models.CurrentTarget),
+    ("put", "/v1/target", {"tbt_target": 0.06}, models.CurrentTarget),
+    ("get", "/health", None, models.Status),
+    ("get", "/ready", None, models.Status),
+    ("get", "/version", None, models.Version),
+    ("put", "/v1/target", {"tbt_target": 0}, models.ErrorBody),
+    ("get", "/v1/models/other", None, models.ErrorBody),
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "model"), ANSWERED)
-def test_answers_are_as_described(
+@pytest.mark.parametrize(("method", "path", "body", "model"), RESPONSES)
+def test_responses_are_as_described(
     server: RunningServer, method: str, path: str, body: Any, model: type[BaseModel]
 ) -> None:
     response = server.request(method, path, body)

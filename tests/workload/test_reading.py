@@ -78,7 +78,7 @@ def test_each_format_gives_the_same(name: str, tmp_path: Path) -> None:
     FORMATS[name](tmp_path / name)
     inputs, tally = read(tmp_path / name)
     assert inputs == [TextInput(text) for text in TEXTS]
-    assert tally.num_unusable == 0
+    assert tally.unusable.total() == 0
 
 
 def test_a_folder_of_texts_is_one_text_a_file(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_broken_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
     inputs, tally = read(path)
     assert inputs == [TextInput("one"), TextInput("two")]
     assert tally.unusable["a line that is not JSON"] == 2
-    assert tally.num_unusable == 4
+    assert tally.unusable.total() == 4
     assert tally.num_bytes_read == tally.num_bytes
 
 
@@ -137,12 +137,12 @@ def test_files_that_break_off_end_there(name: str, content: bytes, num_read: int
     (tmp_path / name).write_bytes(content)
     inputs, tally = read(tmp_path / name)
     assert len(inputs) == num_read
-    assert tally.num_unusable == 1
+    assert tally.unusable.total() == 1
 
 
 def test_a_gzip_file_that_breaks_off_is_counted(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "one"}\n' * 9)[:-9])
-    assert read(tmp_path / "cut.jsonl.gz")[1].num_unusable == 1
+    assert read(tmp_path / "cut.jsonl.gz")[1].unusable.total() == 1
 
 
 def test_cells_of_any_length(tmp_path: Path) -> None:

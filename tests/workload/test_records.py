@@ -39,13 +39,14 @@ def test_a_conversation_is_its_texts() -> None:
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is this?"}]},
             {"from": "gpt", "value": "A cat."},
+            {"from": "human", "value": "Sure?"},
             {"role": "assistant", "content": None},
         ]
     }
     found = input_of(record, None)
     assert isinstance(found, ChatInput)
-    assert [message["role"] for message in found.messages] == ["system", "user", "gpt", "assistant"]
-    assert found.text == "Be brief.\nWhat is this?\nA cat.\n"
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert found.text == "Be brief.\nWhat is this?\nA cat.\nSure?\n"
 
 
 def test_azure_names_its_columns_so() -> None:

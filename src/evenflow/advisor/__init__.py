@@ -1,10 +1,10 @@
-"""What to set and why: from datasets and traces to a decision, from a server's log to its meaning.
+"""Advice on settings: from datasets and traces to a decision, from a server's log to its meaning.
 
 Needs neither torch nor vLLM.
 """
 
+from evenflow.advisor.analysis import PRESET_TOKENS, preset_dataset
 from evenflow.advisor.decision import Chunking, Decision, should_enable_chunked_prefill
-from evenflow.advisor.presets import PRESET_TOKENS, preset_dataset
 from evenflow.advisor.vllm_config import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
 
 __all__ = [

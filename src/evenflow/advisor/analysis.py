@@ -1,26 +1,43 @@
-"""The figures of datasets, of each one and of all together.
-
-Inputs come one at a time and are forgotten at once. Must not know: files, what is decided by the figures.
-"""
+"""Statistics of datasets, of each one and of all together. Inputs are taken one at a time and not kept."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from evenflow.advisor.lengths import LengthFigures, Lengths
-from evenflow.advisor.prefixes import PrefixFigures, PrefixTally
-from evenflow.advisor.tokens import TokenCounter
-from evenflow.workload.inputs import Input, TraceRequest
+from evenflow.errors import InvalidInput
+from evenflow.workload.inputs import ChatInput, Input, TextInput, TraceRequest
 
 THRESHOLDS = (1000, 2048, 4096, 8192, 16384, 32768)
 LONG_CHARACTERS = 8000
+PRESET_TOKENS = {"code": 4000, "document": 12000, "retrieval": 24000, "evaluation": 47}
+_CHARACTERS_PER_TOKEN = 4
+_BLOCK_TOKENS = 512  # per block id in Mooncake's traces, the only ones with ids
+
+
+class TokenCounter(Protocol):
+    """Counts the tokens of a text; `description` tells the reader of the report how."""
+
+    description: str
+
+    def count(self, text: TextInput | ChatInput) -> int: ...
+
+
+class EstimatedTokens:
+    """One token per four characters: right within about 20% for English, far too low for many scripts."""
+
+    description = "estimated: characters / 4 (give a tokenizer or a model for real counts)"
+
+    def count(self, text: TextInput | ChatInput) -> int:
+        return -(-len(text.text) // _CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalFigures:
-    """How fast a trace's requests come."""
+    """How fast the requests of a trace arrive."""
 
     seconds: float
     requests_per_s: float
@@ -28,8 +45,22 @@ class ArrivalFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixFigures:
+    """What an unlimited prefix cache would hold: an upper bound for a real one.
+
+    `hit_rate` is a share of all prompt tokens; `uncached` are the tokens of each prompt left to compute.
+    """
+
+    block_tokens: int
+    num_blocks: int
+    num_distinct_blocks: int
+    hit_rate: float
+    uncached: LengthFigures
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetAnalysis:
-    """One dataset. What a dataset does not say is None: traces have no characters, texts no arrivals."""
+    """One dataset. What it does not have is None: traces have no characters, texts no arrivals."""
 
     name: str
     tokens_from: str
@@ -54,7 +85,7 @@ class Analysis:
 
     datasets: tuple[DatasetAnalysis, ...]
     tokens: LengthFigures
-    characters_total: int | None  # None where a dataset does not say
+    characters_total: int | None  # None if a dataset has no characters
     mean_of_maxima: float
     num_with_long_characters: int
     share_over: Mapping[int, float]
@@ -63,7 +94,7 @@ class Analysis:
     @classmethod
     def of(cls, datasets: Iterable[DatasetAnalysis]) -> Analysis:
         parts = tuple(datasets)
-        whole = Lengths.union([part.lengths for part in parts])
+        whole = Lengths.union(part.lengths for part in parts)
         characters = [part.characters.total for part in parts if part.characters is not None]
         return cls(
             datasets=parts,
@@ -71,13 +102,40 @@ class Analysis:
             characters_total=sum(characters) if len(characters) == len(parts) else None,
             mean_of_maxima=sum(part.tokens.max for part in parts) / len(parts),
             num_with_long_characters=sum(part.has_long_characters for part in parts),
-            share_over={threshold: whole.share_over(threshold) for threshold in THRESHOLDS},
+            share_over=_share_over(whole),
             lengths=whole,
         )
 
 
+class PrefixTally:
+    """Takes the prompts of one trace in order."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._num_blocks = 0
+        self._num_tokens = 0
+        self._uncached = Lengths()
+
+    def add(self, block_ids: Sequence[int], num_tokens: int) -> None:
+        num_leading = next((i for i, block_id in enumerate(block_ids) if block_id not in self._seen), len(block_ids))
+        # A prompt's last token is always computed: the first output token is sampled from its logits.
+        num_hit = min(num_leading * _BLOCK_TOKENS, num_tokens - 1)
+        self._seen.update(block_ids)
+        self._num_blocks += len(block_ids)
+        self._num_tokens += num_tokens
+        self._uncached.add(num_tokens - num_hit)
+
+    def figures(self) -> PrefixFigures | None:
+        """None if the trace has no block ids."""
+        if not self._num_blocks:
+            return None
+        uncached = self._uncached.figures()
+        hit_rate = (self._num_tokens - uncached.total) / self._num_tokens
+        return PrefixFigures(_BLOCK_TOKENS, self._num_blocks, len(self._seen), hit_rate, uncached)
+
+
 class DatasetTally:
-    """Takes in the inputs of one dataset."""
+    """Takes the inputs of one dataset."""
 
     def __init__(self, name: str, counter: TokenCounter) -> None:
         self._name = name
@@ -92,40 +150,47 @@ class DatasetTally:
         return self._tokens.count
 
     def add(self, item: Input) -> None:
-        if isinstance(item, TraceRequest):
-            self._add_traced(item)
+        if not isinstance(item, TraceRequest):
+            self._characters.add(len(item.text))
+            self._tokens.add(self._counter.count(item))
             return
-        self._characters.add(len(item.text))
-        self._tokens.add(self._counter.count(item))
-
-    def _add_traced(self, request: TraceRequest) -> None:
-        self._tokens.add(request.num_prompt_tokens)
-        self._prefixes.add(request.block_ids, request.num_prompt_tokens)
-        if request.num_output_tokens is not None:
-            self._output_tokens.add(request.num_output_tokens)
-        if request.arrival_s is not None:
-            self._arrivals[int(request.arrival_s)] += 1
-            self._first_s, self._last_s = min(self._first_s, request.arrival_s), max(self._last_s, request.arrival_s)
+        self._tokens.add(item.num_prompt_tokens)
+        self._prefixes.add(item.block_ids, item.num_prompt_tokens)
+        if item.num_output_tokens is not None:
+            self._output_tokens.add(item.num_output_tokens)
+        if item.arrival_s is not None:
+            self._arrivals[int(item.arrival_s)] += 1
+            self._first_s, self._last_s = min(self._first_s, item.arrival_s), max(self._last_s, item.arrival_s)
 
     def analysis(self, unusable: Mapping[str, int], *, is_cut_short: bool = False) -> DatasetAnalysis:
-        """The figures; there must have been an input."""
-        num_counted = self._characters.count
+        """The statistics; needs at least one input."""
+        num_texts, seconds = self._characters.count, self._last_s - self._first_s
+        arrivals = None
+        if seconds > 0:
+            arrivals = ArrivalFigures(seconds, self._arrivals.total() / seconds, max(self._arrivals.values()))
         return DatasetAnalysis(
             name=self._name,
-            tokens_from=self._counter.description if num_counted else "given with the data",
+            tokens_from=self._counter.description if num_texts else "given with the data",
             tokens=self._tokens.figures(),
-            characters=self._characters.figures() if num_counted == self.count else None,
+            characters=self._characters.figures() if num_texts == self.count else None,
             output_tokens=self._output_tokens.figures() if self._output_tokens.count else None,
-            share_over={threshold: self._tokens.share_over(threshold) for threshold in THRESHOLDS},
+            share_over=_share_over(self._tokens),
             prefixes=self._prefixes.figures(),
-            arrivals=self._arrival_figures(),
+            arrivals=arrivals,
             lengths=self._tokens,
             unusable=unusable,
             is_cut_short=is_cut_short,
         )
 
-    def _arrival_figures(self) -> ArrivalFigures | None:
-        seconds = self._last_s - self._first_s
-        if seconds <= 0:
-            return None
-        return ArrivalFigures(seconds, self._arrivals.total() / seconds, max(self._arrivals.values()))
+
+def preset_dataset(name: str) -> DatasetAnalysis:
+    """A dataset with one typical input of this kind of work."""
+    if name not in PRESET_TOKENS:
+        raise InvalidInput(f"Got the preset {name!r} but expected one of {', '.join(PRESET_TOKENS)}.")
+    tally = DatasetTally(f"preset {name}", EstimatedTokens())
+    tally.add(TraceRequest(PRESET_TOKENS[name]))
+    return tally.analysis({})
+
+
+def _share_over(lengths: Lengths) -> dict[int, float]:
+    return {threshold: lengths.share_over(threshold) for threshold in THRESHOLDS}

@@ -1,27 +1,19 @@
-"""Whether cutting prompts into chunks is worth it for inputs of these lengths, from which length on, and why.
-
-Must not know: files, vLLM; lengths are tokens.
-"""
+"""Whether chunked prefill pays for inputs of these lengths (in tokens), from which length on, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-SHORT_TOKENS = 1000  # when no input is longer, there is nothing to cut
+SHORT_TOKENS = 1000  # if no input is longer, there is nothing to cut
 DEFAULT_THRESHOLD = 2048
 LONG_CONTEXT_TOKENS = 8000
 
-_BANDS = (
-    (SHORT_TOKENS, "skip"),
-    (2000, "optional"),
-    (4000, "consider"),
-    (LONG_CONTEXT_TOKENS, "recommended"),
-)
+_BANDS = ((SHORT_TOKENS, "skip"), (2000, "optional"), (4000, "consider"), (LONG_CONTEXT_TOKENS, "recommended"))
 
 
 class Chunking(StrEnum):
-    """For which inputs prompts should be cut."""
+    """Which inputs to cut."""
 
     DISABLED = "disabled"
     SELECTIVE = "selective"
@@ -30,7 +22,7 @@ class Chunking(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`threshold` is the length from which on cutting pays, or None where all inputs are short."""
+    """`threshold` is the length from which cutting pays; None if all inputs are short."""
 
     decision: Chunking
     threshold: int | None
@@ -40,7 +32,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """One cause to switch chunking on, whether it is there, and how that is known."""
+    """A cause to turn chunking on, whether it applies, and why."""
 
     name: str
     active: bool
@@ -48,24 +40,24 @@ class Trigger:
 
 
 def should_enable_chunked_prefill(input_length: int, threshold: int = DEFAULT_THRESHOLD) -> bool:
-    """Whether one input is long enough to be cut: over the threshold, not at it."""
+    """Whether one input is long enough to cut: over the threshold, not at it."""
     return input_length > threshold
 
 
 def automatic_threshold(longest: int, p95: int) -> int | None:
-    """None where all are short; 2,048 where 95 of 100 are under that; else four fifths of the 95th percentile."""
+    """None if all inputs are short; 2,048 if the 95th percentile is below that; else 80% of it."""
     if longest < SHORT_TOKENS:
         return None
     return DEFAULT_THRESHOLD if p95 < DEFAULT_THRESHOLD else 4 * p95 // 5
 
 
 def band_of(longest: int) -> str:
-    """How much chunking is called for by the longest input."""
+    """How strongly the longest input calls for chunking."""
     return next((band for limit, band in _BANDS if longest < limit), "required")
 
 
 def decide(longest: int, p95: int, shortest: int | None = None) -> Decision:
-    """The decision for a set of inputs; without the shortest it is not known that all are long."""
+    """The decision for a set of inputs. Without the shortest, it is never ALWAYS."""
     threshold = automatic_threshold(longest, p95)
     if threshold is None:
         chunking = Chunking.DISABLED
@@ -78,6 +70,6 @@ def decide(longest: int, p95: int, shortest: int | None = None) -> Decision:
         reason = f"every input is over {DEFAULT_THRESHOLD:,} tokens; the shortest has {shortest:,}"
     else:
         chunking = Chunking.SELECTIVE
-        others = "whether all are long is not known" if shortest is None else f"the shortest has {shortest:,}"
-        reason = f"inputs go over the threshold of {threshold:,} tokens (the longest has {longest:,}); {others}"
+        others = "whether all are long is unknown" if shortest is None else f"the shortest has {shortest:,}"
+        reason = f"some inputs are over the threshold of {threshold:,} tokens (the longest has {longest:,}); {others}"
     return Decision(chunking, threshold, band_of(longest), reason)

@@ -1,7 +1,4 @@
-"""What a server's log means and what to do about it, each sentence with the lines it rests on.
-
-Must not know: how lines are recognised.
-"""
+"""What a server's log means and what to do about it, each sentence with the lines it is based on."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule, budget, budget_fact, hit_rate, rules_for
-from evenflow.advisor.vllm_logs import Fact, LogFacts
+from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
+from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
 
-_BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")
-_FULL = 0.9  # of the KV cache: the next long prompt has to wait for somebody to end
+_FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
 _TARGET = "give --tbt-target instead for a bound in milliseconds"
 _TARGET_IN_VLLM = (
@@ -24,7 +20,7 @@ _TARGET_IN_VLLM = (
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A sentence, and the numbers of the lines that give rise to it."""
+    """A sentence, and the numbers of the lines it is based on."""
 
     text: str
     line_numbers: tuple[int, ...]
@@ -51,37 +47,32 @@ class Explanation:
 def explain(facts: LogFacts, *, all_rules: bool = False) -> Explanation:
     return Explanation(
         facts=list(_all_facts(facts)),
-        meaning=[*_meaning_of_settings(facts), *_meaning_of_load(facts)],
+        meaning=[*_meaning_of_settings(facts), *_meaning_of_ranks(facts), *_meaning_of_load(facts)],
         advice=[*_advice_on_problems(facts), *_advice_on_settings(facts), *_advice_on_load(facts)],
-        rules=list(FOLK_RULES) if all_rules else rules_for(facts),
+        rules=[rule for rule in FOLK_RULES if all_rules or rule.comes_up(facts)],
     )
 
 
 def memory_pressure(facts: LogFacts) -> str | None:
-    """How the log shows that memory was short, or None where it does not."""
+    """How the log shows that memory was short, or None if it does not."""
     for fact in facts.problems.values():
         if "memory" in fact.name or fact.name == "preemption":
             return f"{fact.name} in line {fact.line_number} of the log"
     if facts.num_preemptions:
         return f"{facts.num_preemptions} preemptions in the log"
-    usage = facts.highest.get("kv_cache_usage")
-    if usage is not None and (usage.kv_cache_usage or 0.0) >= _FULL:
-        return f"the KV cache was {usage.kv_cache_usage:.0%} full in line {usage.line_number} of the log"
+    usage = facts.peak("kv_cache_usage") or 0.0
+    if usage >= _FULL:
+        return f"the KV cache was {usage:.0%} full in line {facts.highest['kv_cache_usage'].line_number} of the log"
     return None
 
 
 def _all_facts(facts: LogFacts) -> Iterator[Fact]:
-    yield from (fact for name, fact in facts.settings.items() if name not in _BUDGET_SOURCES)
-    if (fact := budget_fact(facts)) is not None:
-        yield replace(fact, name="chunk_budget")
-        why = facts.settings.get("budget_asked_for")
-        yield replace(why or fact, name="chunk_budget_is", value="asked for" if why else "the default")
-    yield from facts.ranks.values()
-    yield from facts.problems.values()
-    yield from _load_facts(facts)
-
-
-def _load_facts(facts: LogFacts) -> Iterator[Fact]:
+    yield from (fact for name, fact in facts.settings.items() if name not in BUDGET_SOURCES)
+    if (budget := facts.budget_fact) is not None:
+        yield replace(budget, name="chunk_budget")
+        requested = facts.settings.get("budget_asked_for")
+        yield replace(requested or budget, name="chunk_budget_is", value="asked for" if requested else "the default")
+    yield from (*facts.ranks.values(), *facts.problems.values())
     for figure, interval in facts.highest.items():
         yield interval.fact(f"highest_{figure}", getattr(interval, figure))
     busiest = facts.highest.get("running")
@@ -102,34 +93,27 @@ def _lines(facts: LogFacts, *names: str) -> tuple[int, ...]:
 
 
 def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
-    tokens, context = budget(facts), facts.value("max_model_len")
+    tokens, context = facts.budget, facts.value("max_model_len")
     if (target := facts.value("latency_target")) is not None:
-        yield Statement(
-            f"Each step holds as much prefill as keeps every stream's next token within {target}.",
-            _lines(facts, "latency_target"),
-        )
+        text = f"Each step holds as much prefill as keeps every stream's next token within {target}."
+        yield Statement(text, _lines(facts, "latency_target"))
     elif _is_unchunked(facts):
-        yield Statement(
-            "Prompts are prefilled whole: while one is, no stream gets a token.",
-            _lines(facts, "chunked_prefill", "unchunked_budget", "chunking_asked_for"),
-        )
+        text = "Prompts are prefilled whole: meanwhile no stream gets a token."
+        yield Statement(text, _lines(facts, "chunked_prefill", "unchunked_budget", "chunking_asked_for"))
     elif tokens is not None:
         why = "as asked for" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
-        num_steps = -(-context // tokens) if context else 0
-        longest = f" A prompt of the whole context ({context:,} tokens) takes {num_steps} of them." if context else ""
-        yield Statement(
-            f"A step holds at most {tokens:,} tokens ({why}), decodes and chunks together.{longest}",
-            _lines(facts, *_BUDGET_SOURCES, "max_model_len"),
-        )
-    yield from _meaning_of_ranks(facts)
+        text = f"A step holds at most {tokens:,} tokens ({why}), decodes and chunks together."
+        if context:
+            text += f" A prompt of the whole context ({context:,} tokens) takes {-(-context // tokens)} of them."
+        yield Statement(text, _lines(facts, *BUDGET_SOURCES, "max_model_len"))
     if (capacity := facts.value("kv_cache_tokens")) is not None:
-        full = f", {capacity / context:.1f} requests of the whole context" if context else ""
-        yield Statement(f"The KV cache holds {capacity:,} tokens{full}.", _lines(facts, "kv_cache_tokens"))
+        requests = f", {capacity / context:.1f} requests of the whole context" if context else ""
+        yield Statement(f"The KV cache holds {capacity:,} tokens{requests}.", _lines(facts, "kv_cache_tokens"))
 
 
 def _is_unchunked(facts: LogFacts) -> bool:
-    if (on := facts.value("chunked_prefill")) is not None:
-        return not on  # what came of it, whatever was asked for
+    if (is_chunked := facts.value("chunked_prefill")) is not None:
+        return not is_chunked  # the outcome, whatever was asked for
     return "unchunked_budget" in facts.settings or facts.value("chunking_asked_for") is False
 
 
@@ -140,14 +124,13 @@ def _meaning_of_ranks(facts: LogFacts) -> Iterator[Statement]:
     world_size = ranks[-1]["world_size"]
     parts = []
     for kind, rank_name in (("tensor", "tp_rank"), ("pipeline", "pp_rank"), ("data", "dp_rank")):
-        # Often only one rank's line is in the log: then it says nothing of how many there are of a kind.
+        # Often the log has only one rank's line, which does not show the number of ranks.
         seen = len({rank[rank_name] for rank in ranks}) if len(ranks) == world_size else None
         size = facts.value(f"{kind}_parallel_size") or seen
         parts.append(f"{kind} parallel {size or 'unknown'}")
     processes = "1 process computes" if world_size == 1 else f"{world_size} processes compute"
-    yield Statement(
-        f"{processes} the model: {', '.join(parts)}.", tuple(fact.line_number for fact in facts.ranks.values())
-    )
+    lines = tuple(fact.line_number for fact in facts.ranks.values())
+    yield Statement(f"{processes} the model: {', '.join(parts)}.", lines)
 
 
 def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
@@ -157,16 +140,14 @@ def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
     if busiest.running:
         yield Statement(
             f"At its busiest {busiest.running} requests ran and {busiest.waiting} waited; together they got "
-            f"{busiest.generation_tokens_per_s:,.1f} tokens a second, "
+            f"{busiest.generation_tokens_per_s:,.1f} tokens per second, "
             f"{busiest.generation_tokens_per_s / busiest.running:,.1f} each.",
             (busiest.line_number,),
         )
-    usage = facts.highest.get("kv_cache_usage")
-    if usage is not None and usage.kv_cache_usage is not None:
-        yield Statement(f"At most {usage.kv_cache_usage:.1%} of the KV cache were in use.", (usage.line_number,))
-    rate = hit_rate(facts)
-    if rate is not None and facts.last is not None:
-        yield Statement(f"{rate:.1%} of the prompt tokens looked up were cached.", (facts.last.line_number,))
+    if (usage := facts.peak("kv_cache_usage")) is not None:
+        yield Statement(f"At most {usage:.1%} of the KV cache was in use.", _lines(facts, "kv_cache_usage"))
+    if facts.last is not None and facts.hit_rate is not None:
+        yield Statement(f"{facts.hit_rate:.1%} of the prompt tokens looked up were cached.", (facts.last.line_number,))
 
 
 _ADVICE_ON_PROBLEMS = {
@@ -181,56 +162,52 @@ _ADVICE_ON_PROBLEMS = {
     "step. Else raise --max-num-batched-tokens to --max-model-len, or lower --max-model-len.",
     "budget under max_num_seqs": "Every running request needs a token of the step: lower --max-num-seqs to the budget, "
     "or raise --max-num-batched-tokens.",
-    "threshold over the context": "Lower --long-prefill-token-threshold to --max-model-len or under; 0, the default, "
+    "threshold over the context": "Lower --long-prefill-token-threshold to at most --max-model-len; 0, the default, "
     "is no limit.",
     "partial prefills": "Leave --max-num-partial-prefills and --max-long-partial-prefills out: the V1 engine takes no "
     "value but 1, and 0.27 removed them.",
     "chunking off is not supported": "Leave --no-enable-chunked-prefill out: prompts that fit into the budget are not "
     "cut anyway.",
-    "target too low": "Raise the target to what the line says could be kept, or serve fewer streams at a time.",
+    "unknown flags": "Leave out {value}: this vLLM does not have it.",
+    "target too low": "Raise the target to the lowest feasible one, which the line names, or serve fewer streams.",
     "preemption": "Requests lost their KV and were computed again: lower --max-num-seqs, or give the KV more room.",
 }
 
 
 def _advice_on_problems(facts: LogFacts) -> Iterator[Statement]:
     for name, fact in facts.problems.items():
-        if name == "unknown flags":
-            yield Statement(f"Leave out {fact.value}: this vLLM does not have it.", (fact.line_number,))
-        else:
-            yield Statement(_ADVICE_ON_PROBLEMS[name], (fact.line_number,))
+        yield Statement(_ADVICE_ON_PROBLEMS[name].format(value=fact.value), (fact.line_number,))
 
 
 def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
-    tokens = budget(facts)
-    if facts.value("latency_target") is None and tokens is not None and tokens > 512:
+    if facts.value("latency_target") is None and facts.budget is not None and facts.budget > 512:
         target = _TARGET if facts.value("written_by") == "evenflow" else _TARGET_IN_VLLM
         yield Statement(
-            f"If streams stutter while long prompts arrive: a step of {tokens:,} tokens is what they wait for. A lower "
-            "--max-num-batched-tokens (512, say) shortens it, and lengthens the time to a long prompt's first token; "
-            f"{target}.",
-            _lines(facts, *_BUDGET_SOURCES),
+            f"If streams stutter while long prompts arrive: they wait for steps of {facts.budget:,} tokens. A lower "
+            "--max-num-batched-tokens (512, say) shortens the steps and lengthens the time to a long prompt's first "
+            f"token; {target}.",
+            _lines(facts, *BUDGET_SOURCES),
         )
     if facts.value("prefix_caching") is False:
-        yield Statement(
-            "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching.",
-            _lines(facts, "prefix_caching"),
-        )
+        text = "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching."
+        yield Statement(text, _lines(facts, "prefix_caching"))
 
 
 def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:
-    waiting, usage = facts.highest.get("waiting"), facts.peak("kv_cache_usage") or 0.0
+    waiting, usage = facts.peak("waiting"), facts.peak("kv_cache_usage") or 0.0
     if facts.num_preemptions or usage >= _FULL:
         yield Statement(
             "The KV cache is what limits: give it more room (--gpu-memory-utilization, a lower --max-model-len, "
-            "--kv-cache-dtype fp8 where the GPU has it), lower --max-num-seqs so that fewer requests lose theirs, or "
+            "--kv-cache-dtype fp8 if the GPU has it), lower --max-num-seqs so that fewer requests lose theirs, or "
             "add replicas.",
             _lines(facts, "kv_cache_usage"),
         )
-    elif waiting is not None and waiting.waiting and usage < _ROOMY:
-        asked = facts.value("max_num_seqs")
-        limit = f"--max-num-seqs {asked}" if asked == facts.peak("running") else "--max-num-seqs or a step's tokens"
+    elif waiting and usage < _ROOMY:
+        max_num_seqs = facts.value("max_num_seqs")
+        is_reached = max_num_seqs == facts.peak("running")
+        limit = f"--max-num-seqs {max_num_seqs}" if is_reached else "--max-num-seqs or a step's tokens"
         yield Statement(
-            f"Requests waited while the KV cache had room: {limit} is what limits. Raising it serves more at a time, "
-            "each more slowly; another replica (--data-parallel-size) serves them as fast as now.",
-            (waiting.line_number,),
+            f"Requests waited while the KV cache had room: {limit} is what limits. Raising it serves more requests at "
+            "once, each more slowly; another replica (--data-parallel-size) keeps their speed.",
+            _lines(facts, "waiting"),
         )

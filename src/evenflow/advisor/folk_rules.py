@@ -1,19 +1,16 @@
-"""Rules that go round about chunked prefill and vLLM's log, each with when it comes up and what is true of it today.
-
-Must not know: how facts are found.
-"""
+"""Common rules about chunked prefill and vLLM's log, each with the logs it applies to and what is true of it today."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evenflow.advisor.vllm_logs import Fact, LogFacts
+from evenflow.advisor.vllm_logs import LogFacts
 
 
 @dataclass(frozen=True, slots=True)
 class FolkRule:
-    """`verdict` is one of: wrong, partly right, depends."""
+    """`verdict` is wrong, partly right or depends; `comes_up` tells whether a log may suggest the rule."""
 
     rule: str
     verdict: str
@@ -21,54 +18,13 @@ class FolkRule:
     comes_up: Callable[[LogFacts], bool]
 
 
-def rules_for(facts: LogFacts) -> list[FolkRule]:
-    """Those that a reader of this log may be tempted by."""
-    return [rule for rule in FOLK_RULES if rule.comes_up(facts)]
-
-
-def budget_fact(facts: LogFacts) -> Fact | None:
-    """Most tokens of a step. vLLM does not log it where it is 2,048, but compiles for steps of up to so many."""
-    found = (facts.settings.get(name) for name in ("chunk_budget", "budget_asked_for", "compiled_tokens"))
-    return next((fact for fact in found if fact is not None), None)
-
-
-def budget(facts: LogFacts) -> int | None:
-    fact = budget_fact(facts)
-    return None if fact is None else int(fact.value)
-
-
-def hit_rate(facts: LogFacts) -> float | None:
-    return None if facts.last is None else facts.last.prefix_hit_rate
-
-
-def _budget_under(limit: int) -> Callable[[LogFacts], bool]:
-    return lambda facts: (budget(facts) or limit) < limit
-
-
-def _hit_rate_under(limit: float) -> Callable[[LogFacts], bool]:
-    return lambda facts: (rate := hit_rate(facts)) is not None and rate < limit
-
-
 def _has_budget(facts: LogFacts) -> bool:
-    return budget(facts) is not None
-
-
-def _has_intervals(facts: LogFacts) -> bool:
-    return facts.num_intervals > 0
-
-
-def _has_room(facts: LogFacts) -> bool:
-    usage = facts.peak("kv_cache_usage")
-    return usage is not None and 0 < usage < 0.1
-
-
-def _nobody_waits(facts: LogFacts) -> bool:
-    return facts.peak("waiting") == 0 and bool(facts.ranks)
+    return facts.budget is not None
 
 
 def _decodes_faster(facts: LogFacts) -> bool:
-    last = facts.highest.get("generation_tokens_per_s")
-    return last is not None and last.generation_tokens_per_s > last.prompt_tokens_per_s > 0
+    interval = facts.highest.get("generation_tokens_per_s")
+    return interval is not None and interval.generation_tokens_per_s > interval.prompt_tokens_per_s > 0
 
 
 FOLK_RULES = (
@@ -77,72 +33,70 @@ FOLK_RULES = (
         "partly right",
         "Prompts that fit are not cut by a smaller budget either. A larger one lets more of them share a step, which "
         "helps throughput while many wait, and makes every decoding stream wait for that longer step.",
-        _budget_under(4096),
+        lambda facts: facts.budget is not None and facts.budget < 4096,
     ),
     FolkRule(
         "Out of memory: lower the budget to 1,024.",
         "partly right",
-        "vLLM sets aside the activations of one full step when it starts, so that a lower budget frees some memory for "
-        "the KV cache; weights and KV are most of it. Lower --gpu-memory-utilization, --max-model-len or "
+        "vLLM reserves the activations of one full step when it starts, so a lower budget frees some memory for the "
+        "KV cache; but weights and KV take most of it. Lower --gpu-memory-utilization, --max-model-len or "
         "--max-num-seqs first, or quantize.",
         lambda facts: any("memory" in name for name in facts.problems),
     ),
     FolkRule(
         "Mean prompt under 512 tokens: switch chunking off.",
         "wrong",
-        "A prompt that fits into the step is not cut, and costs nothing extra. Since 0.12 vLLM warns that switching "
-        "it off may crash or answer wrongly, and then every prompt up to the whole context must fit into one step.",
+        "A prompt that fits into the step is not cut, and costs nothing extra. Since 0.12 vLLM warns that without "
+        "chunking it may crash or respond wrongly, and every prompt up to the whole context must fit into one step.",
         lambda facts: facts.value("chunked_prefill") is not None or _has_budget(facts),
     ),
     FolkRule(
         "Prefix hit rate under 30%: switch prefix caching off.",
         "wrong",
-        "Looking up costs next to nothing, and cached blocks are given up as soon as somebody needs the room. Off is "
-        "for benchmarks, where repeats must not be answered for free.",
-        _hit_rate_under(0.3),
+        "A lookup costs next to nothing, and cached blocks are evicted as soon as the room is needed. Switch it off "
+        "only for benchmarks, where repeated prompts must not be free.",
+        lambda facts: facts.hit_rate is not None and facts.hit_rate < 0.3,
     ),
     FolkRule(
         "Prefix hit rate under 20%: switch chunking off.",
         "wrong",
         "The two are independent: a cache saves work that repeats, chunks spread work that must be done. With few hits "
         "there is more to spread.",
-        _hit_rate_under(0.2),
+        lambda facts: facts.hit_rate is not None and facts.hit_rate < 0.2,
     ),
     FolkRule(
         "A 72% hit rate makes 72% of the prefill free.",
         "wrong",
-        "It is a share of tokens. The tokens left to compute still attend to all the cached ones, so that time falls "
-        "by less; and the rate covers recent lookups, not one request.",
-        lambda facts: (hit_rate(facts) or 0.0) >= 0.3,
+        "It is a share of tokens. The remaining tokens still attend to all the cached ones, so time falls by less; and "
+        "the rate covers recent lookups, not one request.",
+        lambda facts: (facts.hit_rate or 0.0) >= 0.3,
     ),
     FolkRule(
         "KV cache usage of 1.6%: 50 to 100 times more requests fit.",
         "wrong",
-        "They fit into memory, at the length they have at this moment. Each stream gets slower with every other one, "
-        "requests grow while they are answered, and --max-num-seqs bounds them too. The figure is of the instant of "
-        "the line, not of the interval.",
-        _has_room,
+        "They fit into memory at their current length. Each stream gets slower with every other one, requests grow "
+        "while they run, and --max-num-seqs bounds them too. The figure is a snapshot, not the mean of the interval.",
+        lambda facts: 0 < (facts.peak("kv_cache_usage") or 0.0) < 0.1,
     ),
     FolkRule(
         "Idle GPUs: use data parallel.",
         "depends",
-        "Another replica serves more requests only where some wait. Where none do, it halves the load of each and "
-        "makes no answer faster; tensor parallel does that. The model must fit on one replica's GPUs.",
-        _nobody_waits,
+        "Another replica serves more requests only if some wait. If none do, it halves the load of each and makes no "
+        "single request much faster; tensor parallel does that. The model must fit on one replica's GPUs.",
+        lambda facts: facts.peak("waiting") == 0 and bool(facts.ranks),
     ),
     FolkRule(
         "The prompt throughput in the log is the prefill speed.",
         "wrong",
-        "It is the prompt tokens of the requests that got their first token between two lines, over all that time. "
-        "A server with few prompts to read shows a low one, however fast it reads; a prompt of many steps counts whole "
-        "at its end.",
-        _has_intervals,
+        "It is the prompt tokens of requests that got their first token between two lines, divided by the whole time. "
+        "A server with few prompts shows a low one however fast it is; a prompt of many steps counts at its end.",
+        lambda facts: facts.last is not None,
     ),
     FolkRule(
         "Decode is several times faster than prefill, as the throughputs show.",
         "wrong",
-        "Per token it is the other way round: a step prefills hundreds of tokens in the time it takes to decode one "
-        "of each stream. The log compares how much was asked for.",
+        "Per token it is the opposite: a step prefills hundreds of tokens in the time it takes to decode one per "
+        "stream. The log shows how much of each there was to do.",
         _decodes_faster,
     ),
     FolkRule(

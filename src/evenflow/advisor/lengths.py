@@ -1,20 +1,17 @@
-"""How long inputs are: exact figures of millions of lengths in little memory.
-
-Must not know: where lengths come from and what is decided by them.
-"""
+"""Exact statistics of millions of lengths in little memory."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """A set of lengths in a few figures. A percentile is the smallest length that so many percent do not exceed."""
+    """Statistics of a set of lengths. A percentile is the smallest length that covers that share of them."""
 
     count: int
     total: int
@@ -27,7 +24,7 @@ class LengthFigures:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """How many lengths are in [low, high)."""
+    """The number of lengths in [low, high)."""
 
     low: int
     high: int
@@ -35,7 +32,7 @@ class Bucket:
 
 
 class Lengths:
-    """Lengths, counted by their value: datasets hold far fewer different lengths than sequences."""
+    """Lengths counted by value: datasets hold far fewer distinct lengths than sequences."""
 
     def __init__(self, values: Iterable[int] = ()) -> None:
         self._counts = Counter(values)
@@ -49,14 +46,14 @@ class Lengths:
 
     def percentile(self, percent: float) -> int:
         rank = max(1, math.ceil(self.count * percent / 100))
-        return next(value for value, num_upto in self._num_upto() if num_upto >= rank)
+        return next(value for value, num_up_to in self._cumulative_counts() if num_up_to >= rank)
 
     def cumulative(self) -> tuple[list[int], list[float]]:
-        """Every length that occurs, and the share of all that do not exceed it."""
-        points = list(self._num_upto())
-        return [value for value, _ in points], [num_upto / points[-1][1] for _, num_upto in points]
+        """Every distinct length, and the share of lengths up to it."""
+        points = list(self._cumulative_counts())
+        return [value for value, _ in points], [num_up_to / self.count for _, num_up_to in points]
 
-    def _num_upto(self) -> Iterator[tuple[int, int]]:
+    def _cumulative_counts(self) -> Iterator[tuple[int, int]]:
         values = sorted(self._counts)
         return zip(values, accumulate(self._counts[value] for value in values), strict=True)
 
@@ -76,7 +73,7 @@ class Lengths:
         )
 
     def buckets(self) -> list[Bucket]:
-        """Powers of two from the shortest length to the longest, empty ones between them too."""
+        """Powers of two from the shortest length to the longest, including empty ones in between."""
         by_power: Counter[int] = Counter()
         for value, count in self._counts.items():
             by_power[value.bit_length()] += count
@@ -84,7 +81,7 @@ class Lengths:
         return [Bucket(1 << power >> 1, 1 << power, by_power[power]) for power in powers]
 
     @classmethod
-    def union(cls, parts: Sequence[Lengths]) -> Lengths:
+    def union(cls, parts: Iterable[Lengths]) -> Lengths:
         whole = cls()
         for part in parts:
             whole._counts.update(part._counts)

@@ -1,7 +1,4 @@
-"""What a prompt's prefill needs of memory, whole and in chunks, reckoned from a model's shape.
-
-Must not know: files, devices; nothing here is measured.
-"""
+"""The memory that a prompt's prefill needs, whole and in chunks, computed from a model's shape, not measured."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ WHAT_CHUNKS_BOUND = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model that its memory depends on."""
+    """The sizes of a model that determine its memory."""
 
     name: str
     hidden_size: int
@@ -38,7 +35,7 @@ class ModelShape:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """Where a layer is widest: the residual and its normed copy, the MLP's two halves and their product."""
+        """At a layer's widest point: the residual and its normed copy, the MLP's two halves and their product."""
         return (2 * self.hidden_size + 3 * self.intermediate_size) * self.value_bytes
 
 
@@ -60,19 +57,19 @@ class MemoryRow:
     """Bytes for one prompt, prefilled whole and in chunks. Scores are those of one head in one layer."""
 
     num_tokens: int
-    scores_whole: int  # 4 bytes each
+    scores_whole: int  # in 32 bits
     scores_chunked: int
     scores_16bit_whole: int
     scores_16bit_chunked: int
     activations_whole: int
     activations_chunked: int
-    prompt_logits_whole: int  # only where prompt_logprobs are asked for
+    prompt_logits_whole: int  # only with prompt_logprobs
     prompt_logits_chunked: int
     kv_cache: int  # the same either way
 
 
 def memory_table(shape: ModelShape, chunk: int, lengths: Iterable[int] = TABLE_TOKENS) -> list[MemoryRow]:
-    """One row a length, in their order, each once."""
+    """One row per distinct length, in ascending order."""
     return [memory_row(shape, chunk, num_tokens) for num_tokens in sorted(set(lengths))]
 
 

@@ -1,4 +1,4 @@
-"""An analysis and all that follows from it as one plain object for JSON. Must not know: terminals."""
+"""Everything `evenflow analyze` reports, as one object that can be written as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenflow.advisor.recommendation import Recommendation
 
 @dataclass(frozen=True, slots=True)
 class VllmAdvice:
-    """Settings for one vLLM. `accepted` is its own answer, or None where a table spoke for it."""
+    """Settings for one vLLM. `accepted` is its own verdict, or None if only the table of versions was asked."""
 
     version: str
     source: str
@@ -27,7 +27,7 @@ class VllmAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Everything `evenflow analyze` has to say."""
+    """The whole report."""
 
     analysis: Analysis
     decision: Decision
@@ -49,9 +49,8 @@ class Advice:
                 "characters_total": analysis.characters_total,
                 "mean_of_maxima": analysis.mean_of_maxima,
                 f"num_datasets_over_{LONG_CHARACTERS}_characters": analysis.num_with_long_characters,
-                "share_over": _by_threshold(analysis),
                 "histogram": [asdict(bucket) for bucket in analysis.lengths.buckets()],
-                **_context(analysis, self.shape),
+                **_shares(analysis, self.shape),
             },
             "triggers": [asdict(trigger) for trigger in self.triggers],
             "recommendation": asdict(self.recommendation),
@@ -75,20 +74,16 @@ def _dataset(dataset: DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
         "tokens": asdict(dataset.tokens),
         **{name: None if figures is None else asdict(figures) for name, figures in optional.items()},
         f"has_over_{LONG_CHARACTERS}_characters": dataset.has_long_characters,
-        "share_over": _by_threshold(dataset),
-        **_context(dataset, shape),
+        **_shares(dataset, shape),
         "unusable": dict(dataset.unusable),
         "first_inputs_only": dataset.is_cut_short,
     }
 
 
-def _by_threshold(analysis: Analysis | DatasetAnalysis) -> dict[str, float]:
-    return {str(threshold): share for threshold, share in analysis.share_over.items()}
-
-
-def _context(analysis: Analysis | DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
-    """How much of the model's context the inputs use."""
+def _shares(analysis: Analysis | DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
+    """The share of inputs over each threshold, and the share of the model's context that they use."""
     return {
+        "share_over": {str(threshold): share for threshold, share in analysis.share_over.items()},
         "context_tokens": shape.max_position,
         "context_used_mean": analysis.tokens.mean / shape.max_position,
         "context_used_max": analysis.tokens.max / shape.max_position,

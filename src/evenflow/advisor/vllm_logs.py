@@ -1,20 +1,23 @@
-"""Finds the lines that say something in a server's log: of vLLM 0.10 to 0.32, and of evenflow.
+"""Finds facts in a server's log, of vLLM 0.10 to 0.32 or of evenflow.
 
-The log is read once, line by line, and may be of any size and hold any bytes. Must not know: what the facts mean.
+The log is read once, line by line; it may have any size and hold any bytes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
 from evenflow.errors import InvalidInput
 
+BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")  # settings that tell a step's budget
 _MAX_LINE_BYTES = 1 << 20
-_SHOWN = 200  # characters of a line that are kept
+_CONTEXT = 100  # characters of a long line that an excerpt shows on either side
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -30,7 +33,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The figures of one periodic line; None for those that it does not have."""
+    """The figures of one periodic line; None for those it lacks."""
 
     prompt_tokens_per_s: float
     generation_tokens_per_s: float
@@ -38,7 +41,6 @@ class Interval:
     waiting: int
     kv_cache_usage: float | None
     prefix_hit_rate: float | None
-    preemptions: int
     line_number: int
     line: str
 
@@ -48,40 +50,56 @@ class Interval:
 
 @dataclass(slots=True)
 class LogFacts:
-    """What a log says. Of a setting the last line counts, because a log may hold several starts."""
+    """What a log says. The last line about a setting counts, because a log may hold several starts."""
 
     settings: dict[str, Fact] = field(default_factory=dict)
     ranks: dict[int, Fact] = field(default_factory=dict)
     problems: dict[str, Fact] = field(default_factory=dict)  # the first line of each kind
-    num_intervals: int = 0
     num_preemptions: int = 0
     last: Interval | None = None
-    highest: dict[str, Interval] = field(default_factory=dict)  # by the figure that is highest there
+    highest: dict[str, Interval] = field(default_factory=dict)  # for each figure, the interval of its peak
 
     def __bool__(self) -> bool:
-        return bool(self.settings or self.ranks or self.problems or self.num_intervals)
+        return bool(self.settings or self.ranks or self.problems or self.last)
 
     def value(self, name: str) -> Any:
-        """What a setting was, or None where the log does not say."""
-        fact = self.settings.get(name)
-        return None if fact is None else fact.value
+        """The value of a setting, or None if the log does not say."""
+        return self.settings[name].value if name in self.settings else None
 
     def peak(self, figure: str) -> Any:
-        """The highest value of a periodic figure, or None where the log has none."""
-        interval = self.highest.get(figure)
-        return None if interval is None else getattr(interval, figure)
+        """The highest value of a periodic figure, or None if the log has none."""
+        return getattr(self.highest[figure], figure) if figure in self.highest else None
+
+    @property
+    def budget_fact(self) -> Fact | None:
+        """The most tokens of a step. vLLM does not log 2,048, but the sizes that it compiles for show it."""
+        return next((self.settings[name] for name in BUDGET_SOURCES if name in self.settings), None)
+
+    @property
+    def budget(self) -> int | None:
+        return None if self.budget_fact is None else int(self.budget_fact.value)
+
+    @property
+    def hit_rate(self) -> float | None:
+        return None if self.last is None else self.last.prefix_hit_rate
 
 
-def _by_needle(*forms: tuple[str, str, str]) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Patterns with their names, by a text that a line must hold: looking for that is far faster."""
-    grouped: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for name, needle, pattern in forms:
-        grouped.setdefault(needle, []).append((name, re.compile(pattern)))
-    return grouped
+class _Patterns:
+    """Named patterns, each with a text that a line must hold: checking that first is far faster."""
+
+    def __init__(self, *forms: tuple[str, str, str]) -> None:
+        self._by_text: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+        for name, text, pattern in forms:
+            self._by_text.setdefault(text, []).append((name, re.compile(pattern)))
+
+    def matches(self, line: str) -> Iterator[tuple[str, re.Match[str]]]:
+        for text, patterns in self._by_text.items():
+            if text in line:
+                yield from ((name, match) for name, pattern in patterns if (match := pattern.search(line)))
 
 
 # A setting's name, a text in its line, and the pattern of its value.
-_SETTINGS = _by_needle(
+_SETTINGS = _Patterns(
     ("version", "with config", r"LLM engine \(v([^)\s]+)\) with config"),
     ("version", "version", r"(?:API server|█ ) *version (\d+\.\d+\S*)"),
     ("model", "with config", r" model='([^']+)'"),
@@ -114,7 +132,7 @@ _SETTINGS = _by_needle(
     ("async_scheduling", "Asynchronous scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
 )  # fmt: skip
 
-_PROBLEMS = _by_needle(
+_PROBLEMS = _Patterns(
     ("out of memory", "emory", r"(out of memory|OutOfMemoryError|Memory ran out)"),
     ("no memory for the KV cache", "No available memory", r"No available memory for the cache blocks"),
     ("context over the KV cache", "max seq len", r"To serve at least one request.*max seq len \((\d+)\)"),
@@ -128,18 +146,10 @@ _PROBLEMS = _by_needle(
     ("preemption", "preempted by", r"is preempted by"),
 )
 
-_TEXTS = ("version", "model")  # even where they look like numbers
-
-# What a start may say nothing of: then what an earlier start in the same log said of it must not stand.
+_TEXTS = ("version", "model")  # even if they look like numbers
+# A start does not always log these: those of an earlier start in the same log must not remain.
 _START = "non-default args"
-_OF_ONE_START = (
-    "chunk_budget",
-    "budget_asked_for",
-    "compiled_tokens",
-    "max_num_seqs",
-    "long_prefill_token_threshold",
-    "chunking_asked_for",
-)
+_RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
 
 _RANK = re.compile(
     r"rank (\d+) in world size (\d+) is assigned as DP rank (\d+), PP rank (\d+),(?: PCP rank \d+,)? TP rank (\d+)"
@@ -155,7 +165,7 @@ _FIGURES = ("prompt_tokens_per_s", "generation_tokens_per_s", "running", "waitin
 
 
 def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
-    """What a log says, a file's or a stream's; its bytes need not all be text."""
+    """The facts in a file or a stream."""
     if not isinstance(log, str | Path):
         return find_facts(_lines(log))
     try:
@@ -173,7 +183,7 @@ def find_facts(lines: Iterable[str]) -> LogFacts:
 
 
 def _lines(log: IO[bytes]) -> Iterator[str]:
-    # What has no line ends is no log; a limit keeps it from being read whole.
+    # The limit keeps a file without line ends from being read whole.
     for line in iter(lambda: log.readline(_MAX_LINE_BYTES), b""):
         yield line.decode("utf-8", "replace")
 
@@ -187,21 +197,13 @@ def _read_line(line: str, number: int, found: LogFacts) -> None:
         value = dict(zip(names, map(int, rank.groups()), strict=True))
         found.ranks[value["rank"]] = Fact("rank", value, number, _excerpt(line, rank))
     if _START in line:
-        for name in _OF_ONE_START:
+        for name in _RESET_BY_START:
             found.settings.pop(name, None)
-    for name, match in _matches(_SETTINGS, line):
+    for name, match in _SETTINGS.matches(line):
         found.settings[name] = Fact(name, _value(name, match[1]), number, _excerpt(line, match))
-    for name, match in _matches(_PROBLEMS, line):
-        said = match[1] if match.re.groups else None
-        found.problems.setdefault(name, Fact(name, said, number, _excerpt(line, match)))
-
-
-def _matches(patterns: dict[str, list[tuple[str, re.Pattern[str]]]], line: str) -> Iterator[tuple[str, re.Match[str]]]:
-    for needle, named in patterns.items():
-        if needle in line:
-            for name, pattern in named:
-                if match := pattern.search(line):
-                    yield name, match
+    for name, match in _PROBLEMS.matches(line):
+        problem = Fact(name, match[1] if match.re.groups else None, number, _excerpt(line, match))
+        found.problems.setdefault(name, problem)
 
 
 def _read_interval(line: str, number: int, found: LogFacts) -> None:
@@ -216,39 +218,31 @@ def _read_interval(line: str, number: int, found: LogFacts) -> None:
         waiting=int(match[4]),
         kv_cache_usage=float(usage[1]) / 100 if usage else None,
         prefix_hit_rate=float(hit_rate[1]) / 100 if hit_rate else None,
-        preemptions=int(preemptions[1]) if preemptions else 0,
         line_number=number,
         line=_excerpt(line, match),
     )
-    found.num_intervals += 1
-    found.num_preemptions += interval.preemptions
+    found.num_preemptions += int(preemptions[1]) if preemptions else 0
     found.last = interval
     for figure in _FIGURES:
-        known = found.highest.get(figure)
-        if getattr(interval, figure) is not None and (known is None or _rank(interval, figure) > _rank(known, figure)):
-            found.highest[figure] = interval
-
-
-def _rank(interval: Interval, figure: str) -> tuple[float, float]:
-    """Of intervals with an equal figure the one in which most was generated tells most."""
-    return getattr(interval, figure), interval.generation_tokens_per_s
+        if getattr(interval, figure) is not None:
+            # Of intervals with an equal figure, the one that generated most says most.
+            candidates = (found.highest.get(figure, interval), interval)
+            found.highest[figure] = max(candidates, key=attrgetter(figure, "generation_tokens_per_s"))
 
 
 def _excerpt(line: str, match: re.Match[str]) -> str:
-    """The line, or of a very long one its beginning and what was found in it."""
-    if len(line) <= 2 * _SHOWN:
+    """The line; of a very long one, its start and the text around the match."""
+    if len(line) <= 4 * _CONTEXT:
         return line
-    start = max(_SHOWN // 2, match.start() - _SHOWN // 2)
-    return f"{line[: _SHOWN // 2]} ... {line[start : start + _SHOWN]} ..."
+    start = max(_CONTEXT, match.start() - _CONTEXT)
+    return f"{line[:_CONTEXT]} ... {line[start : start + 2 * _CONTEXT]} ..."
 
 
 def _value(name: str, text: str) -> Any:
-    """Numbers and truth values as such; all else is text."""
+    """Numbers and booleans as such, anything else as text."""
     if name in _TEXTS:
         return text
-    if text in ("True", "False"):
-        return text == "True"
-    digits = text.replace(",", "")
-    if digits.isdecimal():
-        return int(digits)
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text
+    try:
+        return json.loads(text.replace(",", "").lower())
+    except ValueError:
+        return text

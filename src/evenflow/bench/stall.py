@@ -26,9 +26,6 @@ from evenflow.executors.fake import FakeExecutor
 POLICIES = ("unchunked", "fixed:256", "fixed:512", "adaptive", "target:200ms")
 # Large chunks and small ones, up to the end of a long prompt.
 _MEASURED_POLICIES = (PolicySpec("fixed", 256), PolicySpec("fixed", 32))
-    PolicySpec("fixed", 256),
-    PolicySpec("fixed", 32),
-)  # large chunks and small ones, up to the end of a long prompt
 _ROOM_TO_KEEP_UP = 1.15
 
 

@@ -20,7 +20,7 @@ from evenflow.bench.plots import pyplot
 from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.options import JsonTarget, duration_option, file_option, takes_options
 from evenflow.cli.output import loading, make_table, progress, text_console, write_json
-from evenflow.core.policies import make_policy
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
@@ -78,7 +78,7 @@ def ab(
     """
     for side in (a, b):
         if not _is_address(side):
-            make_policy(side, 1)
+            PolicySpec.parse(side)
     if a == b:
         raise InvalidInput(f"Got {a!r} twice but expected two that differ.")
     if html is not None or plot is not None:

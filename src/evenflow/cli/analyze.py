@@ -15,14 +15,20 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
+from evenflow.advisor.analysis import (
+    PRESET_TOKENS,
+    Analysis,
+    DatasetAnalysis,
+    DatasetTally,
+    EstimatedTokens,
+    TokenCounter,
+    preset_dataset,
+)
 from evenflow.advisor.decision import Chunking
 from evenflow.advisor.explanation import memory_pressure
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
-from evenflow.advisor.presets import PRESET_TOKENS, preset_dataset
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, VllmAdvice
-from evenflow.advisor.tokens import EstimatedTokens, TokenCounter
 from evenflow.advisor.vllm_flags import (
     EngineArgs,
     accepted_by,

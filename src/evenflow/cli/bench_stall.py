@@ -27,8 +27,8 @@ from evenflow.cli.options import (
 )
 from evenflow.cli.output import loading, make_table, text_console, write_json
 from evenflow.config import EngineConfig
+from evenflow.core.report import Cause, CauseKind
 from evenflow.engine.llm import LLM
-from evenflow.engine.stalls import Cause, CauseKind
 from evenflow.errors import InvalidConfig
 
 _SHOWN_CAUSE_S = 0.0005  # smaller causes are left out
@@ -206,5 +206,5 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
 
 
 def _run_report(policy: StallFigures) -> dict[str, Any]:
-    worst = [asdict(gap) | {"causes": [cause._asdict() for cause in gap.causes]} for gap in policy.worst]
+    worst = [gap._asdict() | {"causes": [cause._asdict() for cause in gap.causes]} for gap in policy.worst]
     return asdict(policy) | {"identical_outputs": policy.identical_outputs, "worst": worst}

@@ -20,7 +20,7 @@ from typer import Option
 
 from evenflow import duration
 from evenflow.config import EngineConfig
-from evenflow.core.policies import POLICY_FORMS, make_policy, split_policies
+from evenflow.core.policies import POLICY_FORMS, PolicySpec, parse_policies
 from evenflow.errors import InvalidConfig, InvalidInput
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -67,14 +67,12 @@ def file_option(help: str) -> Any:
     return Option(parser=_parse_new_file, metavar="PATH", help=help)
 
 
-def read_policies(text: str, at_least: int) -> list[str]:
-    """The policies of a list such as `unchunked,fixed:256`, each one checked."""
-    names = split_policies(text)
-    if len(names) < at_least or len(set(names)) < len(names):
+def read_policies(text: str, at_least: int) -> list[PolicySpec]:
+    """The policies of a list such as `unchunked,fixed:256`."""
+    policies = parse_policies(text)
+    if len(policies) < at_least or len(set(policies)) < len(policies):
         raise InvalidConfig(f"Got --policies {text!r} but expected {at_least} or more, each once.")
-    for name in names:
-        make_policy(name, 1)
-    return names
+    return policies
 
 
 Switch = Literal["true", "false"]

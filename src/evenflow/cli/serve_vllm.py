@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from evenflow.advisor.vllm_flags import command_flags
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
 from evenflow.config import EngineConfig
-from evenflow.core.policies import has_target
 from evenflow.errors import InvalidInput
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 
@@ -50,8 +49,8 @@ def make_launch(
     """The vLLM server that these options describe."""
     if model.model == EngineConfig().model:
         raise InvalidInput("--engine vllm needs --model, a name or folder that vLLM can load; it has no default model.")
-    policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).policy
-    if policy is None or not has_target(policy):
+    policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).spec
+    if policy is None or policy.target is None:
         raise InvalidInput("--engine vllm needs --tbt-target, the time between tokens to keep, such as 50ms.")
     check_flags(flags)
     shared = {name: value for name, value in engine_settings(model, scheduling).items() if name in _SHARED_SETTINGS}

@@ -64,6 +64,7 @@ class Stall(NamedTuple):
     step_id: int
     at: float  # when the token came
     request_id: str
+    num_late_streams: int  # in the same step
     gap_s: float
     late_s: float
     causes: tuple[Cause, ...]  # largest first; they add up to the gap
@@ -136,7 +137,7 @@ class StepReport(NamedTuple):
         waited = token.gap - sum(cause.seconds for cause in self.causes)
         causes = [*self.causes, Cause(CauseKind.KV_MEMORY, waited)] if waited > 1e-9 else self.causes
         largest_first = tuple(sorted(causes, key=lambda cause: -cause.seconds))
-        return Stall(self.step_id, self.at, token.request_id, token.gap, token.seconds, largest_first)
+        return Stall(self.step_id, self.at, token.request_id, len(self.late), token.gap, token.seconds, largest_first)
 
 
 class StepTimes(NamedTuple):

@@ -87,9 +87,9 @@ class Steering:
         self._streams: dict[str, _Stream] = {}
         self._in_flight = InFlightSteps()
         self._num_steps = 0
-        self._set_policy(settings.policy)
+        self.set_policy(settings.policy)
 
-    def _set_policy(self, spec: PolicySpec | None) -> None:
+    def set_policy(self, spec: PolicySpec | None) -> None:
         """None: the host is left to its own budget."""
         self._spec = spec
         self._pacing = spec.pacing if spec is not None else None
@@ -113,7 +113,7 @@ class Steering:
     def follow_policy_file(self) -> None:
         policy = self._policy_file.read_if_changed(self._spec) if self._policy_file is not None else self._spec
         if policy is not self._spec:
-            self._set_policy(policy)
+            self.set_policy(policy)
             change = "no latency target" if self.target is None else f"latency target {1000 * self.target:g} ms"
             self._host.logger.info("evenflow: %s from now on", change)
 

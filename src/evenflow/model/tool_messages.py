@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, get_args
 
 from evenflow.errors import InvalidRequest
 
 Message = Mapping[str, Any]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  # of OpenAI's API
+_ROLES: tuple[str, ...] = get_args(Role)
 
 _TOOLS_ARE = """You may call functions. These are the functions, one a line, with the JSON schema of their parameters:
 {functions}
@@ -26,7 +28,11 @@ Its result comes back between <tool_response> and </tool_response>."""
 
 def plain_message(message: Message) -> dict[str, Any]:
     """Content as one text; the arguments of calls as objects, which templates write in their own way."""
-    plain = {**message, "content": _joined(message.get("content"))}
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(f"Got a message with role {role!r} but expected one of {', '.join(_ROLES)}.")
+    # Templates know OpenAI's newer role by its older name.
+    plain = {**message, "role": "system" if role == "developer" else role, "content": _joined(message.get("content"))}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     else:

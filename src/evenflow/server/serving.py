@@ -1,7 +1,4 @@
-"""Runs the server: the port first, then the engine, then requests, until a signal; then what is open is drained.
-
-Must not know: routes, models.
-"""
+"""Runs the server: binds the port, starts the engine, serves until a signal, then drains open requests."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import uvicorn
-from fastapi import FastAPI
 
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
-from evenflow.server.api.service import Served, Service
-from evenflow.server.app import make_app, make_vllm_app
+from evenflow.server.api.service import ModelService, Service
+from evenflow.server.app import make_app
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
@@ -34,14 +30,14 @@ from evenflow.vllm.launch import VllmLaunch
 
 logger = logging.getLogger("evenflow")
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_GRACE_S = 2.0  # for answers to be written after the last request was ended
+_EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where and for whom a server is there."""
+    """Where a server listens, and for whom."""
 
     model_names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -49,7 +45,7 @@ class ServerSettings:
     api_keys: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
-    drain_s: float = 30.0  # for open requests to end after SIGTERM
+    drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
 
     def __post_init__(self) -> None:
@@ -60,11 +56,11 @@ class ServerSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything is loaded; it is opened when there is something to serve."""
+    """Reserve the port before anything is loaded; it starts to listen when the engine is ready."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise InvalidConfig(f"Got --host {host!r} but it is no address of this machine: {error}.") from error
+        raise InvalidConfig(f"Got --host {host!r} but it is not an address of this machine: {error}.") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -82,7 +78,7 @@ async def serve(
     load_tokenizer: Callable[[], Tokenizer],
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Serve on a bound socket until a signal comes. Errors of the engine's first start are raised."""
+    """Serve on a bound socket until a signal. Raises the error if the engine's first start fails."""
     keys = ApiKeys(settings.api_keys)
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
     tokenizer = await asyncio.to_thread(load_tokenizer)
@@ -94,9 +90,8 @@ async def serve(
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = Service(client, tokenizer, gate, settings.limits, settings.model_names)
-        feed = LiveFeed(observer)
-        server = Server(make_app(service, observer, feed, keys, settings.allowed_origins), service, feed, settings)
+        service = ModelService(client, tokenizer, gate, settings.model_names)
+        server = Server(service, observer, keys, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
@@ -114,23 +109,22 @@ async def serve_vllm(
     on_start: Callable[[Server], None] = lambda server: None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve before vLLM is up, so that it can be watched, until a signal comes. A failed first start is raised."""
+    """Serve until a signal, and already while vLLM starts. Raises the error if its first start fails."""
+    keys = ApiKeys(settings.api_keys)
     observer = Observer(settings.model_names[0])
     engine = VllmEngine(launch, observer)
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        service, feed, keys = VllmService(engine, gate, settings.limits), LiveFeed(observer), ApiKeys(settings.api_keys)
-        app = make_vllm_app(service, observer, feed, keys, settings.allowed_origins)
-        server = Server(app, service, feed, settings)
+        server = Server(VllmService(engine, gate), observer, keys, settings)
 
-        def when_started(start: asyncio.Future[None]) -> None:
+        def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:
                 server.should_exit = True
             else:
                 on_ready()
 
-        first_start.add_done_callback(when_started)
+        first_start.add_done_callback(on_first_start)
         on_start(server)
         await server.serve(sockets=[listener])
         if first_start.done():
@@ -140,15 +134,18 @@ async def serve_vllm(
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end that is told to whoever does not end by itself in time."""
+    """uvicorn that drains open requests, then fails the rest."""
 
-    def __init__(self, app: FastAPI, service: Served, feed: LiveFeed, settings: ServerSettings) -> None:
+    def __init__(
+        self, service: ModelService | VllmService, observer: Observer, keys: ApiKeys, settings: ServerSettings
+    ) -> None:
+        self.service: Service = service
+        self._feed = LiveFeed(observer)
+        self._drain_s = settings.drain_s
+        app = make_app(service, observer, self._feed, keys, settings.allowed_origins)
         super().__init__(
             uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
         )
-        self.service = service
-        self._feed = feed
-        self._drain_s = settings.drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._drain())
@@ -156,31 +153,31 @@ class Server(uvicorn.Server):
         draining.cancel()
 
     async def _drain(self) -> None:
-        """Let open requests end, and end them when time is up."""
+        """Wait for open requests to finish, then fail those that are left."""
         gate, client, loop = self.service.gate, self.service.client, asyncio.get_running_loop()
         gate.is_draining = True
         self._feed.close()
         if gate.num_inside:
-            logger.warning("Shutting down: %d answers have %.0f s to end.", gate.num_inside, self._drain_s)
+            logger.warning("Shutting down: %d open requests have %.0f s to finish.", gate.num_inside, self._drain_s)
         for limit in (self._drain_s, _GRACE_S):
             end = loop.time() + limit
             while gate.num_inside and loop.time() < end:
                 await asyncio.sleep(_DRAIN_CHECK_S)
             client.fail_all(EngineFailed("the server is shutting down"))
-        await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to leave
+        await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to be sent
         self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain at the first signal, end at a second interrupt. uvicorn would raise them again when it is done."""
+        """Drain at the first signal, exit at a second interrupt. uvicorn would raise them again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in _ENDING_SIGNALS:
+        for number in _EXIT_SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for number in _ENDING_SIGNALS:
+            for number in _EXIT_SIGNALS:
                 loop.remove_signal_handler(number)

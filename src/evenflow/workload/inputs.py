@@ -1,7 +1,4 @@
-"""One request's input: its text, its conversation, or only its lengths.
-
-Must not know: files, tokenizers.
-"""
+"""One request's input: its text, its conversation, or only its lengths."""
 
 from __future__ import annotations
 
@@ -12,29 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """A prompt."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation that a chat template makes a prompt of."""
+    """A conversation, to be rendered by a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
 
     @property
     def text(self) -> str:
-        """What is said in it, without the marks of any template."""
+        """The contents, without the markers of a template."""
         return "\n".join(message["content"] for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request whose tokens were counted when it was served.
-
-    `block_ids` name its prompt's leading blocks: equal ids at the start of two prompts are an equal prefix.
-    """
+    """A request of a trace, with its token counts. Prompts with equal leading `block_ids` share a prefix."""
 
     num_prompt_tokens: int
     num_output_tokens: int | None = None

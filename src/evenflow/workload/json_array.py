@@ -1,7 +1,4 @@
-"""The elements of a JSON file one after the other: of the array that it is, or of one inside the object that it is.
-
-Must not know: what the elements mean.
-"""
+"""Reads the records of a JSON file one at a time: from its array, or from an array inside its object."""
 
 from __future__ import annotations
 
@@ -12,48 +9,43 @@ from typing import Any, TextIO
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _READ_CHARACTERS = 1 << 20
-_MAX_ELEMENT_CHARACTERS = 1 << 28  # beyond that it is not long but broken
+_MAX_ELEMENT_CHARACTERS = 1 << 28  # a longer one is broken
 
 
 def iterate_json(text: TextIO) -> Iterator[Any]:
-    """A large array is never held as a whole; an object is: it may hold the records in any of its fields."""
+    """A top-level array is streamed. An object is read whole: any of its fields may hold the records."""
     buffer = _Buffer(text)
     if buffer.next_character() == "[":
         yield from _array_elements(buffer)
-        return
-    content = json.loads(buffer.rest())
-    yield from _records_in(content)
+    else:
+        yield from _records_in(json.loads(buffer.rest()))
 
 
 def _records_in(content: Any) -> Iterator[Any]:
-    """Datasets are often an object with a list of records beside a version; any other object is a record itself."""
-    lists = [value for value in content.values() if _is_list_of_objects(value)] if isinstance(content, dict) else []
-    if lists and not any(key == "messages" for key in content):
-        yield from max(lists, key=len)
-    else:
-        yield content
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    """Datasets are often an object with a list of records next to a version; any other object is a record itself."""
+    lists: list[list[Any]] = []
+    if isinstance(content, dict) and "messages" not in content:
+        lists = [value for value in content.values() if isinstance(value, list)]
+    objects = [value for value in lists if value and all(isinstance(item, dict) for item in value)]
+    yield from max(objects, key=len, default=[content])
 
 
 def _array_elements(buffer: _Buffer) -> Iterator[Any]:
-    buffer.skip(1)
+    buffer.skip()
     if buffer.next_character() == "]":
         return
     while True:
         yield buffer.take_value()
         separator = buffer.next_character()
-        buffer.skip(1)
         if separator == "]":
             return
         if separator != ",":
             raise ValueError(f"expected , or ] between elements, not {separator!r}")
+        buffer.skip()
 
 
 class _Buffer:
-    """A window on the text that grows only as far as one element needs."""
+    """A window on the text, no larger than one element needs."""
 
     def __init__(self, text: TextIO) -> None:
         self._text = text
@@ -62,7 +54,7 @@ class _Buffer:
         self._decoder = json.JSONDecoder()
 
     def next_character(self) -> str:
-        """The next one that is not space, which is not taken; empty at the end."""
+        """The next character that is not space, without taking it; empty at the end."""
         while True:
             space = _SPACE.match(self._window, self._position)
             assert space is not None
@@ -70,8 +62,8 @@ class _Buffer:
             if self._position < len(self._window) or not self._grow(_READ_CHARACTERS):
                 return self._window[self._position : self._position + 1]
 
-    def skip(self, num_characters: int) -> None:
-        self._position += num_characters
+    def skip(self) -> None:
+        self._position += 1
 
     def take_value(self) -> Any:
         self.next_character()
@@ -80,13 +72,13 @@ class _Buffer:
             try:
                 value, end = self._decoder.raw_decode(self._window, self._position)
             except ValueError:
-                # Doubling what is read keeps the repeated attempts at a huge element within twice its length.
+                # Doubling bounds the repeated attempts at a huge element to twice its length.
                 if len(self._window) - self._position > _MAX_ELEMENT_CHARACTERS or not self._grow(wanted):
                     raise
                 wanted *= 2
                 continue
             if end == len(self._window) and self._grow(_READ_CHARACTERS):
-                continue  # it was cut where a shorter value could end
+                continue  # the window may have cut a longer value
             self._position = end
             return value
 

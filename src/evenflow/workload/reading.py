@@ -1,7 +1,7 @@
-"""Reads the inputs of a dataset one after the other, whatever its format, without ever holding a whole data file.
+"""Reads the inputs of a dataset one at a time, without holding a whole data file in memory.
 
 A dataset is a file or a folder: JSONL, JSON, CSV or Parquet (the first three also gzipped), or texts. What cannot be
-used is counted, never fatal. Must not know: which field of a record matters, tokenizers.
+used is counted, never fatal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evenflow.workload.inputs import Input, TextInput
 from evenflow.workload.json_array import iterate_json
 from evenflow.workload.records import KNOWN_FIELDS, UnusableRecordError, input_of
 
-_MAX_TEXT_BYTES = 1 << 28  # one text is one prompt and is read whole: far above any context
+_MAX_TEXT_BYTES = 1 << 28  # a text is one prompt and is read whole: far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
 _PARQUET_ROWS = 256
 _NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
@@ -30,15 +30,11 @@ _NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
 
 @dataclass(slots=True)
 class ReadTally:
-    """How far a dataset has been read, and what in it could not be used."""
+    """How far a dataset has been read, and what could not be used."""
 
     num_bytes: int = 0  # of all its files
-    num_bytes_read: int = 0  # 0 for formats that do not tell
-    unusable: Counter[str] = field(default_factory=Counter)  # by what is wrong
-
-    @property
-    def num_unusable(self) -> int:
-        return self.unusable.total()
+    num_bytes_read: int = 0  # stays 0 for Parquet and gzip
+    unusable: Counter[str] = field(default_factory=Counter)  # by problem
 
 
 def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
@@ -46,7 +42,7 @@ def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Itera
     files = _files_of(path)
     tally.num_bytes = sum(file.stat().st_size for file in files)
     formats = [_format_of(file) for file in files]
-    # Among texts, such as the files of a program, these are records all the same; .json and .csv are texts there.
+    # In a folder with texts, such as a source tree, .json and .csv files are texts too.
     records = _RECORD_READERS if all(name in _RECORD_READERS for name in formats) else _NEVER_TEXTS
     for file, name in zip(files, formats, strict=True):
         try:
@@ -54,12 +50,12 @@ def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Itera
                 yield from _read_records(file, prompt_field, tally)
             else:
                 yield from _read_text(file, tally)
-        except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file that breaks off
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a truncated gzip file
             tally.unusable[f"a file that cannot be read ({getattr(error, 'strerror', None) or error})"] += 1
 
 
 def _files_of(path: Path) -> list[Path]:
-    """A folder stands for all files in it, hidden ones apart."""
+    """The file, or all files of a folder except hidden ones."""
     if not path.exists():
         raise InvalidInput(f"Got {str(path)!r} but there is no such file or folder.")
     if path.is_file():
@@ -81,26 +77,27 @@ def _format_of(file: Path) -> str:
 def _read_text(file: Path, tally: ReadTally) -> Iterator[Input]:
     size = file.stat().st_size
     tally.num_bytes_read += size
-    if size > _MAX_TEXT_BYTES:
-        tally.unusable[f"a text over {_MAX_TEXT_BYTES >> 20} MiB"] += 1
-        return
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        tally.unusable["a file that is not UTF-8 text"] += 1
-        return
-    if not text:
+    if not size:
         tally.unusable["an empty file"] += 1
-        return
-    yield TextInput(text)
+    elif size > _MAX_TEXT_BYTES:
+        tally.unusable[f"a text over {_MAX_TEXT_BYTES >> 20} MiB"] += 1
+    else:
+        try:
+            yield TextInput(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            tally.unusable["a file that is not UTF-8 text"] += 1
 
 
 def _read_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
-    for record in _RECORD_READERS[_format_of(file)](file, prompt_field, tally):
-        try:
-            yield input_of(record, prompt_field)
-        except UnusableRecordError as error:
-            tally.unusable[str(error)] += 1
+    name = _format_of(file)
+    try:
+        for record in _RECORD_READERS[name](file, prompt_field, tally):
+            try:
+                yield input_of(record, prompt_field)
+            except UnusableRecordError as error:
+                tally.unusable[str(error)] += 1
+    except (ValueError, RecursionError, csv.Error):
+        tally.unusable[f"a {name} file that is malformed or truncated"] += 1
 
 
 def _open(file: Path, tally: ReadTally) -> gzip.GzipFile | io.BufferedReader:
@@ -110,7 +107,7 @@ def _open(file: Path, tally: ReadTally) -> gzip.GzipFile | io.BufferedReader:
 
 
 class _CountedFile(io.FileIO):
-    """Tells the tally how much of it has been read."""
+    """Counts the bytes read from it."""
 
     def __init__(self, file: Path, tally: ReadTally) -> None:
         super().__init__(file)
@@ -124,9 +121,7 @@ class _CountedFile(io.FileIO):
 
 def _jsonl_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
     with _open(file, tally) as lines:
-        for line in lines:
-            if not line.strip():
-                continue
+        for line in filter(bytes.strip, lines):
             try:
                 yield json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError):
@@ -135,19 +130,13 @@ def _jsonl_records(file: Path, prompt_field: str | None, tally: ReadTally) -> It
 
 def _json_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
     with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig") as text:
-        try:
-            yield from iterate_json(text)
-        except (ValueError, RecursionError):
-            tally.unusable["JSON that breaks off or is none"] += 1
+        yield from iterate_json(text)
 
 
 def _csv_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
     csv.field_size_limit(_MAX_CSV_CELL)
     with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as text:
-        try:
-            yield from csv.DictReader(text)
-        except csv.Error:
-            tally.unusable["CSV that breaks off or is none"] += 1
+        yield from csv.DictReader(text)
 
 
 def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
@@ -155,9 +144,7 @@ def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> 
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise MissingDependency(
-            f"{file}: Parquet needs pyarrow, which is not installed: pip install pyarrow"
-        ) from error
+        raise MissingDependency(f"{file}: Parquet needs pyarrow; to install it: pip install pyarrow") from error
     wanted = KNOWN_FIELDS if prompt_field is None else {prompt_field.partition(".")[0]}
     try:
         with parquet.ParquetFile(file) as table:
@@ -167,12 +154,11 @@ def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> 
                 return
             for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException:
-        tally.unusable["Parquet that breaks off or is none"] += 1
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
-_Reader = Callable[[Path, str | None, ReadTally], Iterator[Any]]
-_RECORD_READERS: dict[str, _Reader] = {
+_RECORD_READERS: dict[str, Callable[[Path, str | None, ReadTally], Iterator[Any]]] = {
     ".jsonl": _jsonl_records,
     ".ndjson": _jsonl_records,
     ".json": _json_records,

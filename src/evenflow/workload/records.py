@@ -1,12 +1,9 @@
-"""From one record of a data file to the input in it: which field holds the prompt, and how traces name their counts.
-
-Must not know: file formats.
-"""
+"""Finds the input in a record of a data file, whatever its fields are called."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,25 +13,25 @@ PROMPT_FIELDS = ("prompt", "text", "input", "question", "messages")
 _PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_tokens", "input_tokens")
 _OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
 _ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
-_BLOCK_IDS = "hash_ids"  # Mooncake's; its timestamps are milliseconds
+_BLOCK_IDS = "hash_ids"  # Mooncake's, whose timestamps are in milliseconds
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
 
 
 class UnusableRecordError(ValueError):
-    """A record without an input; the message says what is missing, without naming the record."""
+    """A record without an input. The message says what is missing and does not name the record."""
 
 
 def input_of(record: Any, field: str | None) -> Input:
-    """The input that a record holds: in `field` where one is named (dots lead inwards), else where it usually is."""
+    """The input of a record: in `field` if given (dots separate nested names), else in one of the usual fields."""
     if field is not None:
         return _prompt(_at(record, field), field)
     if isinstance(record, str):
         return _prompt(record, "text")
     if not isinstance(record, Mapping):
         raise UnusableRecordError("not an object or a text")
-    counted = next((name for name in _PROMPT_TOKENS if record.get(name) not in (None, "")), None)
-    if counted is not None:
-        return _traced(record, counted)
+    if (num_tokens := _count(record, _PROMPT_TOKENS, at_least=1)) is not None:
+        return _traced(record, num_tokens)
     for name in PROMPT_FIELDS:
         if record.get(name) is not None:
             return _prompt(record[name], name)
@@ -63,31 +60,30 @@ def _prompt(value: Any, field: str) -> Input:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its text in one piece; only text is counted of one that also holds images."""
+    """A message with its text in one piece; other parts, such as images, are dropped."""
     content = message.get("content", message.get("value"))
     if isinstance(content, list):
         parts = (part.get("text") for part in content if isinstance(part, Mapping))
         content = "".join(part for part in parts if isinstance(part, str))
-    role = message.get("role", message.get("from", "user"))
-    return {"role": str(role), "content": content if isinstance(content, str) else ""}
+    role = str(message.get("role", message.get("from", "user")))
+    return {"role": _SHAREGPT_ROLES.get(role, role), "content": content if isinstance(content, str) else ""}
 
 
-def _traced(record: Mapping[str, Any], counted: str) -> TraceRequest:
+def _traced(record: Mapping[str, Any], num_tokens: int) -> TraceRequest:
     block_ids = record.get(_BLOCK_IDS)
     if not isinstance(block_ids, list) or not all(type(block_id) is int for block_id in block_ids):
         block_ids = []
-    output = next((record[name] for name in _OUTPUT_TOKENS if record.get(name) not in (None, "")), None)
-    return TraceRequest(
-        num_prompt_tokens=_count(record[counted], counted),
-        num_output_tokens=None if output is None else _count(output, "the output's tokens", at_least=0),
-        arrival_s=_arrival(record),
-        block_ids=tuple(block_ids),
-    )
+    num_output_tokens = _count(record, _OUTPUT_TOKENS, at_least=0)
+    return TraceRequest(num_tokens, num_output_tokens, _arrival(record), tuple(block_ids))
 
 
-def _count(value: Any, name: str, at_least: int = 1) -> int:
+def _count(record: Mapping[str, Any], names: Sequence[str], at_least: int) -> int | None:
+    """The number in the first of these fields that is set."""
+    name = next((name for name in names if record.get(name) not in (None, "")), None)
+    if name is None:
+        return None
     try:
-        count = int(value)
+        count = int(record[name])
     except (TypeError, ValueError, OverflowError):
         raise UnusableRecordError(f"{name} is not a number") from None
     if count < at_least:
@@ -101,7 +97,7 @@ def _arrival(record: Mapping[str, Any]) -> float | None:
         seconds = stamp / 1000 if _BLOCK_IDS in record else float(stamp)
         return seconds if math.isfinite(seconds) else None
     try:
-        # Azure writes seven digits of a second; six are what Python reads.
+        # Azure writes seven decimals of a second; Python reads six.
         return datetime.fromisoformat(str(stamp)[:26]).timestamp()
     except ValueError:
         return None

@@ -1,11 +1,7 @@
-"""POST /v1/chat/completions: a conversation through the model's chat template, and the assistant's next turn.
-
-Must not know: how answers reach the client.
-"""
+"""POST /v1/chat/completions: renders a conversation with the model's chat template and writes the assistant's turn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +10,11 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.api.generation_response import encode_json, event_of, new_id
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import chat_logprobs, prompt_logprobs
-from evenflow.server.api.request_models import ChatBody, ChatMessage, StreamOptions
-from evenflow.server.api.service import Service
+from evenflow.server.api.request_models import ChatBody, ChatMessage
+from evenflow.server.api.response_writer import ResponseWriter, encode_json
+from evenflow.server.api.service import ModelService
 from evenflow.server.api.tool_stream import Content, Event, as_delta, whole_message
 
 
@@ -29,13 +26,13 @@ def encode_messages(
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of a conversation, by default up to where the answer begins."""
+    """The token ids of a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
     for name in ("self", "messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
     text = tokenizer.apply_chat_template(
-        [message.for_template() for message in messages],
+        [message.model_dump(exclude_none=True) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt is not False,
         **variables,
@@ -43,45 +40,19 @@ def encode_messages(
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-class ChatFormat:
-    """One request to /v1/chat/completions."""
+class ChatWriter(ResponseWriter[ChatBody]):
+    """Writes the response to one chat."""
 
-    def __init__(self, service: Service, body: ChatBody, salt: str) -> None:
-        self._service = service
-        self._body = body
-        self._salt = salt
-        service.gate.check_num_answers(self.num_answers)
-        self._id = new_id("chatcmpl")
-        self._head = {
-            "id": self._id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": service.model_name(body.model),
-        }
+    def __init__(self, service: ModelService, body: ChatBody, caller: Caller) -> None:
+        object_name = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, caller, id_prefix="chatcmpl", object_name=object_name, event_start=b'"delta":{')
         self._num_top_logprobs = body.top_logprobs or 0
         template = service.tokenizer.chat_template
         self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
-        self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_answers)]
-        # All of an event up to its text is the same for every token of an answer.
-        head = encode_json(self._head)[:-1]
-        self._event_starts = [
-            b"data: " + head + b',"choices":[{"index":%d,"delta":{' % index for index in range(self.num_answers)
-        ]
-
-    @property
-    def num_answers(self) -> int:
-        return self._body.num_answers
-
-    @property
-    def num_answers_per_prompt(self) -> int:
-        return self._body.num_answers
-
-    @property
-    def stream_options(self) -> StreamOptions | None:
-        return self._body.streaming
+        self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
 
     def prepare(self) -> list[Request]:
-        body, service = self._body, self._service
+        body, service = self.body, self._service
         token_ids = encode_messages(
             service.tokenizer,
             body.messages,
@@ -89,20 +60,52 @@ class ChatFormat:
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
         )
-        service.check_length(len(token_ids), body.most_tokens, "messages")
-        max_tokens = body.most_tokens or service.client.limits.max_model_len - len(token_ids)
-        logprobs = self._num_top_logprobs if body.logprobs else None
-        requests = []
-        for index in range(self.num_answers):
-            sampling = body.sampling(
-                max_tokens=max_tokens, index=index, logprobs=logprobs, grammar=self._tool_use.grammar
-            )
-            request_id = self._id if self.num_answers == 1 else f"{self._id}-{index}"
-            requests.append(service.client.prepare(token_ids, sampling, request_id=request_id, tenant=self._salt))
-        return requests
+        service.check_length(len(token_ids), body.max_output_tokens, "messages")
+        return self._requests(
+            token_ids,
+            max_tokens=body.max_output_tokens or service.client.limits.max_model_len - len(token_ids),
+            logprobs=self._num_top_logprobs if body.logprobs else None,
+            grammar=self._tool_use.grammar,
+        )
 
-    def _pieces(self, index: int, text: str, is_last: bool) -> list[Event]:
-        """What this text of an answer says: content, or calls of functions where there are any to call."""
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        tokenizer, body = self._service.tokenizer, self.body
+        choices = [
+            {
+                "index": index,
+                "message": {**whole_message(self._parse(index, output.text, is_last=True)), "refusal": None},
+                "logprobs": self._logprobs(output, len(output.token_ids)) if body.logprobs else None,
+                "finish_reason": self._finish_reason(index, output.finish_reason),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        response: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
+        if body.prompt_logprobs is not None:
+            rows = outputs[0].prompt_logprobs or []
+            response["prompt_logprobs"] = prompt_logprobs(tokenizer, rows, body.prompt_logprobs)
+        return response
+
+    def first_event(self, index: int) -> bytes:
+        usage = b"null" if self.body.stream_options and self.body.stream_options.include_usage else b""
+        return self._write_event(index, b'"role":"assistant","content":""}', finish_reason=None, usage=usage)
+
+    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        content, logprobs = self._delta_content(index, delta), b"null"
+        if self.body.logprobs and delta.token_ids:
+            logprobs = encode_json(self._logprobs(delta.output, len(delta.token_ids)))
+        elif not content and usage in (b"", b"null") and delta.finish_reason is None:
+            return b""
+        reason = self._finish_reason(index, delta.finish_reason)
+        return self._write_event(index, content + b"}", logprobs=logprobs, finish_reason=reason, usage=usage)
+
+    def _delta_content(self, index: int, delta: Delta) -> bytes:
+        """The members of the event's delta object."""
+        if self._tool_streams[index] is None:  # true for nearly all tokens
+            return b'"content":' + encode_json(delta.text) if delta.text else b""
+        return encode_json(as_delta(self._parse(index, delta.text, delta.finish_reason is not None)))[1:-1]
+
+    def _parse(self, index: int, text: str, is_last: bool) -> list[Event]:
+        """Split text into content and tool calls."""
         stream = self._tool_streams[index]
         if stream is None:
             return [Content(text)]
@@ -112,62 +115,6 @@ class ChatFormat:
         stream = self._tool_streams[index]
         return "tool_calls" if reason == FinishReason.STOP and stream is not None and stream.num_calls else reason
 
-    # ---- whole ----
-
-    def num_completion_tokens(self, output: RequestOutput) -> int:
-        return len(output.token_ids)
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        tokenizer, choices = self._service.tokenizer, []
-        for index, output in enumerate(outputs):
-            logprobs = chat_logprobs(tokenizer, output.logprobs or [], self._num_top_logprobs)
-            message = whole_message(self._pieces(index, output.text, is_last=True))
-            choices.append(
-                {
-                    "index": index,
-                    "message": {**message, "refusal": None},
-                    "logprobs": logprobs if self._body.logprobs else None,
-                    "finish_reason": self._finish_reason(index, output.finish_reason),
-                }
-            )
-        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
-        if self._body.prompt_logprobs is not None:
-            rows = outputs[0].prompt_logprobs or []
-            answer["prompt_logprobs"] = prompt_logprobs(tokenizer, rows, self._body.prompt_logprobs)
-        return answer
-
-    # ---- as events ----
-
-    def opening(self, index: int) -> bytes:
-        role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        usage = b',"usage":null' if self._body.stream_options and self._body.stream_options.include_usage else b""
-        return self._event_starts[index] + role + b"}]" + usage + b"}\n\n"
-
-    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        said = self._said(index, delta)
-        logprobs = b"null"
-        if self._body.logprobs and delta.token_ids:
-            rows = (delta.output.logprobs or [])[-len(delta.token_ids) :]
-            logprobs = encode_json(chat_logprobs(self._service.tokenizer, rows, self._num_top_logprobs))
-        elif not said and usage in (b"", b"null") and delta.finish_reason is None:
-            return b""
-        return b"".join(
-            (
-                self._event_starts[index],
-                said,
-                b'},"logprobs":',
-                logprobs,
-                b',"finish_reason":',
-                encode_json(self._finish_reason(index, delta.finish_reason)),
-                b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n",
-            )
-        )
-
-    def _said(self, index: int, delta: Delta) -> bytes:
-        """The inside of an event's delta."""
-        if self._tool_streams[index] is None:  # nearly all tokens go this way
-            return b'"content":' + encode_json(delta.text) if delta.text else b""
-        return encode_json(as_delta(self._pieces(index, delta.text, delta.finish_reason is not None)))[1:-1]
-
-    def usage_event(self, usage: bytes) -> bytes:
-        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
+    def _logprobs(self, output: RequestOutput, num_last: int) -> dict[str, Any]:
+        rows = (output.logprobs or [])[-num_last:]
+        return chat_logprobs(self._service.tokenizer, rows, self._num_top_logprobs)

@@ -1,11 +1,9 @@
-"""Logprobs in the three shapes that clients know: OpenAI's for completions, OpenAI's for chats, vLLM's for prompts.
-
-Must not know: requests, streams.
-"""
+"""Logprobs in three formats: OpenAI's for completions, OpenAI's for chats, vLLM's for prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
@@ -13,7 +11,7 @@ from evenflow.model.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token on its own; where it is a part of a character, with replacement characters."""
+    """The text of a single token; incomplete characters become replacement characters."""
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
@@ -24,22 +22,18 @@ def completion_logprobs(
     num_top: int,
     text_offset: int,
 ) -> dict[str, Any]:
-    """Columns over the tokens. None stands for the first token of a prompt, which nothing predicts."""
+    """One list per figure. A row is None for the first token of a prompt, which nothing predicts."""
     tokens = [token_text(tokenizer, token_id) for token_id in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     return {
         "tokens": tokens,
         "token_logprobs": [None if row is None else row.chosen.logprob for row in rows],
         "top_logprobs": [None if row is None else _by_text(tokenizer, row, num_top) for row in rows],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=text_offset)) if tokens else [],
     }
 
 
 def _by_text(tokenizer: Tokenizer, row: RowLogprobs, num_top: int) -> dict[str, float]:
-    """The likeliest tokens and the one that came, by their text; of two with the same text, the likelier."""
+    """The top tokens and the chosen one by text; of several with the same text, the likeliest."""
     found: dict[str, float] = {}
     for token_id, logprob in (*row.top[:num_top], row.chosen):
         found.setdefault(token_text(tokenizer, token_id), logprob)
@@ -47,35 +41,22 @@ def _by_text(tokenizer: Tokenizer, row: RowLogprobs, num_top: int) -> dict[str, 
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int) -> dict[str, Any]:
-    return {
-        "content": [
-            _chat_entry(tokenizer, row.chosen)
-            | {"top_logprobs": [_chat_entry(tokenizer, entry) for entry in row.top[:num_top]]}
-            for row in rows
-        ],
-        "refusal": None,
-    }
+    def entry(token: TokenLogprob) -> dict[str, Any]:
+        token_bytes = tokenizer.token_bytes(token.token_id)
+        return {"token": token_bytes.decode(errors="replace"), "logprob": token.logprob, "bytes": list(token_bytes)}
 
-
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    token_bytes = tokenizer.token_bytes(entry.token_id)
-    return {"token": token_bytes.decode(errors="replace"), "logprob": entry.logprob, "bytes": list(token_bytes)}
+    content = [entry(row.chosen) | {"top_logprobs": [entry(token) for token in row.top[:num_top]]} for row in rows]
+    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """By token id, for each token of the prompt; the first has none. A rank is known of the likeliest only."""
+    """By token id, for each token of the prompt but the first. Only the top tokens have a rank."""
     found: list[dict[str, Any] | None] = [None]
     for row in rows:
-        ranked = {entry.token_id: (entry.logprob, rank) for rank, entry in enumerate(row.top[:num_top], start=1)}
-        ranked.setdefault(row.chosen.token_id, (row.chosen.logprob, 0))
-        found.append(
-            {
-                str(token_id): {
-                    "logprob": logprob,
-                    "rank": rank or None,
-                    "decoded_token": token_text(tokenizer, token_id),
-                }
-                for token_id, (logprob, rank) in ranked.items()
-            }
-        )
+        ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:num_top], 1)]
+        entries: dict[str, Any] = {}
+        for (token_id, logprob), rank in (*ranks, (row.chosen, None)):
+            entry = {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+            entries.setdefault(str(token_id), entry)
+        found.append(entries)
     return found

@@ -1,6 +1,6 @@
-"""Makes /openapi.json say what is true: every body, every answer, every way to be refused.
+"""Keeps /openapi.json complete: every body, response and error.
 
-Bodies are read by hand, so the framework must be told of them. Must not know: what a route does.
+Bodies are parsed by hand, so the framework does not know them by itself.
 """
 
 from __future__ import annotations
@@ -13,47 +13,50 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from evenflow.server.api.errors import ErrorBody
+from evenflow.server.api.response_models import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODY_ERRORS = (400, 413, 415)
 
 
 def described(
-    answer: type[BaseModel], *, body: type[BaseModel] | None = None, errors: tuple[int, ...] = (), streams: bool = False
+    response: type[BaseModel],
+    *,
+    body: type[BaseModel] | None = None,
+    errors: tuple[int, ...] = (),
+    streams: bool = False,
 ) -> dict[str, Any]:
-    """What a route's decorator is told."""
-    good: dict[str, Any] = {"model": answer}
+    """Arguments for a route's decorator."""
+    success: dict[str, Any] = {"model": response}
     if streams:
-        good["content"] = {"text/event-stream": {}}  # this version of OpenAPI has no words for events
+        success["content"] = {"text/event-stream": {}}  # this version of OpenAPI cannot describe events
     statuses = {*errors, *(_BODY_ERRORS if body is not None else ())}
-    told: dict[str, Any] = {"responses": {200: good, **refusals(*sorted(statuses))}}
+    arguments: dict[str, Any] = {"responses": {200: success, **error_responses(*sorted(statuses))}}
     if body is not None:
-        schema = {"$ref": _REFERENCE.format(model=body.__name__)}
-        content = {"application/json": {"schema": schema}}
-        told["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
-    return told
+        content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
+        arguments["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+    return arguments
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody} for status in statuses}
 
 
-def describe_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Let the document of this application hold the schemas of the bodies that its routes refer to."""
+def add_body_schemas(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+    """Add the schemas that `described` refers to."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            for path in made["paths"].values():
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in schema["paths"].values():
                 for operation in path.values():
-                    operation["responses"].pop("422", None)  # the framework's own, which is never given
-            _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
-            components = made["components"]["schemas"]
-            components |= schemas["$defs"]
+                    operation["responses"].pop("422", None)  # the framework's own, never sent
+            _, body_schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
+            components = schema["components"]["schemas"]
+            components |= body_schemas["$defs"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 components.pop(unused, None)
-            app.openapi_schema = made
+            app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]

@@ -1,7 +1,4 @@
-"""Reads the body of a request: its size, its type, its JSON, in this order, so that little is spent on a bad one.
-
-Must not know: what a body is for.
-"""
+"""Reads a request's body: checks its type and size before its JSON, so a bad one costs little."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ from pydantic import BaseModel, ValidationError
 
 from evenflow.server.api.errors import ApiError, invalid_body
 
-_BODY_FOR_A_THREAD = 1 << 16  # bytes whose parsing the other streams would feel
+_THREAD_BYTES = 1 << 16  # parsing larger bodies on the event loop would delay other streams
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> BodyType:
-    """The body as `kind`, or the ApiError that says what is wrong with it."""
-    # Browsers send other types across sites without asking; JSON they do not.
+    """The body as `kind`, or an ApiError that says what is wrong with it."""
+    # Browsers send other types across origins without a preflight request.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(415, f"Got Content-Type {content_type!r} but expected application/json.")
     content = await read_bytes(request, max_bytes)
     try:
-        if len(content) > _BODY_FOR_A_THREAD:
+        if len(content) > _THREAD_BYTES:
             return await asyncio.to_thread(kind.model_validate_json, content)
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -34,7 +31,7 @@ async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> B
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body as it came, or the ApiError where it is too large."""
+    """The raw body, or an ApiError if it is too large."""
     announced = request.headers.get("content-length", "")
     parts: list[bytes] = []
     size = int(announced) if announced.isdecimal() else 0
@@ -46,5 +43,5 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
                 break
             parts.append(part)
     if size > max_bytes:
-        raise ApiError(413, f"Got a body of {size} bytes or more but this server takes {max_bytes}.")
+        raise ApiError(413, f"Got a body of {size} bytes or more but this server allows {max_bytes}.")
     return b"".join(parts)

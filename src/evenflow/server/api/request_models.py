@@ -1,7 +1,7 @@
-"""What may be sent: the bodies of requests, checked field by field.
+"""The bodies of requests, checked field by field.
 
-A field that is not listed here is refused, as OpenAI's API does: nothing is ignored in silence. Those that OpenAI or
-vLLM know and that change nothing here are listed as such. Must not know: engines, HTTP.
+Unknown fields are refused, as OpenAI's API does, so nothing is silently ignored. Fields that OpenAI or vLLM have and
+that change nothing here say so.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
-from evenflow.server.api.response_format import GrammarFields
+from evenflow.model.tool_messages import Role
+from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.tools import ToolFields
 
-MOST_LOGPROBS = 20
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1000
-_MOST_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+_MAX_SEED = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -31,14 +32,14 @@ Prompt = (
     | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 )
-StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _only(allowed: bool) -> AfterValidator:
-    """For a truth value that may be said but not changed. Literal would take 0 and 1 for it."""
+    """For a boolean with one supported value. Literal would also take 0 and 1."""
 
     def check(value: bool) -> bool:
         if value is not allowed:
@@ -53,27 +54,21 @@ OnlyFalse = Annotated[bool, _only(False), WithJsonSchema({"type": "boolean", "co
 
 
 def seconds_of(duration: float | str) -> float:
-    """A number is seconds; text has a unit."""
+    """A number is in seconds; text has a unit."""
     return parse_duration(duration) if isinstance(duration, str) else duration
 
 
-class Body(BaseModel):
-    """Types are taken as they are written: "1" is no number, 1 is no truth value."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = Field(default=None, description="End with a chunk that holds the usage.")
-    continuous_usage_stats: bool | None = Field(default=None, description="Say the usage so far with every chunk.")
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(default=None, description="Send the usage in a last chunk.")
+    continuous_usage_stats: bool | None = Field(default=None, description="Send the usage so far with every chunk.")
     include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
-class GenerationBody(Body, GrammarFields):
-    """What a chat and a completion share."""
+class GenerationBody(StrictModel, GrammarFields):
+    """The fields that chats and completions share."""
 
-    model: str | None = Field(default=None, description="A name of /v1/models; without it, the first of them.")
-    n: int | None = Field(default=None, ge=1, description="Answers to each prompt.")
+    model: str | None = Field(default=None, description="A name from /v1/models; by default the first.")
+    n: int | None = Field(default=None, ge=1, description="Choices per prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -83,19 +78,18 @@ class GenerationBody(Body, GrammarFields):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=-(2**63), le=_MOST_SEED)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=_MAX_SEED)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     tbt_target: Duration | None = Field(
-        default=None, description="Time between this stream's tokens: seconds or '50ms'."
+        default=None, description="Target time between this stream's tokens: seconds or '50ms'."
     )
-    ttft_target: Duration | None = Field(default=None, description="Time to the first token that is hoped for.")
+    ttft_target: Duration | None = Field(default=None, description="Target time to the first token.")
     tenant: Annotated[str, Field(max_length=64)] | None = Field(
-        default=None,
-        description="Its requests share a prefix cache with nobody else's.",
+        default=None, description="Tenants do not share prefix caches."
     )
     user: str | None = Field(default=None, description="Has no effect.")
     metadata: dict[str, Any] | None = Field(default=None, description="Has no effect.")
@@ -115,16 +109,21 @@ class GenerationBody(Body, GrammarFields):
         return self
 
     @property
-    def num_answers(self) -> int:
+    def num_choices(self) -> int:
+        """Per prompt."""
         return self.n or 1
 
     @property
     def streaming(self) -> StreamOptions | None:
-        """How the answer is streamed; None: it is wanted whole."""
+        """How to stream; None asks for one whole response."""
         return (self.stream_options or StreamOptions()) if self.stream else None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
     def sampling(self, *, max_tokens: int, index: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-        """How to sample the answer of this index: each has a seed of its own."""
+        """For the choice of this index: each has its own seed."""
         stop = self.stop or ()
         given: dict[str, Any] = {
             "temperature": self.temperature,
@@ -134,10 +133,10 @@ class GenerationBody(Body, GrammarFields):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": None if self.seed is None else (self.seed + index) & _MOST_SEED,
+            "seed": None if self.seed is None else (self.seed + index) & _MAX_SEED,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
-            "prompt_logprobs": self.prompt_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
             "tbt_target": None if self.tbt_target is None else seconds_of(self.tbt_target),
             "ttft_target": None if self.ttft_target is None else seconds_of(self.ttft_target),
         }
@@ -155,51 +154,55 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: Prompt = Field(description="Text or token ids; a list of either is a batch.")
-    max_tokens: int | None = Field(default=None, ge=0, description="By default 16; 0 is for echo and logprobs.")
-    echo: bool | None = Field(default=None, description="Begin with the prompt.")
+    max_tokens: int | None = Field(default=None, ge=0, description="16 by default; 0 to only echo or score the prompt.")
+    echo: bool | None = Field(default=None, description="Start the text with the prompt.")
     logprobs: NumLogprobs | None = None
     best_of: int | None = Field(default=None, ge=1, le=1)
     suffix: None = None
-    add_special_tokens: bool | None = Field(default=None, description="Put the model's first token before a text.")
+    add_special_tokens: bool | None = Field(default=None, description="Prepend the model's BOS token to text.")
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Logprobs with echo include the prompt's."""
+        if self.echo and self.logprobs is not None:
+            return max(self.logprobs, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
 
-class TextPart(Body):
-    """A piece of a message's content; pieces are joined."""
+class TextPart(StrictModel):
+    """A part of a message's content; parts are joined."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """One turn. Further fields go to the model's chat template as they are."""
+    """One turn. Other fields are passed to the model's chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Annotated[str, Field(min_length=1)]
+    role: Role
     content: str | list[TextPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of the role {self.role!r} needs content")
+            raise ValueError(f"a message with role {self.role!r} needs content")
         return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: what is not said is not there."""
-        role = "system" if self.role == "developer" else self.role  # OpenAI's newer word; templates know the older
-        return {**self.model_dump(exclude_none=True), "role": role}
 
 
 class ChatBody(GenerationBody, ToolFields):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: int | None = Field(default=None, ge=1, description="By default what the context holds.")
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="The newer name of max_tokens; it wins.")
+    max_tokens: int | None = Field(default=None, ge=1, description="By default, up to the end of the context.")
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, description="Newer name of max_tokens; takes precedence."
+    )
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool | None = Field(default=None, description="Let the template begin the answer's turn.")
+    add_generation_prompt: bool | None = Field(default=None, description="Let the template start the assistant's turn.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="For the model's chat template.")
     modalities: list[Literal["text"]] | None = None
 
@@ -210,12 +213,12 @@ class ChatBody(GenerationBody, ToolFields):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: a text, or a conversation through the chat template."""
+class TokenizeBody(StrictModel):
+    """POST /tokenize: a text, or a conversation rendered by the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -228,24 +231,24 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_one_of(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected a prompt or messages, and not both")
+            raise ValueError("expected either prompt or messages")
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(StrictModel):
     """POST /detokenize"""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class TargetBody(Body):
+class TargetBody(StrictModel):
     """PUT /v1/target"""
 
     tbt_target: Duration | None = Field(
-        description="Time between a stream's tokens: seconds, or '50ms'; 0.1 ms or more. null: keep no target."
+        description="Time between a stream's tokens: seconds or '50ms'; at least 0.1 ms. null: keep no target."
     )
-    paced: bool | None = Field(default=None, description="Streams that are ahead lend their slack; null: as before.")
+    paced: bool | None = Field(default=None, description="Streams that are ahead lend their slack; null: unchanged.")
 
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TargetBody)

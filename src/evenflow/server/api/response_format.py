@@ -1,7 +1,7 @@
-"""The fields of a body that say what an answer must look like, and the grammar they ask for.
+"""Fields of a request that constrain its output, and the grammar they ask for.
 
-OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`, without context-free grammars: a few lines
-of one can take a processor for minutes. Must not know: engines, HTTP.
+OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*` without context-free grammars: a few lines
+of one can occupy a processor for minutes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from evenflow.errors import InvalidRequest
 Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
-class _Fields(BaseModel):
+class StrictModel(BaseModel):
+    """Takes JSON types as they are ("1" is not a number, 1 is not a boolean) and no unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class TextFormat(_Fields):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Fields):
+class JsonObjectFormat(StrictModel):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_Fields):
+class NamedSchema(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = Field(None, description="Has no effect: tell the model in a message.")
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Has no effect: answers always match the schema.")
+    strict: bool | None = Field(None, description="Has no effect: the output always matches the schema.")
 
 
-class JsonSchemaFormat(_Fields):
-    """JSON that is valid by a schema."""
+class JsonSchemaFormat(StrictModel):
+    """JSON that is valid under a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -47,7 +49,7 @@ class JsonSchemaFormat(_Fields):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Fields):
+class StructuredOutputs(StrictModel):
     """vLLM's field: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
@@ -57,7 +59,7 @@ class StructuredOutputs(_Fields):
 
 
 class GrammarFields(BaseModel):
-    """For the bodies of chats and completions. At most one of them may be given."""
+    """For chats and completions. At most one of them may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -67,21 +69,17 @@ class GrammarFields(BaseModel):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must match, for `SamplingParams.grammar`; None: anything."""
-        guided = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-        }
+        """For `SamplingParams.grammar`; None allows any output."""
         structured = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        asked = {
+        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        grammars = {
             "response_format": _format_grammar(self.response_format),
             **{f"structured_outputs.{kind}": _grammar(kind, value) for kind, value in structured.items()},
             **{f"guided_{kind}": _grammar(kind, value) for kind, value in guided.items()},
         }
-        given = {name: grammar for name, grammar in asked.items() if grammar is not None}
+        given = {name: grammar for name, grammar in grammars.items() if grammar is not None}
         if len(given) > 1:
-            raise InvalidRequest(f"Got {' and '.join(given)} but an answer can match only one of them.")
+            raise InvalidRequest(f"Got {' and '.join(given)} but the output can match only one of them.")
         return next(iter(given.values()), None)
 
 
@@ -94,7 +92,6 @@ def _format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | No
 
 
 def _grammar(kind: str, value: Any) -> Grammar | None:
-    """By vLLM's words."""
     if value is None or value is False:
         return None
     match kind:

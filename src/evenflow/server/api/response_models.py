@@ -1,7 +1,4 @@
-"""What is answered, described for /openapi.json; the answers themselves are written without these classes.
-
-Tests hold them against real answers. Must not know: how answers are made.
-"""
+"""Responses as /openapi.json describes them. The server writes its responses without these classes; tests compare."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class _Answer(BaseModel):
+class _Response(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class CachedTokens(_Answer):
+class CachedTokens(_Response):
     cached_tokens: int
 
 
-class Usage(_Answer):
-    """Tokens read and written. Prompts are counted once, however many answers each has."""
+class Usage(_Response):
+    """Tokens read and generated. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -27,7 +24,7 @@ class Usage(_Answer):
     prompt_tokens_details: CachedTokens
 
 
-class PromptToken(_Answer):
+class PromptToken(_Response):
     logprob: float
     rank: int | None
     decoded_token: str
@@ -36,14 +33,14 @@ class PromptToken(_Answer):
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
-class CompletionLogprobs(_Answer):
+class CompletionLogprobs(_Response):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(_Answer):
+class CompletionChoice(_Response):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -51,7 +48,7 @@ class CompletionChoice(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(_Answer):
+class Completion(_Response):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -60,7 +57,7 @@ class Completion(_Answer):
     usage: Usage
 
 
-class TopLogprob(_Answer):
+class TopLogprob(_Response):
     token: str
     logprob: float
     bytes: list[int]
@@ -70,37 +67,37 @@ class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(_Response):
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class CalledFunction(_Answer):
+class CalledFunction(_Response):
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(_Response):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(_Answer):
+class AssistantMessage(_Response):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(_Answer):
+class ChatChoice(_Response):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_Response):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -110,7 +107,7 @@ class ChatCompletion(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ModelCard(_Answer):
+class ModelCard(_Response):
     id: str
     object: Literal["model"]
     created: int
@@ -118,31 +115,44 @@ class ModelCard(_Answer):
     max_model_len: int
 
 
-class ModelList(_Answer):
+class ModelList(_Response):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokens(_Answer):
+class Tokens(_Response):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class PlainText(_Answer):
+class PlainText(_Response):
     prompt: str
 
 
-class CurrentTarget(_Answer):
+class CurrentTarget(_Response):
     policy: str
     tbt_target: float | None
     paced: bool
 
 
-class Status(_Answer):
+class Status(_Response):
     status: str
 
 
-class Version(_Answer):
+class Version(_Response):
     version: str
+
+
+class ErrorDetail(_Response):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(_Response):
+    """The body of every response with status 400 or higher."""
+
+    error: ErrorDetail

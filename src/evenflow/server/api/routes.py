@@ -1,7 +1,4 @@
-"""The routes besides the page and the metrics: each reads its body, asks somebody else, and models.
-
-Must not know: how an answer is made, who may ask.
-"""
+"""The API's routes; /metrics and the live page have theirs elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ from fastapi import APIRouter, Request, Response
 from evenflow import __version__
 from evenflow.core.policies import PolicySpec
 from evenflow.hosts.policy_file import NO_TARGET
-from evenflow.server.access import Caller
 from evenflow.server.api import response_models as models
-from evenflow.server.api.chat import ChatFormat, encode_messages
-from evenflow.server.api.completions import CompletionFormat
+from evenflow.server.api.chat import ChatWriter, encode_messages
+from evenflow.server.api.completions import CompletionWriter
 from evenflow.server.api.errors import ApiError, overloaded
-from evenflow.server.api.generation_response import Answering, encode_json
+from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
@@ -30,61 +26,57 @@ from evenflow.server.api.request_models import (
     TokenizeBody,
     seconds_of,
 )
-from evenflow.server.api.service import Served, Service
+from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.service import ModelService, Service
 
 logger = logging.getLogger("evenflow")
 
-_ANSWER_ERRORS = (404, 429, 500, 503)
+_GENERATION_ERRORS = (404, 429, 500, 503)
 
 
 def _json(content: object) -> Response:
     return Response(encode_json(content), media_type="application/json")
 
 
-def answer_routes(service: Service) -> APIRouter:
-    """What makes the engine work."""
+def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes = service.limits.max_body_bytes
+    max_bytes = service.gate.limits.max_body_bytes
 
     @routes.post(
         "/v1/completions",
         summary="Continue prompts",
-        **described(models.Completion, body=CompletionBody, errors=_ANSWER_ERRORS, streams=True),
+        **described(models.Completion, body=CompletionBody, errors=_GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes)
-        caller: Caller = request.state.caller
-        salt = caller.tenant(body.tenant)
-        return Answering(service, CompletionFormat(service, body, salt), tenant=body.tenant or "", salt=salt)
+        return GenerationResponse(service, CompletionWriter(service, body, request.state.caller))
 
     @routes.post(
         "/v1/chat/completions",
-        summary="Answer a conversation",
-        **described(models.ChatCompletion, body=ChatBody, errors=_ANSWER_ERRORS, streams=True),
+        summary="Continue a conversation",
+        **described(models.ChatCompletion, body=ChatBody, errors=_GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes)
-        caller: Caller = request.state.caller
-        salt = caller.tenant(body.tenant)
-        return Answering(service, ChatFormat(service, body, salt), tenant=body.tenant or "", salt=salt)
+        return GenerationResponse(service, ChatWriter(service, body, request.state.caller))
 
     return routes
 
 
-def state_routes(service: Served) -> APIRouter:
-    """Whether the server is well: for whoever watches it, without a key."""
+def health_routes(service: Service) -> APIRouter:
+    """Health and version, for monitors: no key needed."""
     routes = APIRouter()
 
     @routes.get("/health", summary="Whether the engine is up", **described(models.Status, errors=(503,)))
     async def health() -> Response:
         if not service.client.is_up:
-            raise overloaded("The engine is down; it is being started again.")
+            raise overloaded("The engine is down; it is being restarted.")
         return _json({"status": "ok"})
 
-    @routes.get("/ready", summary="Whether requests are taken", **described(models.Status, errors=(503,)))
+    @routes.get("/ready", summary="Whether the server accepts requests", **described(models.Status, errors=(503,)))
     async def ready() -> Response:
         if not service.client.is_up or service.gate.is_draining:
-            raise overloaded("The server takes no requests now.")
+            raise overloaded("The server accepts no requests now.")
         return _json({"status": "ready"})
 
     @routes.get("/version", summary="evenflow's version", **described(models.Version))
@@ -94,10 +86,10 @@ def state_routes(service: Served) -> APIRouter:
     return routes
 
 
-def model_routes(service: Service) -> APIRouter:
-    """The model and its tokens."""
+def model_routes(service: ModelService) -> APIRouter:
+    """The model and its tokenizer."""
     routes = APIRouter()
-    max_bytes = service.limits.max_body_bytes
+    max_bytes = service.gate.limits.max_body_bytes
     tokenizer, client = service.tokenizer, service.client
 
     def model_card(name: str) -> dict[str, object]:
@@ -109,7 +101,7 @@ def model_routes(service: Service) -> APIRouter:
             "max_model_len": client.limits.max_model_len,
         }
 
-    @routes.get("/v1/models", summary="What is served", **described(models.ModelList))
+    @routes.get("/v1/models", summary="The served models", **described(models.ModelList))
     async def list_models() -> Response:
         return _json({"object": "list", "data": [model_card(name) for name in service.model_names]})
 
@@ -122,15 +114,13 @@ def model_routes(service: Service) -> APIRouter:
         body = await read_body(request, TokenizeBody, max_bytes)
         service.model_name(body.model)
         tokens = await asyncio.to_thread(_encode, service, body)
-        answer = {"count": len(tokens), "max_model_len": client.limits.max_model_len, "tokens": tokens}
+        response = {"count": len(tokens), "max_model_len": client.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = [token_text(tokenizer, token) for token in tokens]
-        return _json(answer)
+            response["token_strs"] = [token_text(tokenizer, token) for token in tokens]
+        return _json(response)
 
     @routes.post(
-        "/detokenize",
-        summary="Tokens to text",
-        **described(models.PlainText, body=DetokenizeBody, errors=(404,)),
+        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=(404,))
     )
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, max_bytes)
@@ -145,7 +135,7 @@ def model_routes(service: Service) -> APIRouter:
     return routes
 
 
-def target_routes(service: Served) -> APIRouter:
+def target_routes(service: Service) -> APIRouter:
     """The latency target, which can be changed while the server runs."""
     routes = APIRouter()
     client = service.client
@@ -156,9 +146,9 @@ def target_routes(service: Served) -> APIRouter:
 
     @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
-        body = await read_body(request, TargetBody, service.limits.max_body_bytes)
+        body = await read_body(request, TargetBody, service.gate.limits.max_body_bytes)
         client.set_target(None if body.tbt_target is None else seconds_of(body.tbt_target), body.paced)
-        logger.info("The policy is %s from now on.", client.policy or NO_TARGET)
+        logger.info("The policy is now %s.", client.policy or NO_TARGET)
         return _json(_target(client.policy))
 
     return routes
@@ -170,7 +160,7 @@ def _target(policy: PolicySpec | None) -> dict[str, object]:
     return {"policy": str(policy), "tbt_target": policy.target, "paced": policy.is_paced}
 
 
-def _encode(service: Service, body: TokenizeBody) -> list[int]:
+def _encode(service: ModelService, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
         return encode_messages(
             service.tokenizer,

@@ -1,7 +1,7 @@
-"""Finds calls of functions in a model's answer while it is being written.
+"""Finds tool calls in a model's output while it is generated.
 
-Reads one character at a time, so that how the text was cut cannot matter. What cannot be a call is passed on at once;
-what may become one is held until that is certain. Must not know: models, HTTP.
+Reads one character at a time, so it does not matter how the text was split. Text that cannot be a call is passed on at
+once; text that may become one is held back until that is certain.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import secrets
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 from evenflow.model.chat_template import ToolStyle
 
 _BLANK = " \t\r\n"
-_END = ""  # what is read behind the last character
-_MARKS = {
+_END = ""  # read after the last character
+_MARKERS = {
     ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
     ToolStyle.LLAMA: ("<|python_tag|>", ""),
     ToolStyle.MISTRAL: ("[TOOL_CALLS]", ""),
 }
 
 _T = TypeVar("_T")
-_Reading = Generator[None, str, _T]  # is sent characters, and returns what they meant
+_Parser = Generator[None, str, _T]  # is sent characters and returns what they mean
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer that belongs to no call."""
+    """Text outside of calls."""
 
     text: str
 
@@ -45,7 +46,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments, which together are JSON as the model wrote it."""
+    """A piece of a call's arguments. Together they are the JSON that the model wrote."""
 
     index: int
     text: str
@@ -55,7 +56,7 @@ Event = Content | CallStart | CallArguments
 
 
 def as_delta(events: Iterable[Event]) -> dict[str, Any]:
-    """These events as one delta of OpenAI's streams."""
+    """Events as one delta of OpenAI's streams."""
     content = ""
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -73,7 +74,7 @@ def as_delta(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def whole_message(events: Iterable[Event]) -> dict[str, Any]:
-    """All events of an answer as one message of the assistant."""
+    """All events of a choice as one assistant message."""
     delta = as_delta(events)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
     message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", None if calls else "")}
@@ -81,65 +82,64 @@ def whole_message(events: Iterable[Event]) -> dict[str, Any]:
 
 
 class _NotACall(Exception):
-    """What was read since the last mark is text after all."""
+    """The characters read since the attempt began are content after all."""
 
 
 class ToolStream:
-    """The events of one answer.
+    """Parses one choice.
 
         stream = ToolStream(style, names={"get_weather"})
-        for piece in pieces:
-            for event in stream.push(piece): ...
+        for text in texts:
+            for event in stream.push(text): ...
         for event in stream.finish(): ...
 
-    A call is recognised by the style's mark, or without a mark at the very start of the answer, where it must name a
+    A call starts with the style's marker or, without one, at the very start of the output, where it must name a
     function in `names`. With `parallel` false only the first call is reported.
     """
 
     def __init__(self, style: ToolStyle, names: set[str], *, parallel: bool = True) -> None:
         self.num_calls = 0
-        self._opening, self._closing = _MARKS[style]
+        self._opening, self._closing = _MARKERS[style]
         self._names = names
-        self._most_calls = None if parallel else 1
+        self._max_calls = None if parallel else 1
         self._new_id = _short_id if style is ToolStyle.MISTRAL else _long_id
         self._events: list[Event] = []
-        self._blanks = ""  # read, and passed on with the next text: before a call they mean nothing
-        self._again: deque[str] = deque()  # characters to be read once more
-        self._read: list[str] = []  # since the last mark
-        self._is_at_start = True  # nothing but blanks was read
-        self._reading = self._answer()
-        next(self._reading)
+        self._blanks = ""  # held until the next text: before a call they are dropped
+        self._unread: deque[str] = deque()  # characters to read again
+        self._read: list[str] = []  # since the attempt began
+        self._is_at_start = True  # only blanks were read
+        self._parser = self._output()
+        next(self._parser)
 
     def push(self, text: str) -> list[Event]:
-        """What has become certain with this piece."""
+        """The events that became certain with this text."""
         for character in text:
-            self._reading.send(character)
+            self._parser.send(character)
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What was held, now that nothing follows."""
+        """What was held back, now that nothing follows."""
         try:
-            self._reading.send(_END)
+            self._parser.send(_END)
         except StopIteration:
             return self._take_events()
-        raise AssertionError("the reading of an answer went on behind its end")
+        raise AssertionError("the parser went on after the end of the output")
 
     def _take_events(self) -> list[Event]:
+        """The events since the last call, adjacent pieces of content or arguments joined."""
         taken: list[Event] = []
-        for event in self._events:
-            last = taken[-1] if taken else None
-            if isinstance(event, Content) and isinstance(last, Content):
-                taken[-1] = Content(last.text + event.text)
-            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
-                taken[-1] = CallArguments(last.index, last.text + event.text)
-            else:
-                taken.append(event)
+        for (kind, index), group in groupby(self._events, lambda event: (type(event), getattr(event, "index", 0))):
+            if kind is CallStart:
+                taken += group
+                continue
+            text = "".join([event.text for event in group if not isinstance(event, CallStart)])
+            taken.append(Content(text) if kind is Content else CallArguments(index, text))
         self._events.clear()
         return taken
 
-    # ---- reading: each of these is sent characters through `yield` ----
+    # ---- parsers: each is sent characters through `yield` ----
 
-    def _answer(self) -> _Reading[None]:
+    def _output(self) -> _Parser[None]:
         while True:
             self._read.clear()
             character = yield from self._next()
@@ -155,9 +155,9 @@ class ToolStream:
                 self._emit_content((yield from self._next()))
             self._is_at_start = False
 
-    def _try_calls(self, first: str) -> _Reading[bool]:
-        """Read calls, or a mark that closes them; False: nothing was read."""
-        if self.num_calls and first == self._closing[:1] and (yield from self._attempt(self._closing_mark())):
+    def _try_calls(self, first: str) -> _Parser[bool]:
+        """Read calls, or their closing marker; False if nothing was read."""
+        if self.num_calls and first == self._closing[:1] and (yield from self._attempt(self._closing_marker())):
             return True
         if first == self._opening[0] and (yield from self._attempt(self._marked_calls())):
             return True
@@ -165,28 +165,28 @@ class ToolStream:
             return (yield from self._attempt(self._calls(is_marked=False)))
         return False
 
-    def _attempt(self, reading: _Reading[None]) -> _Reading[bool]:
-        """Whether it could be read; if not, all of it is to be read again."""
+    def _attempt(self, parser: _Parser[None]) -> _Parser[bool]:
+        """Whether the parser succeeds; if not, its characters are read again."""
         self._read.clear()
         try:
-            yield from reading
+            yield from parser
         except _NotACall:
-            self._again.extendleft(reversed(self._read))
+            self._unread.extendleft(reversed(self._read))
             return False
         return True
 
-    def _marked_calls(self) -> _Reading[None]:
+    def _marked_calls(self) -> _Parser[None]:
         yield from self._word(self._opening)
         yield from self._calls(is_marked=True)
 
-    def _closing_mark(self) -> _Reading[None]:
+    def _closing_marker(self) -> _Parser[None]:
         yield from self._word(self._closing)
         yield from self._next_visible()
         self._back()
         self._blanks = ""
 
-    def _calls(self, is_marked: bool) -> _Reading[None]:
-        """One call, or several: in a list, or one behind the other."""
+    def _calls(self, is_marked: bool) -> _Parser[None]:
+        """One call or several, in a list or one after the other."""
         is_list = (yield from self._next_visible()) == "["
         if not is_list:
             self._back()
@@ -199,7 +199,7 @@ class ToolStream:
         if is_list and following == "]":
             yield from self._next()
 
-    def _call(self, is_marked: bool) -> _Reading[None]:
+    def _call(self, is_marked: bool) -> _Parser[None]:
         yield from self._visible("{")
         call = _Call()
         try:
@@ -213,14 +213,14 @@ class ToolStream:
         except _NotACall:
             if call.index is None:
                 raise
-            self._back()  # what was said of a call stays said: it ends before what is no JSON
+            self._back()  # the call was reported already: it ends before what is not JSON
         if call.name is None:
             raise _NotACall
         if call.index is None:
             self._start(call)
             self._emit_arguments(call, call.arguments or "{}")
 
-    def _member(self, key: str, call: _Call, is_marked: bool) -> _Reading[None]:
+    def _member(self, key: str, call: _Call, is_marked: bool) -> _Parser[None]:
         first = yield from self._next_visible()
         if key == "name" and call.name is None and first == '"':
             call.name = yield from self._string()
@@ -235,16 +235,16 @@ class ToolStream:
         else:
             raise _NotACall
 
-    def _value(self, first: str, call: _Call) -> _Reading[str]:
-        """A JSON value as it is written; of one that is a text, what it says. Given to the call where it has begun."""
+    def _value(self, first: str, call: _Call) -> _Parser[str]:
+        """A JSON value as written, or the content of a string. Emitted if the call has started."""
         if first in ("{", "["):
             return (yield from self._nested(first, call))
         value = (yield from self._string()) if first == '"' else (yield from self._literal(first))
         self._emit_arguments(call, value)
         return value
 
-    def _nested(self, first: str, call: _Call) -> _Reading[str]:
-        """An object or a list, passed on as it comes."""
+    def _nested(self, first: str, call: _Call) -> _Parser[str]:
+        """An object or a list, emitted as it comes."""
         text, depth, in_string, escaped = [first], 1, False, False
         self._emit_arguments(call, first)
         while depth:
@@ -261,8 +261,8 @@ class ToolStream:
                 depth += (character in "{[") - (character in "}]")
         return "".join(text)
 
-    def _literal(self, first: str) -> _Reading[str]:
-        """A number or one of JSON's words; null is no arguments."""
+    def _literal(self, first: str) -> _Parser[str]:
+        """A number, true, false or null; null means no arguments."""
         text, character = "", first
         while character.isalnum() or (character and character in "+-."):
             text += character
@@ -272,8 +272,8 @@ class ToolStream:
             raise _NotACall
         return "{}" if text == "null" else text
 
-    def _string(self) -> _Reading[str]:
-        """What follows an opening quote, up to the closing one."""
+    def _string(self) -> _Parser[str]:
+        """The rest of a string after its opening quote."""
         text, escaped = "", False
         while (character := (yield from self._next())) != '"' or escaped:
             if character == _END:
@@ -285,31 +285,31 @@ class ToolStream:
         except ValueError:
             raise _NotACall from None
 
-    def _visible(self, expected: str) -> _Reading[str]:
-        """The next character that is no blank, which must be one of these."""
+    def _visible(self, expected: str) -> _Parser[str]:
+        """The next character that is not blank, which must be one of `expected`."""
         character = yield from self._next_visible()
         if character == _END or character not in expected:
             raise _NotACall
         return character
 
-    def _word(self, word: str) -> _Reading[None]:
+    def _word(self, word: str) -> _Parser[None]:
         for expected in word:
             if (yield from self._next()) != expected:
                 raise _NotACall
 
-    def _next_visible(self, also_skipped: str = "") -> _Reading[str]:
+    def _next_visible(self, also_skipped: str = "") -> _Parser[str]:
         while True:
             character = yield from self._next()
             if character == _END or character not in _BLANK + also_skipped:
                 return character
 
-    def _next(self) -> _Reading[str]:
-        character = self._again.popleft() if self._again else (yield)
+    def _next(self) -> _Parser[str]:
+        character = self._unread.popleft() if self._unread else (yield)
         self._read.append(character)
         return character
 
     def _back(self) -> None:
-        self._again.appendleft(self._read.pop())
+        self._unread.appendleft(self._read.pop())
 
     # ---- events ----
 
@@ -325,7 +325,7 @@ class ToolStream:
             self._events.append(CallArguments(call.index, text))
 
     def _reports(self, index: int) -> bool:
-        return self._most_calls is None or index < self._most_calls
+        return self._max_calls is None or index < self._max_calls
 
     def _emit_content(self, text: str) -> None:
         if self._blanks + text:
@@ -335,11 +335,11 @@ class ToolStream:
 
 @dataclass(slots=True)
 class _Call:
-    """A call while it is read."""
+    """A call being parsed."""
 
     name: str | None = None
     arguments: str | None = None
-    index: int | None = None  # None: nothing of it was reported
+    index: int | None = None  # None until it is reported
 
 
 def _long_id() -> str:
@@ -347,5 +347,5 @@ def _long_id() -> str:
 
 
 def _short_id() -> str:
-    """Mistral's templates take ids of nine letters and digits only."""
+    """Mistral's templates accept only ids of nine letters and digits."""
     return secrets.token_hex(5)[:9]

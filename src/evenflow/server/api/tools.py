@@ -1,15 +1,13 @@
-"""The fields of a chat that offer functions to the model, and what they ask for: a prompt, a grammar, a parser.
+"""The fields of a chat that offer tools to the model, and the grammar and parser they need.
 
-Used in this order for each chat:
+Used in this order:
 
     use = body.tool_use(tokenizer.chat_template.tool_style, body.grammar)
     prompt = tokenizer.apply_chat_template(messages, tools=use.tools)
     sampling = SamplingParams(grammar=use.grammar)
-    stream = use.new_stream()               one for each answer; None: all of its text is content
-    delta = as_delta(stream.push(text))     and of stream.finish(); for a whole answer, whole_message(events)
-    finish_reason = "tool_calls"            where it would be "stop" and stream.num_calls is not 0
-
-Must not know: engines, HTTP.
+    stream = use.new_stream()               one per choice; None if all text is content
+    delta = as_delta(stream.push(text))     likewise stream.finish(); for a whole response, whole_message(events)
+    finish_reason = "tool_calls"            instead of "stop" if stream.num_calls is not 0
 """
 
 from __future__ import annotations
@@ -19,18 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.grammar import BLANKS_IN_JSON
+from evenflow.server.api.response_format import StrictModel
 from evenflow.server.api.tool_stream import ToolStream
 
-MOST_TOOLS = 128
-_MOST_PARALLEL_CALLS = 16  # a model that may go on for ever sometimes does
+MAX_TOOLS = 128
+_MAX_PARALLEL_CALLS = 16  # without a limit, some models never stop
 
-_AROUND_CALLS = {  # before the first, between two, behind the last; Llama's models make one call at a time
+_AROUND_CALLS = {  # before the first call, between two, after the last; Llama's models make one call at a time
     ToolStyle.HERMES: ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     ToolStyle.LLAMA: ("", "", ""),
     ToolStyle.MISTRAL: ("[", ", ", "]"),
@@ -39,46 +38,42 @@ _AROUND_CALLS = {  # before the first, between two, behind the last; Llama's mod
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class FunctionDefinition(_Fields):
+class FunctionDefinition(StrictModel):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; without it, there are no parameters.")
-    strict: bool | None = Field(None, description="Has no effect: calls that are required always match the schema.")
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; without it, no parameters.")
+    strict: bool | None = Field(None, description="Has no effect: required calls always match the schema.")
 
 
-class Tool(_Fields):
+class Tool(StrictModel):
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Without what models have not been trained on."""
+        """Without fields that models were not trained on."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
-class NamedFunction(_Fields):
+class NamedFunction(StrictModel):
     name: FunctionName
 
 
-class NamedToolChoice(_Fields):
+class NamedToolChoice(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What one chat does with tools."""
+    """How one chat uses tools."""
 
     tools: list[dict[str, Any]] | None  # for the chat template
-    grammar: Grammar | None  # what the whole answer must match
+    grammar: Grammar | None  # for the whole output
     style: ToolStyle
     parallel: bool
 
     def new_stream(self) -> ToolStream | None:
-        """Takes one answer apart; None where no function may be called."""
+        """Parses one choice; None if no tool may be called."""
         if self.tools is None:
             return None
         names = {tool["function"]["name"] for tool in self.tools}
@@ -86,19 +81,18 @@ class ToolUse:
 
 
 class ToolFields(BaseModel):
-    """For the body of a chat."""
+    """For chats."""
 
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        None, description="'auto' where tools are given: the model decides."
+        None, description="By default 'auto' if there are tools: the model decides."
     )
     parallel_tool_calls: bool | None = Field(
-        None,
-        description="False: one call in an answer. Where calls are required, several are made only if this is true.",
+        None, description="False allows one call. Required calls are several only if this is true."
     )
 
     def tool_use(self, style: ToolStyle, answer: Grammar | None) -> ToolUse:
-        """`answer` is what text must match where the model does not call a function."""
+        """`answer` is the grammar of an output without tool calls."""
         parallel = self.parallel_tool_calls is not False
         functions = self._functions()
         if not functions or self.tool_choice == "none":
@@ -114,12 +108,12 @@ class ToolFields(BaseModel):
         if self.tool_choice != "required" and answer is None:
             return None
         either = None if self.tool_choice == "required" else answer
-        # Only where it is asked for: a small model that may call again does so, until it may not.
+        # Only on request: a small model that may call again does so until it hits the limit.
         parallel = self.parallel_tool_calls is True
         return call_grammar(list(functions.values()), style, parallel=parallel, answer=either)
 
     def _functions(self) -> dict[str, FunctionDefinition]:
-        """By name, each once; the choice is one of them."""
+        """By name, after checking that names are unique and the choice is one of them."""
         given = [tool.function for tool in self.tools or ()]
         functions = {function.name: function for function in given}
         if len(functions) < len(given):
@@ -136,12 +130,12 @@ class ToolFields(BaseModel):
 def call_grammar(
     functions: Sequence[FunctionDefinition], style: ToolStyle, *, parallel: bool, answer: Grammar | None = None
 ) -> Grammar:
-    """Calls of these functions in the model's own way of writing them, or JSON as `answer` says."""
+    """Calls of these functions in the model's own style, or JSON that matches `answer`."""
     key = "parameters" if style is ToolStyle.LLAMA else "arguments"
     heads = [json.dumps(f'{{"name": "{function.name}", "{key}": ') for function in functions]
     body = " | ".join(f'{head} arguments_{number} "}}"' for number, head in enumerate(heads))
     first, between, last = _AROUND_CALLS[style]
-    more = f"({json.dumps(between)} body){{0,{_MOST_PARALLEL_CALLS - 1}}}" if parallel and between else ""
+    more = f"({json.dumps(between)} body){{0,{_MAX_PARALLEL_CALLS - 1}}}" if parallel and between else ""
     lines = [
         f"start: {'calls' if answer is None else 'calls | answer'}",
         f"calls: {json.dumps(first)} body {more} {json.dumps(last)}",
@@ -154,9 +148,9 @@ def call_grammar(
 
 
 def _answer(answer: Grammar) -> str:
-    """The schema of an answer that may also be a call."""
+    """The schema of an output that may be a call instead."""
     if answer.kind != "json_schema":
-        raise InvalidRequest(f"Got tools and a {answer.kind} but they go together only with tool_choice='none'.")
+        raise InvalidRequest(f"Got tools and a {answer.kind}, which can be combined only with tool_choice='none'.")
     try:
         schema = json.loads(answer.text)
     except ValueError as error:
@@ -166,7 +160,7 @@ def _answer(answer: Grammar) -> str:
 
 
 def _arguments(function: FunctionDefinition) -> str:
-    """The parameters' schema. Where it lists them and says no more, it allows no others: small models would ramble."""
+    """The parameters' schema. One that only lists properties allows no others: small models would ramble."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
     if "properties" in schema and not schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
         schema = {"additionalProperties": False, **schema}

@@ -1,7 +1,6 @@
-"""Distributions that take many equal values at once: a histogram for Prometheus, and quantiles of the last while.
+"""Distributions for many equal values at once: a histogram for Prometheus, and recent quantiles.
 
-Every token passes here, so that one call takes all tokens of a step that waited equally long.
-Must not know: requests, steps, HTTP.
+Every token is counted here, so one call takes all tokens of a step with the same gap.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_RATIO = 1.02  # of one bucket's bound to the next: the error of a quantile
+_RATIO = 1.02  # between the bounds of adjacent buckets: bounds the error of a quantile
 _LOG_RATIO = math.log(_RATIO)
 
 
 class BulkHistogram(Collector):
-    """A histogram of one series, under one name or several."""
+    """One histogram under one or more names."""
 
     def __init__(self, names: dict[str, str], buckets: Sequence[float], labels: dict[str, str]) -> None:
-        self._names = names  # with what each says
+        self._names = names  # name to documentation
         self._bounds = [*buckets, math.inf]
         self._labels = labels
         self._counts = [0] * len(self._bounds)
@@ -43,10 +42,10 @@ class BulkHistogram(Collector):
 
 
 class RecentQuantiles:
-    """Quantiles of positive values over the last seconds, within 2%, in memory that does not grow with their number."""
+    """Quantiles of positive values over the last seconds, within 2%, in constant memory."""
 
     def __init__(self, max_seconds: int) -> None:
-        # One slot a second: how many values in each bucket of a geometric scale.
+        # Per second, the number of values in each bucket of a geometric scale.
         self._slots: deque[tuple[int, Counter[int]]] = deque(maxlen=max_seconds + 1)
 
     def observe(self, value: float, count: int, now: float) -> None:
@@ -56,7 +55,7 @@ class RecentQuantiles:
         self._slots[-1][1][math.ceil(math.log(max(value, 1e-6)) / _LOG_RATIO)] += count
 
     def quantiles(self, shares: Sequence[float], now: float, seconds: float) -> list[float | None]:
-        """The values below which these shares lie; None where there was no value."""
+        """The values below which these shares lie; None if there were no values."""
         counts: Counter[int] = Counter()
         for second, slot in self._slots:
             if second > now - seconds - 1:

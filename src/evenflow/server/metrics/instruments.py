@@ -1,11 +1,9 @@
-"""Every metric by name, kind, labels and buckets. Those called `vllm:` are as vLLM 0.32 has them.
-
-Must not know: what makes a figure change; that is `metrics`.
-"""
+"""Every metric with its name, type, labels and buckets. Those called `vllm:` match vLLM 0.32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,9 +19,8 @@ REFUSALS = ("queue_full", "tenant_limit", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
 _TBT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -34,7 +31,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class Maker:
-    """Makes metrics that carry the labels that all of vLLM's have."""
+    """Creates metrics with the labels that all of vLLM's have."""
 
     def __init__(self, collectors: CollectorRegistry, model_name: str) -> None:
         self._collectors = collectors
@@ -55,7 +52,7 @@ class Maker:
         return metric
 
     def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> SplitCounter:
-        """A counter by one label more; the values `known` are there from the start, so that rates see their first."""
+        """A counter with one more label. Its `known` values start at 0, so that rates include their first increment."""
         metric = self._make(Counter, name, text, [*self._labels, label])
         counter = SplitCounter(metric, tuple(self._labels.values()))
         for value in known:
@@ -63,52 +60,44 @@ class Maker:
         return counter
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        """A gauge that is always 1 and says what it has to say in its labels."""
+        """A gauge that is always 1; its labels are the information."""
         labels = {**values, "engine": self._labels["engine"]}
         self._make(Gauge, name, text, labels).labels(**labels).set(1)
 
     def _make(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
-        namespace = subsystem = unit = ""  # they are in the name
-        return kind(name, text, list(labels), namespace, subsystem, unit, self._collectors, **options)
+        return kind(name, text, list(labels), registry=self._collectors, **options)
 
 
 class SplitCounter:
-    """A counter with a label of its own, whose children are looked up once."""
+    """A counter with one more label, whose children are looked up once."""
 
     def __init__(self, counter: Counter, common: tuple[str, ...]) -> None:
-        self._counter = counter
-        self._common = common
-        self._children: dict[str, Counter] = {}
+        self._child = cache(lambda value: counter.labels(*common, value))
 
     def inc(self, amount: float, value: str) -> None:
-        child = self._children.get(value)
-        if child is None:
-            child = self._children[value] = self._counter.labels(*self._common, value)
-        child.inc(amount)
+        self._child(value).inc(amount)
 
 
 class VllmMetrics:
-    """What the dashboards made for vLLM look at, where this engine has such a figure."""
+    """Metrics that dashboards for vLLM show, as far as this engine has them."""
 
     def __init__(self, make: Maker) -> None:
-        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+        counter, gauge, histogram, split = make.counter, make.gauge, make.histogram, make.split_counter
         self.running = gauge("vllm:num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for memory.")
         self.kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
-        self.preemptions = counter("vllm:num_preemptions", "Requests that took a slot again after losing it.")
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
-        self.prompt_tokens_by_source = make.split_counter(
-            "vllm:prompt_tokens_by_source", "The same by where they came from.", "source", PROMPT_SOURCES
+        self.preemptions = counter("vllm:num_preemptions", "Preempted requests that got a slot again.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.")
+        self.prompt_tokens_by_source = split(
+            "vllm:prompt_tokens_by_source", "These by source.", "source", PROMPT_SOURCES
         )
-        self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those of them that were cached.")
+        self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those that were cached.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.request_success = make.split_counter(
-            "vllm:request_success", "Requests that ended.", "finished_reason", FinishReason
-        )
+        self.request_success = split("vllm:request_success", "Finished requests.", "finished_reason", FinishReason)
         self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
-        self.params_n = histogram("vllm:request_params_n", "Answers asked for by one call.", (1, 2, 5, 10, 20))
+        self.params_n = histogram("vllm:request_params_n", "Choices per API request.", (1, 2, 5, 10, 20))
         self.request_preemptions = histogram(
             "vllm:request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)
         )
@@ -131,7 +120,7 @@ class VllmMetrics:
 
 
 class VllmRequestTokens:
-    """Those of vLLM's histograms whose buckets end at the model's context."""
+    """vLLM's histograms whose buckets end at the model's context."""
 
     def __init__(self, make: Maker, max_model_len: int) -> None:
         buckets = tuple(
@@ -140,61 +129,50 @@ class VllmRequestTokens:
             for mantissa in (1, 2, 5)
             if mantissa * 10**exponent <= max_model_len
         )
-        self.prompt = make.histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", buckets)
-        self.generation = make.histogram("vllm:request_generation_tokens", "Tokens of a request's answer.", buckets)
-        self.max_generation = make.histogram(
-            "vllm:request_max_num_generation_tokens", "Most tokens that a request asked for.", buckets
+        histogram = make.histogram
+        self.prompt = histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", buckets)
+        self.generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", buckets)
+        self.max_generation = histogram(
+            "vllm:request_max_num_generation_tokens", "Most tokens that a request could get.", buckets
         )
-        self.params_max_tokens = make.histogram("vllm:request_params_max_tokens", "A request's max_tokens.", buckets)
-        self.computed = make.histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Tokens of a prompt that were not cached.", buckets
+        self.params_max_tokens = histogram("vllm:request_params_max_tokens", "A request's max_tokens.", buckets)
+        self.computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", buckets
         )
 
 
 class EvenflowMetrics:
-    """What vLLM's metrics lack: how steps were filled, what they took, and what kept tokens waiting."""
+    """What vLLM's metrics lack: how steps were filled, how long they took, and what delayed tokens."""
 
     def __init__(self, make: Maker) -> None:
-        counter, gauge, histogram = make.counter, make.gauge, make.histogram
-        self.up = gauge("evenflow:up", "1 while the engine process serves.")
-        self.restarts = counter("evenflow:engine_restarts", "Times that the engine process was started anew.")
-        self.rejected = make.split_counter(
-            "evenflow:rejected_requests", "Requests refused for want of room.", "reason", REFUSALS
-        )
+        counter, gauge, histogram, split = make.counter, make.gauge, make.histogram, make.split_counter
+        self.up = gauge("evenflow:up", "1 while the engine is up.")
+        self.restarts = counter("evenflow:engine_restarts", "Restarts of the engine process.")
+        self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
-        self.chunks = make.split_counter(
-            "evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason
-        )
-        self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request until its end.", _CHUNKS)
-        self.budget_use = histogram("evenflow:step_budget_use", "Share of the budget that a step used.", _SHARES)
-        self.step_tokens = make.split_counter("evenflow:step_tokens", "Tokens run, by what for.", "part", STEP_PARTS)
-        self.part_seconds = make.split_counter(
-            "evenflow:step_part_seconds", "Seconds of steps, by what for.", "part", STEP_PARTS
-        )
-        self.step_seconds = histogram("evenflow:step_seconds", "What steps took.", _STEP_S)
-        self.predicted_seconds = histogram(
-            "evenflow:step_predicted_seconds", "What steps were predicted to take.", _STEP_S
-        )
+        self.chunks = split("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
+        self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request.", _CHUNKS)
+        self.budget_use = histogram("evenflow:step_budget_use", "Share of its token budget that a step used.", _SHARES)
+        self.step_tokens = split("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)
+        self.part_seconds = split("evenflow:step_part_seconds", "Seconds of steps, by phase.", "part", STEP_PARTS)
+        self.step_seconds = histogram("evenflow:step_seconds", "Duration of steps.", _STEP_S)
+        self.predicted_seconds = histogram("evenflow:step_predicted_seconds", "Predicted duration of steps.", _STEP_S)
         self.prediction_error = histogram(
             "evenflow:step_prediction_error", "|predicted - actual| / actual of a step.", _SHARES
         )
         self.stalls = counter("evenflow:stalls", "Steps that made tokens late.")
-        self.stall_seconds = make.split_counter(
-            "evenflow:stall_seconds", "Seconds of the longest gap of each such step, by cause.", "cause", CauseKind
+        self.stall_seconds = split(
+            "evenflow:stall_seconds", "Longest gap of these steps, by cause.", "cause", CauseKind
         )
-        self.late_tokens = counter("evenflow:late_tokens", "Tokens that came after their deadline.")
-        self.target = gauge("evenflow:tbt_target_seconds", "The target in force; NaN where the policy keeps none.")
+        self.late_tokens = counter("evenflow:late_tokens", "Tokens after their deadline.")
+        self.target = gauge("evenflow:tbt_target_seconds", "The current target; NaN if the policy has none.")
         self.feasible_target = gauge(
-            "evenflow:tbt_feasible_target_seconds", "The least target that could be kept, where this one cannot."
+            "evenflow:tbt_feasible_target_seconds", "Lowest feasible target if the current one is not."
         )
         self.tbt_p50 = gauge("evenflow:tbt_p50_seconds", "Median time between tokens over the last minute.")
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
-        self.tenant_requests = make.split_counter("evenflow:tenant_requests", "Requests that ended.", "tenant")
-        self.tenant_prompt_tokens = make.split_counter(
-            "evenflow:tenant_prompt_tokens", "Prompt tokens of these.", "tenant"
-        )
-        self.tenant_generation_tokens = make.split_counter(
-            "evenflow:tenant_generation_tokens", "Tokens generated for these.", "tenant"
-        )
+        self.tenant_requests = split("evenflow:tenant_requests", "Finished requests.", "tenant")
+        self.tenant_prompt_tokens = split("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
+        self.tenant_generation_tokens = split("evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant")

@@ -1,7 +1,7 @@
-"""Traces, for those who collect them: one span a request, with its wait, its chunks and its first token as events.
+"""OpenTelemetry traces: one span per request, with its queueing, chunks and first token as events.
 
-A span is made when its request has ended, from what was noted on the way, so that tracing costs nothing before.
-Must not know: how requests are served. Needs the extra `otel`, imported when a tracer is made.
+A span is built from the request's record after its end, so tracing costs nothing before. Needs the extra `otel`, which
+is imported when a tracer is made.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NANOSECONDS = 1_000_000_000
 
 
 class RequestTracer(Listener):
-    """Turns each request that ended into a span. Close it to send what is left."""
+    """Turns each finished request into a span."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("evenflow")
         self._model_name = model_name
-        # The server's clock starts anywhere; spans want the time of day.
+        # The server's clock has an arbitrary zero; spans need the time of day.
         self._epoch = time.time() - time.perf_counter()
 
     def on_request_finished(self, record: RequestRecord) -> None:
@@ -59,12 +59,7 @@ class RequestTracer(Listener):
             span.set_attribute("gen_ai.latency.time_in_queue", queue_s)
             span.add_event("left_queue", {"queue_s": queue_s}, self._time_of_day(record.admitted_at))
         for at, chunk in record.chunks:
-            attributes: dict[str, str | float] = {
-                "start": chunk.start,
-                "length": chunk.length,
-                "reason": chunk.reason,
-                "seconds": chunk.seconds,
-            }
+            attributes = {name: getattr(chunk, name) for name in ("start", "length", "reason", "seconds")}
             span.add_event("chunk", attributes, self._time_of_day(at))
         if record.first_token_at is not None:
             ttft_s = record.first_token_at - record.started_at
@@ -75,18 +70,16 @@ class RequestTracer(Listener):
         return int((self._epoch + at) * _NANOSECONDS)
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer is given up on after a few seconds."""
+        """Send the remaining spans, waiting a few seconds at most."""
         self._provider.shutdown()
 
 
 def make_tracer(endpoint: str | None, model_name: str) -> RequestTracer | None:
-    """A tracer that sends to an OTLP collector over HTTP (`http://host:4318/v1/traces`); None without an endpoint."""
+    """A tracer that sends to an OTLP collector (`http://host:4318/v1/traces`); None without an endpoint."""
     if endpoint is None:
         return None
     if not endpoint.startswith(("http://", "https://")):
-        raise InvalidConfig(
-            f"Got --otlp-endpoint {endpoint!r} but expected a URL that begins with http:// or https://."
-        )
+        raise InvalidConfig(f"Got --otlp-endpoint {endpoint!r} but expected an http:// or https:// URL.")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -1,165 +1,143 @@
-"""vLLM's routes through evenflow's front: bytes both ways, as fast as the slower side takes them.
+"""Serves vLLM's routes through evenflow's front: streams bytes both ways with backpressure.
 
-A client that goes away ends its request in vLLM too. Must not know: what a request asks for, how vLLM is started.
+A client that disconnects aborts its request in vLLM too.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 
 import httpx
-import msgspec
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.server.access import Caller, Gate, ServerLimits
+from evenflow.server.access import Gate
 from evenflow.server.api.errors import as_api_error
-from evenflow.server.api.generation_response import DONE, event_of
+from evenflow.server.api.generation_response import client_disconnected
 from evenflow.server.api.request_body import read_bytes
+from evenflow.server.api.response_writer import DONE, encode_json, event_of
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.vllm_engine import VllmEngine
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _URL = httpx.URL("http://vllm")
-# What concerns one connection, not the request; and the key, which is evenflow's.
-_HOP_HEADERS = {
-    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),
-    *(b"transfer-encoding", b"upgrade"),
-}
-_REQUEST_ONLY_HERE = _HOP_HEADERS | {b"host", b"authorization", b"content-length", b"expect"}
-_RESPONSE_ONLY_HERE = _HOP_HEADERS | {b"server", b"date"}
-
-Headers = list[tuple[bytes, bytes]]
+# Headers of one connection, not of the request; and the key, which is evenflow's.
+_HOP_HEADERS = set(
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+)
+_DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"content-length", b"expect"}
+_DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
 
 
 @dataclass(frozen=True, slots=True)
 class VllmService:
-    """vLLM behind one server."""
+    """A model served by vLLM."""
 
     client: VllmEngine
     gate: Gate
-    limits: ServerLimits
 
 
 def proxy_routes(service: VllmService) -> APIRouter:
-    """Everything that is not evenflow's own; include it last."""
+    """Proxies every path that has no route before this one."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/{path:path}", methods=_METHODS)
     async def proxy(request: Request) -> Response:
-        content = await read_bytes(request, service.limits.max_body_bytes)
+        content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
         url = _URL.copy_with(raw_path=request.scope["raw_path"] + (b"?" + query if query else b""))
-        headers = _without(request.headers.raw, _REQUEST_ONLY_HERE)
-        caller: Caller = request.state.caller
-        asked = httpx.Request(request.method, url, headers=headers, content=content)
-        return Relaying(service, asked, caller.tenant(None))
+        headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
+        proxied = httpx.Request(request.method, url, headers=headers, content=content)
+        return ProxyResponse(service, proxied, request.state.caller.tenant(None))
 
     return routes
 
 
-def _without(headers: Headers, left_out: set[bytes]) -> Headers:
-    return [(name, value) for name, value in headers if name.lower() not in left_out]
+def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in dropped]
 
 
-class Relaying(Response):
-    """One request on its way through vLLM, from the gate to its last byte."""
+class ProxyResponse(Response):
+    """Sends a request to vLLM and streams its response to the client."""
 
     def __init__(self, service: VllmService, request: httpx.Request, tenant: str) -> None:
         super().__init__()
-        self._engine = service.client
-        self._gate = service.gate
+        self._service = service
         self._request = request
         self._tenant = tenant
         self._relay: asyncio.Task[None] | None = None
         self._failure: EvenflowError | None = None
-        self._has_begun = False  # to answer
+        self._has_started = False
         self._is_event_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        makes_work = self._request.method == "POST"
-        with self._gate.enter(self._tenant, 1) if makes_work else nullcontext(), self._engine.proxying(self):
+        gate, is_counted = self._service.gate, self._request.method == "POST"
+        with gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._service.client.proxying(self):
             self._relay = asyncio.create_task(self._run(send))
-            leaving = asyncio.create_task(_client_left(receive))
+            disconnect = asyncio.create_task(client_disconnected(receive))
             try:
-                await asyncio.wait((self._relay, leaving), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((self._relay, disconnect), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (self._relay, leaving):
+                for task in (self._relay, disconnect):
                     task.cancel()
-                await asyncio.wait((self._relay, leaving))
+                await asyncio.wait((self._relay, disconnect))
         if not self._relay.cancelled():
             self._relay.result()
         if self._failure is not None:
-            await self._end_with(self._failure, send)
+            await self._send_failure(self._failure, send)
 
     def fail(self, failure: EvenflowError) -> None:
-        """End it by an error that the client gets to see."""
+        """End the response with an error that the client sees."""
         if self._relay is not None and not self._relay.done():
             self._failure = failure
             self._relay.cancel()
 
     async def _run(self, send: Send) -> None:
         try:
-            response = await self._engine.http.send(self._request, stream=True)
-            try:
-                headers = _without(response.headers.raw, _RESPONSE_ONLY_HERE)
+            async with aclosing(await self._service.client.http.send(self._request, stream=True)) as response:
+                headers = _without(response.headers.raw, _DROPPED_FROM_RESPONSE)
                 self._is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
-                self._has_begun = True
+                self._has_started = True
                 await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
                 async for part in response.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-            finally:
-                await response.aclose()
         except httpx.TransportError:
             self._failure = EngineFailed("vLLM broke the connection")
 
-    async def _end_with(self, failure: EvenflowError, send: Send) -> None:
-        if not self._has_begun:
+    async def _send_failure(self, failure: EvenflowError, send: Send) -> None:
+        if not self._has_started:
             raise failure
         if self._is_event_stream:
-            error = event_of(msgspec.json.encode(as_api_error(failure).body()))
+            error = event_of(encode_json(as_api_error(failure).body()))
             await send({"type": "http.response.body", "body": error + DONE})
-        # Else the connection is closed before the end, which is all that can be said of half an answer.
-
-
-async def _client_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class _EvenflowFamilies(Collector):
-    """What vLLM has no figures of; those called as vLLM's are vLLM's own to tell."""
-
-    def __init__(self, collectors: CollectorRegistry) -> None:
-        self._collectors = collectors
-
-    def collect(self) -> Iterator[Metric]:
-        return (family for family in self._collectors.collect() if family.name.startswith("evenflow:"))
+        # Otherwise the connection closes early: the only way to mark half a response as failed.
 
 
 def metrics_routes(service: VllmService, observer: Observer) -> APIRouter:
-    """The route /metrics: vLLM's own figures and evenflow's."""
+    """The route /metrics: vLLM's metrics, and those of evenflow's that vLLM does not have."""
     routes = APIRouter()
-    engine, own = service.client, _EvenflowFamilies(observer.collectors)
+    engine = service.client
 
-    @routes.get("/metrics", response_class=Response, summary="Figures for Prometheus")
+    class EvenflowFamilies(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return (family for family in observer.collectors.collect() if family.name.startswith("evenflow:"))
+
+    @routes.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     async def metrics() -> Response:
-        theirs = b""
+        vllm_metrics = b""
         if engine.is_up:
-            try:
+            with suppress(httpx.TransportError):  # vLLM is going down, which evenflow's own metrics show
                 response = await engine.http.get("/metrics", headers={"accept": "text/plain"})
-                theirs = response.content if response.is_success else b""
-            except httpx.TransportError:
-                pass  # it is going down: evenflow's own figures say so
-        return Response(theirs + generate_latest(own), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+                vllm_metrics = response.content if response.is_success else b""
+        return Response(vllm_metrics + generate_latest(EvenflowFamilies()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes
