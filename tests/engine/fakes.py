@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
+from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.engine.async_llm import AsyncLLM
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.llm import LLM
@@ -15,6 +18,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.executors.fake import FakeExecutor
 
 VOCAB = 500
+_numbers = count()
 
 
 class NumberDecoder:
@@ -69,6 +73,16 @@ def intake_of(engine: Engine, with_text: bool = True) -> Intake:
     return Intake(engine.limits, engine.scheduler.block_size, codec, clock=engine.clock)
 
 
+def prepare(engine: Engine, prompt: Sequence[int], sampling: SamplingParams, request_id: str | None = None) -> Request:
+    """A request for an engine that is stepped without text."""
+    number = f"r{next(_numbers)}"
+    return intake_of(engine).prepare(prompt, sampling, policy=engine.policy, request_id=request_id or number)
+
+
 def fake_llm(policy: str = "fixed:64", *, with_text: bool = True, **options: Any) -> LLM:
     engine = fake_engine(policy, **options)
     return LLM.over(engine, intake_of(engine, with_text))
+
+
+def fake_async_llm(engine: Engine) -> AsyncLLM:
+    return AsyncLLM.over(engine, intake_of(engine))

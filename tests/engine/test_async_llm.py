@@ -9,10 +9,9 @@ import pytest
 
 from evenflow.core.plan import StepPlan
 from evenflow.core.request import SamplingParams
-from evenflow.engine.async_llm import AsyncLLM
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.fake import fake_continuation
-from tests.engine.fakes import VOCAB, fake_engine
+from tests.engine.fakes import VOCAB, fake_async_llm, fake_engine
 
 
 def slowly(plan: StepPlan) -> None:
@@ -21,7 +20,7 @@ def slowly(plan: StepPlan) -> None:
 
 def test_streams_run_side_by_side_and_are_whole() -> None:
     async def main() -> None:
-        async with AsyncLLM.over(fake_engine()) as llm:
+        async with fake_async_llm(fake_engine()) as llm:
             prompts = [[number] * (10 + number) for number in range(20)]
             outputs = await asyncio.gather(*(llm.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -33,7 +32,7 @@ def test_streams_run_side_by_side_and_are_whole() -> None:
 def test_leaving_a_stream_aborts_its_request() -> None:
     async def main() -> None:
         engine = fake_engine(disturb=slowly)
-        async with AsyncLLM.over(engine) as llm:
+        async with fake_async_llm(engine) as llm:
             stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=300))
             async for delta in stream:
                 assert delta.finish_reason is None
@@ -49,7 +48,7 @@ def test_leaving_a_stream_aborts_its_request() -> None:
 def test_cancelling_a_task_aborts_its_request_and_no_other() -> None:
     async def main() -> None:
         engine = fake_engine(disturb=slowly)
-        async with AsyncLLM.over(engine) as llm:
+        async with fake_async_llm(engine) as llm:
             doomed = asyncio.create_task(llm.generate([1, 2, 3], SamplingParams(max_tokens=300)))
             other = asyncio.create_task(llm.generate([4, 5], SamplingParams(max_tokens=50)))
             await asyncio.sleep(0.02)
@@ -65,7 +64,7 @@ def test_cancelling_a_task_aborts_its_request_and_no_other() -> None:
 
 def test_a_bad_request_is_refused_to_its_caller_alone() -> None:
     async def main() -> None:
-        async with AsyncLLM.over(fake_engine(num_blocks=4, disturb=slowly)) as llm:
+        async with fake_async_llm(fake_engine(num_blocks=4, disturb=slowly)) as llm:
             good = asyncio.create_task(llm.generate([1], SamplingParams(max_tokens=20)))
             with pytest.raises(InvalidRequest, match="empty"):
                 await llm.generate([])
@@ -78,7 +77,7 @@ def test_a_bad_request_is_refused_to_its_caller_alone() -> None:
 
 def test_closing_tells_those_who_wait_and_those_who_come_later() -> None:
     async def main() -> None:
-        llm = AsyncLLM.over(fake_engine(disturb=slowly))
+        llm = fake_async_llm(fake_engine(disturb=slowly))
         waiting = asyncio.create_task(llm.generate([1], SamplingParams(max_tokens=300)))
         await asyncio.sleep(0.01)
         await llm.close()
@@ -93,7 +92,7 @@ def test_closing_tells_those_who_wait_and_those_who_come_later() -> None:
 def test_a_defect_in_the_engine_reaches_every_caller() -> None:
     async def main() -> None:
         engine = fake_engine(disturb=slowly)
-        async with AsyncLLM.over(engine) as llm:
+        async with fake_async_llm(engine) as llm:
             calls = [asyncio.create_task(llm.generate([n], SamplingParams(max_tokens=300))) for n in range(3)]
             await asyncio.sleep(0.02)
             engine.scheduler.commit = None  # type: ignore[assignment, method-assign]

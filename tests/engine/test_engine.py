@@ -8,30 +8,30 @@ import pytest
 
 from evenflow.core.plan import StepPlan
 from evenflow.core.request import SamplingParams
-from evenflow.engine.engine import Engine
+from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.fake import fake_continuation
-from tests.engine.fakes import VOCAB, fake_engine
+from tests.engine.fakes import VOCAB, fake_llm
 
 
-def run(engine: Engine) -> tuple[dict[str, RequestOutput], list[Delta]]:
+def run(llm: LLM) -> tuple[dict[str, RequestOutput], list[Delta]]:
     deltas: list[Delta] = []
-    while engine.has_work:
-        deltas += engine.step()
+    while llm.engine.has_work:
+        deltas += llm.step()
     return {delta.request_id: delta.output for delta in deltas if delta.finish_reason}, deltas
 
 
-def add(engine: Engine, prompt: list[int], name: str = "r", **sampling: object) -> None:
-    engine.add(engine.prepare(prompt, SamplingParams(**sampling), request_id=name))  # type: ignore[arg-type]
+def add(llm: LLM, prompt: list[int], name: str = "r", **sampling: object) -> None:
+    llm.add(llm.prepare(prompt, SamplingParams(**sampling), request_id=name))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_answer_is_whole_and_timed(depth: int) -> None:
-    engine = fake_engine(depth=depth)
+    llm = fake_llm(depth=depth)
     prompt = list(range(100))
-    add(engine, prompt, max_tokens=5)
-    outputs, deltas = run(engine)
+    add(llm, prompt, max_tokens=5)
+    outputs, deltas = run(llm)
     output = outputs["r"]
     expected = fake_continuation(prompt, 5, VOCAB)
     assert output.token_ids == expected
@@ -47,31 +47,31 @@ def test_a_stop_string_ends_the_text_before_it(depth: int) -> None:
     prompt = list(range(30))
     tokens = fake_continuation(prompt, 8, VOCAB)
     stop = f" {tokens[3]} {tokens[4]}"
-    engine = fake_engine(depth=depth)
-    add(engine, prompt, max_tokens=8, stop=(stop,))
-    outputs, deltas = run(engine)
+    llm = fake_llm(depth=depth)
+    add(llm, prompt, max_tokens=8, stop=(stop,))
+    outputs, deltas = run(llm)
     assert outputs["r"].text == "".join(f" {token}" for token in tokens[:3])
     assert outputs["r"].finish_reason == "stop"
     assert outputs["r"].token_ids == tokens[:5]
     assert "".join(delta.text for delta in deltas) == outputs["r"].text
-    assert engine.scheduler.pool.num_held == 0
+    assert llm.engine.scheduler.pool.num_held == 0
 
 
 def test_text_that_only_looks_like_a_stop_string_comes_out_in_the_end() -> None:
     prompt = list(range(30))
     tokens = fake_continuation(prompt, 4, VOCAB)
-    engine = fake_engine()
-    add(engine, prompt, max_tokens=4, stop=(f" {tokens[3]} and more",))
-    outputs, _ = run(engine)
+    llm = fake_llm()
+    add(llm, prompt, max_tokens=4, stop=(f" {tokens[3]} and more",))
+    outputs, _ = run(llm)
     assert outputs["r"].text == "".join(f" {token}" for token in tokens)
 
 
 def test_a_stop_token_is_no_part_of_the_text() -> None:
     prompt = list(range(30))
     tokens = fake_continuation(prompt, 8, VOCAB)
-    engine = fake_engine()
-    add(engine, prompt, max_tokens=8, stop_token_ids=(tokens[2],))
-    outputs, _ = run(engine)
+    llm = fake_llm()
+    add(llm, prompt, max_tokens=8, stop_token_ids=(tokens[2],))
+    outputs, _ = run(llm)
     assert outputs["r"].token_ids == tokens[:3]
     assert outputs["r"].text == "".join(f" {token}" for token in tokens[:2])
     assert outputs["r"].finish_reason == "stop"
@@ -82,46 +82,46 @@ def test_a_failed_step_answers_those_in_it_and_the_others_go_on(caplog: pytest.L
         if any(chunk.request_id == "bad" for chunk in plan.chunks):
             raise RuntimeError("the device is on fire")
 
-    engine = fake_engine(disturb=disturb)
-    add(engine, list(range(10)), "bad", max_tokens=4)
-    outputs, _ = run(engine)
+    llm = fake_llm(disturb=disturb)
+    add(llm, list(range(10)), "bad", max_tokens=4)
+    outputs, _ = run(llm)
     assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "the device is on fire")
     assert "step 0 failed" in caplog.text
-    add(engine, list(range(10)), "good", max_tokens=4)
-    outputs, _ = run(engine)
+    add(llm, list(range(10)), "good", max_tokens=4)
+    outputs, _ = run(llm)
     assert outputs["good"].token_ids == fake_continuation(list(range(10)), 4, VOCAB)
 
 
 def test_abort_returns_what_there_was() -> None:
-    engine = fake_engine()
-    add(engine, list(range(10)), max_tokens=50)
+    llm = fake_llm()
+    add(llm, list(range(10)), max_tokens=50)
     for _ in range(4):
-        engine.step()
-    output = engine.abort("r")
+        llm.step()
+    output = llm.abort("r")
     assert output is not None
     assert (len(output.token_ids), output.finish_reason) == (4, "abort")
-    assert engine.abort("r") is None
-    assert not engine.has_work
+    assert llm.abort("r") is None
+    assert not llm.engine.has_work
 
 
 def test_preemption_is_not_seen_in_the_output() -> None:
-    engine = fake_engine(num_blocks=8)
+    llm = fake_llm(num_blocks=8)
     for name in ("a", "b"):
-        add(engine, [ord(name)] * 40, name, max_tokens=60)
-    outputs, _ = run(engine)
+        add(llm, [ord(name)] * 40, name, max_tokens=60)
+    outputs, _ = run(llm)
     for name in ("a", "b"):
         assert outputs[name].token_ids == fake_continuation([ord(name)] * 40, 60, VOCAB)
         assert sum(chunk.length for chunk in outputs[name].chunks) == 40
 
 
 def test_cached_tokens_are_reported_and_chunks_cover_the_rest() -> None:
-    engine = fake_engine()
+    llm = fake_llm()
     for name in ("first", "again"):
-        add(engine, list(range(100)), name, max_tokens=2)
-        outputs, _ = run(engine)
+        add(llm, list(range(100)), name, max_tokens=2)
+        outputs, _ = run(llm)
     assert outputs["again"].num_cached_tokens == 96
     assert [(c.start, c.length) for c in outputs["again"].chunks] == [(96, 4)]
-    assert engine.stats.totals.prefix_hit_rate == pytest.approx(0.48)
+    assert llm.engine.stats.totals.prefix_hit_rate == pytest.approx(0.48)
 
 
 @pytest.mark.parametrize(
@@ -135,44 +135,44 @@ def test_cached_tokens_are_reported_and_chunks_cover_the_rest() -> None:
     ],
 )
 def test_bad_prompts_are_named_and_harm_nobody(prompt: list[int], message: str) -> None:
-    engine = fake_engine()
-    add(engine, [1, 2, 3], "good", max_tokens=3)
+    llm = fake_llm()
+    add(llm, [1, 2, 3], "good", max_tokens=3)
     with pytest.raises(InvalidRequest, match=message):
-        engine.prepare(prompt, SamplingParams())
-    outputs, _ = run(engine)
+        llm.prepare(prompt, SamplingParams())
+    outputs, _ = run(llm)
     assert outputs["good"].finish_reason == "length"
 
 
 def test_the_context_ends_a_request() -> None:
-    engine = fake_engine(max_model_len=20)
-    add(engine, list(range(15)), max_tokens=100)
-    outputs, _ = run(engine)
+    llm = fake_llm(max_model_len=20)
+    add(llm, list(range(15)), max_tokens=100)
+    outputs, _ = run(llm)
     assert len(outputs["r"].token_ids) == 5
     assert outputs["r"].finish_reason == "length"
 
 
 def test_without_a_codec_there_are_only_tokens() -> None:
-    engine = fake_engine(with_text=False)
-    add(engine, [1, 2, 3], max_tokens=2)
-    outputs, _ = run(engine)
+    llm = fake_llm(with_text=False)
+    add(llm, [1, 2, 3], max_tokens=2)
+    outputs, _ = run(llm)
     assert outputs["r"].text == ""
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        engine.prepare("1 2 3", SamplingParams())
+        llm.prepare("1 2 3", SamplingParams())
 
 
 def test_work_that_cannot_be_planned_is_an_error_not_an_endless_loop() -> None:
-    engine = fake_engine()
-    add(engine, [1, 2, 3])
-    engine.scheduler._free_slots.clear()
+    llm = fake_llm()
+    add(llm, [1, 2, 3])
+    llm.engine.scheduler._free_slots.clear()
     with pytest.raises(EngineFailed, match="1 unfinished"):
-        engine.step()
+        llm.step()
 
 
 def test_throughput_is_logged_every_ten_seconds_of_activity(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "evenflow")
-    engine = fake_engine(cost=lambda shape: 1.0)
-    add(engine, list(range(128)), max_tokens=20)
-    run(engine)
+    llm = fake_llm(cost=lambda shape: 1.0)
+    add(llm, list(range(128)), max_tokens=20)
+    run(llm)
     lines = [record.message for record in caplog.records]
     assert lines == [
         "Avg prompt throughput: 12.8 tokens/s, Avg generation throughput: 0.9 tokens/s, Running: 1 reqs, "

@@ -12,21 +12,21 @@ from evenflow.core.record import read_result, result_record
 from evenflow.core.request import SamplingParams
 from evenflow.errors import EngineFailed, InvalidInput
 from evenflow.executors.recorded import replay
-from tests.engine.fakes import fake_engine
+from tests.engine.fakes import fake_llm
 
 
 def record_a_run(path: Path, depth: int) -> list[int]:
     """Small enough a pool for preemptions, an abort in the middle, a stop string, an adaptive policy."""
-    engine = fake_engine("adaptive:20", depth=depth, num_blocks=12, record=path)
+    llm = fake_llm("adaptive:20", depth=depth, num_blocks=12, record=path)
     for number in range(5):
         sampling = SamplingParams(max_tokens=40, stop=(" 7",) if number == 2 else ())
-        engine.add(engine.prepare([number] * (20 + 9 * number), sampling, request_id=str(number)))
+        llm.add(llm.prepare([number] * (20 + 9 * number), sampling, request_id=str(number)))
     for _ in range(12):
-        engine.step()
-    engine.abort("1")
-    while engine.has_work:
-        engine.step()
-    engine.close()
+        llm.step()
+    llm.abort("1")
+    while llm.engine.has_work:
+        llm.step()
+    llm.engine.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line["plan"]["step_id"] for line in lines if line.get("event") == "step"]
 
@@ -72,7 +72,7 @@ def test_an_unknown_version_and_a_broken_file_are_refused(tmp_path: Path) -> Non
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be written"):
-        fake_engine(record=tmp_path / "missing" / "run.jsonl")
+        fake_llm(record=tmp_path / "missing" / "run.jsonl")
 
 
 def test_a_result_comes_back_as_it_was() -> None:

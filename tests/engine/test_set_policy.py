@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from evenflow.core.request import SamplingParams
+from evenflow.core.policies import PolicySpec
+from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
 from evenflow.executors.fake import fake_continuation
 from evenflow.executors.recorded import replay
-from tests.engine.fakes import VOCAB, fake_engine
+from tests.engine.fakes import VOCAB, fake_async_llm, fake_engine, prepare
 from tests.models import tiny_llama
 
 PROMPT = list(range(3, 203))
@@ -22,17 +23,17 @@ PROMPT = list(range(3, 203))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_next_step_follows_the_new_policy_and_the_tokens_stay_the_same(depth: int, tmp_path: Path) -> None:
     engine = fake_engine("fixed:32", depth=depth, record=tmp_path / "steps.jsonl")
-    request = engine.prepare(PROMPT, SamplingParams(max_tokens=6))
+    request = prepare(engine, PROMPT, SamplingParams(max_tokens=6))
     engine.add(request)
     engine.step()
-    engine.set_policy("fixed:100", 100)
+    engine.set_policy(PolicySpec("fixed", 100))
     while engine.has_work:
-        deltas = engine.step()
+        engine.step()
     engine.close()
 
     lengths = [chunk.length for plan in replay(tmp_path / "steps.jsonl") for chunk in plan.chunks]
     assert lengths == [32] * depth + [100, 200 - 100 - 32 * depth]
-    assert deltas[-1].output.token_ids == fake_continuation(PROMPT, 6, VOCAB)
+    assert request.output_token_ids == fake_continuation(PROMPT, 6, VOCAB)
 
 
 def test_a_policy_brings_its_own_budget_and_leaves_the_other_settings() -> None:
@@ -68,9 +69,18 @@ def test_async_callers_get_it_in_turn() -> None:
 
 
 def test_prepared_requests_join_the_line_in_the_order_they_are_run() -> None:
-    async def main() -> list[tuple[float, int]]:
-        engine = fake_engine("fixed:64")
-        async with AsyncLLM.over(engine) as llm:
+    queued: list[Request] = []
+    engine = fake_engine("fixed:64")
+    add = engine.scheduler.add
+
+    def add_and_note(request: Request) -> None:
+        add(request)
+        queued.append(request)
+
+    engine.scheduler.add = add_and_note  # type: ignore[method-assign]
+
+    async def main() -> list[str]:
+        async with fake_async_llm(engine) as llm:
             requests = [llm.prepare([number] * length) for number, length in enumerate((300, 3, 4, 250))]
 
             async def run(number: int) -> None:
@@ -78,7 +88,8 @@ def test_prepared_requests_join_the_line_in_the_order_they_are_run() -> None:
                     pass
 
             await asyncio.gather(*map(run, (0, 1, 2, 3)))
-        return [request.rank for request in requests]
+        return [request.id for request in requests]
 
-    ranks = asyncio.run(main())
+    assert asyncio.run(main()) == [request.id for request in queued]
+    ranks = [request.rank for request in queued]
     assert ranks == sorted(ranks)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from evenflow.core.plan import StepShape
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import SamplingParams
-from evenflow.engine.async_llm import AsyncLLM
 from evenflow.engine.engine import Engine
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig, InvalidRequest
 from evenflow.executors.recorded import replay
-from tests.engine.fakes import fake_engine
+from tests.engine.fakes import fake_async_llm, fake_engine, fake_llm, prepare
 from tests.models import tiny_llama
 
 
@@ -26,17 +26,20 @@ def busy_engine(policy: str, **settings: object) -> Engine:
     """Two streams and a prompt too long to end here; the step-time model knows the cost."""
     engine = fake_engine(policy, cost=cost, num_blocks=2000, max_model_len=20_000, **settings)  # type: ignore[arg-type]
     for number in range(2):
-        engine.add(engine.prepare([number] * 10, SamplingParams(max_tokens=5000)))
+        engine.add(prepare(engine, [number] * 10, SamplingParams(max_tokens=5000)))
     engine.step()
-    engine.add(engine.prepare([5] * 19_000, SamplingParams(max_tokens=1), request_id="long"))
+    engine.add(prepare(engine, [5] * 19_000, SamplingParams(max_tokens=1), request_id="long"))
     for _ in range(40):
         engine.step()
     return engine
 
 
 def next_gap(engine: Engine) -> float:
+    """Seconds of a step in which no token is late."""
     before = engine.clock()
-    engine.step()
+    report = engine.step()
+    assert report is not None
+    assert report.late == []
     return engine.clock() - before
 
 
@@ -48,39 +51,58 @@ def test_the_very_next_step_keeps_the_new_target_and_what_was_learned_stays() ->
         gap = next_gap(engine)
         assert 0.5 * milliseconds / 1000 < gap <= milliseconds / 1000
     assert engine.scheduler.step_time is learned
-    assert engine.stalls.num_late_tokens == 0
 
 
 def test_a_target_after_a_policy_without_one_starts_with_a_clean_slate() -> None:
     engine = busy_engine("target:100")
-    engine.set_policy("fixed:500", 500)
+    engine.set_policy(PolicySpec("fixed", 500))
     for _ in range(3):
         engine.step()
     engine.set_target(0.050)
-    assert engine.scheduler.config.max_num_batched_tokens == 8192
+    assert engine.policy.budget == 8192
     for _ in range(5):
-        engine.step()
-    assert engine.stalls.num_late_tokens == 0
+        next_gap(engine)
 
 
 def test_the_budget_and_the_mode_stay_unless_they_are_changed() -> None:
     engine = fake_engine("fixed:64")
-    engine.set_policy("target:80,paced", 4096)
+    engine.set_policy(PolicySpec.parse("target:80,paced").bounded(4096))
     engine.set_target(0.060)
-    assert (engine.scheduler.config.policy, engine.scheduler.config.max_num_batched_tokens) == (
-        "target:60ms,paced",
-        4096,
-    )
+    assert (str(engine.policy), engine.policy.budget) == ("target:60ms,paced", 4096)
     engine.set_target(0.060, paced=False)
-    assert engine.scheduler.config.policy == "target:60ms"
+    assert str(engine.policy) == "target:60ms"
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, 0.0001, float("nan"), float("inf"), "50ms"])
+def test_a_target_may_be_a_fraction_of_a_millisecond_and_may_be_taken_back() -> None:
+    engine = fake_engine("load")
+    engine.set_target(0.0025)
+    assert (str(engine.policy), engine.policy.target) == ("target:2.5ms", 0.0025)
+    engine.set_target(0.0005)
+    assert str(engine.policy) == "target:0.5ms"
+    engine.set_target(None)
+    assert (str(engine.policy), engine.policy.target) == ("load", None)
+
+    engine = fake_engine("target:80")
+    engine.set_target(None)
+    assert str(engine.policy) == "fixed:2048"
+
+
+def test_without_its_target_nothing_is_late_any_more() -> None:
+    engine = busy_engine("target:100")
+    engine.set_target(0.012)
+    reports = [engine.step() for _ in range(3)]
+    assert any(report is not None and report.late for report in reports)
+    engine.set_target(None)
+    for _ in range(3):
+        next_gap(engine)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, 0.00001, float("nan"), float("inf"), "50ms"])
 def test_no_target_but_a_positive_one(seconds: float) -> None:
     engine = fake_engine("target:80")
     with pytest.raises(InvalidConfig, match="tbt_target="):
         engine.set_target(seconds)
-    assert engine.scheduler.config.policy == "target:80"
+    assert str(engine.policy) == "target:80"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -98,13 +120,13 @@ def test_a_recording_with_changes_of_target_can_be_planned_again(depth: int, tmp
 
 
 def test_a_request_with_a_target_needs_the_policy_that_keeps_it() -> None:
-    engine = fake_engine("fixed:64")
+    llm = fake_llm("fixed:64")
     for name in ("tbt_target", "ttft_target"):
         sampling = SamplingParams(**{name: 0.25})  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match=rf"{name}=0.25 .*'fixed:64'"):
-            engine.prepare([1, 2, 3], sampling)
-    engine.set_target(0.1)
-    engine.prepare([1, 2, 3], SamplingParams(tbt_target=0.25, ttft_target=1.0))
+            llm.prepare([1, 2, 3], sampling)
+    llm.set_target(0.1)
+    llm.prepare([1, 2, 3], SamplingParams(tbt_target=0.25, ttft_target=1.0))
 
 
 def test_llm_and_async_llm_say_which_policy_holds() -> None:
@@ -116,12 +138,12 @@ def test_llm_and_async_llm_say_which_policy_holds() -> None:
 
     async def main() -> list[str]:
         engine = fake_engine("target:100,paced")
-        async with AsyncLLM.over(engine) as llm:
+        async with fake_async_llm(engine) as llm:
             policies = [llm.policy]
             for paced in (None, False):
                 llm.set_target(0.04, paced)
                 await llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
-                policies.append(engine.scheduler.config.policy)
+                policies.append(str(engine.policy))
                 assert llm.policy == policies[-1]
             with pytest.raises(InvalidConfig):
                 llm.set_target(0.0)

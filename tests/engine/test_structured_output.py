@@ -16,7 +16,7 @@ from evenflow import LLM, AsyncLLM, Grammar, SamplingParams
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.loader import load_model
-from tests.engine.fakes import fake_engine
+from tests.engine.fakes import fake_llm
 from tests.models import stories260k_folder, tiny_llama
 
 # Each is small enough for a model of random weights to come to its end.
@@ -193,4 +193,4 @@ def test_leaving_a_constrained_stream_frees_it() -> None:
 
 def test_an_engine_that_cannot_constrain_answers_says_so() -> None:
     with pytest.raises(InvalidRequest, match="cannot constrain"):
-        fake_engine().prepare([1, 2], SamplingParams(grammar=Grammar.regex("a")))
+        fake_llm().prepare([1, 2], SamplingParams(grammar=Grammar.regex("a")))
