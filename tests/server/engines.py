@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from evenflow.core.plan import Admission, RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
@@ -61,6 +62,6 @@ def scripted_engine(
     num_blocks: int = 8000,
     poison: int | None = None,
 ) -> Engine:
-    config = SchedulerConfig(num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
+    config = SchedulerConfig(num_blocks=num_blocks, policy=PolicySpec.parse(policy), max_num_seqs=max_num_seqs)
     executor = ScriptedExecutor(step_s, script, poison)
     return Engine(Scheduler(config, executor.caps), executor, Limits(MAX_MODEL_LEN, VOCAB_SIZE))

@@ -20,8 +20,8 @@ from evenflow.engine.engine import Engine
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ServerLimits
-from evenflow.server.engine.client import EngineClient
 from evenflow.server.engine.process import build_served_engine
+from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.serving import Server, ServerSettings, bind, serve
 from tests.models import byte_level_tokenizer
 from tests.server.engines import scripted_engine
@@ -52,7 +52,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> ServedEngine:
         return self.server.service.client
 
     def request(self, method: str, path: str, body: Any = None) -> httpx.Response:

@@ -1,5 +1,5 @@
 """Stands in for vLLM's server, as a process of its own that is called like it: the same flags and environment, a few of
-its routes, and step reports by the plug-in's real Reporter. Run by the tests of evenflow's front.
+its routes, and step reports by the plug-in's real steering. Run by the tests of evenflow's front.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -19,75 +20,53 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from evenflow.core.plan import StepShape
-from evenflow.core.policies import target_of
-from evenflow.vllm.reports import ChunkDone, Reporter, StepDone
-from evenflow.vllm.settings import read_settings
-from evenflow.vllm.target_file import TargetFile
+from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.policy_file import NO_TARGET
+from evenflow.hosts.settings import read_settings
+from evenflow.hosts.steering import Host, HostLoad, HostRequest, Steering
 
 TOKEN_S = 0.01
 METRICS = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 0.0\n'
 
 
 class Scheduler:
-    """Every token is a step of its own, told of as the plug-in does."""
+    """Every token is a step of its own, reported by the plug-in's own steering."""
 
     def __init__(self) -> None:
         settings = read_settings({})
-        target = target_of(settings.policy)
-        assert target is not None
         assert settings.target_file is not None
-        self.policy = settings.policy
-        self.num_running = 0
-        self._reporter = Reporter(settings.policy, target, 2048, settings.step_socket)
-        self._target_file = TargetFile(settings.target_file)
-        self._num_steps = 0
+        store = Path(settings.target_file).with_name("step-times")
+        self._steering = Steering(Host(ExecutorCaps(), 2048, 256, store, logging.getLogger("vllm")), settings)
+        self._requests: dict[str, int] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    @property
+    def policy(self) -> str:
+        return str(self._steering.policy or NO_TARGET)
 
     def arrive(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        self.num_running += 1
-        self._reporter.arrived(request_id, time.perf_counter(), num_prompt_tokens, max_tokens)
+        self._requests[request_id] = num_prompt_tokens
+        self._steering.add(HostRequest(request_id, time.time(), num_prompt_tokens, num_prompt_tokens, 0, max_tokens))
 
-    def leave(self, request_id: str, num_tokens: int) -> None:
-        self.num_running -= 1
-        self._reporter.left(request_id, num_tokens)
+    def leave(self, request_id: str) -> None:
+        del self._requests[request_id]
 
     def step(self, request_id: str, num_prompt_tokens: int) -> None:
-        if (policy := self._target_file.changed()) is not None:
-            target = target_of(policy)
-            assert target is not None
-            self.policy = policy
-            self._reporter.retarget(policy, target)
-        self._num_steps += 1
-        rows = num_prompt_tokens or 1
-        decodes = 0 if num_prompt_tokens else 1
-        chunk = ChunkDone(request_id, 0, num_prompt_tokens, "end_of_prompt", True)
-        step = StepDone(
-            step_id=self._num_steps,
-            at=time.perf_counter(),
-            seconds=TOKEN_S,
-            is_own_time=True,
-            predicted_seconds=TOKEN_S,
-            predicted_decode_seconds=TOKEN_S * decodes,
-            shape=StepShape(
-                total_rows=rows,
-                padded_rows=rows,
-                prefill_rows=num_prompt_tokens,
-                prefill_attention=0,
-                decode_sequences=decodes,
-                decode_context=decodes,
-                attention_calls=1,
-                logit_rows=1,
-            ),
-            chunks=[chunk] if num_prompt_tokens else [],
-            decoded=[request_id] * decodes,
-            late=[],
-            num_output_tokens=1,
-            num_running=self.num_running,
-            num_waiting=0,
-            kv_cache_usage=0.25,
-            feasible_target=None,
-        )
-        self._reporter.report(step)
+        self._steering.follow_policy_file()
+        step = InFlightStep(time.perf_counter() - TOKEN_S, key=object())
+        if num_prompt_tokens:
+            step.chunks = [(request_id, 0, num_prompt_tokens)]
+            step.reasons = {request_id: ChunkReason.END_OF_PROMPT}
+            self._steering.scheduled(step, 0, 0, 1)
+        else:
+            step.decode_ids = {request_id}
+            self._steering.scheduled(step, 1, 1, 0)
+        step = self._steering.ended(step.key)
+        self._steering.emitted(step, {request_id: [1]}, self._requests, HostLoad(self.num_running, 0, 0.25))
 
 
 def make_app(names: list[str]) -> FastAPI:
@@ -104,12 +83,12 @@ def make_app(names: list[str]) -> FastAPI:
                 await asyncio.sleep(TOKEN_S)
                 num_tokens += 1
                 if num_tokens == body["max_tokens"]:
-                    scheduler.leave(request_id, num_tokens)
+                    scheduler.leave(request_id)
                 scheduler.step(request_id, 0 if number else num_prompt_tokens)
                 yield f"token {number} "
         finally:
             if num_tokens < body["max_tokens"]:
-                scheduler.leave(request_id, num_tokens)
+                scheduler.leave(request_id)
 
     @app.get("/health")
     async def health() -> Response:

@@ -1,55 +1,53 @@
-"""An engine over the fake executor whose every step is told as an event, as the engine process does."""
+"""An engine over the fake executor, stepped report by report as the engine process does."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from evenflow.core.plan import StepShape
+from evenflow.core.report import StepReport
 from evenflow.core.request import SamplingParams
-from evenflow.core.scheduler import Committed
 from evenflow.engine.engine import Engine
-from evenflow.engine.outputs import Delta
-from evenflow.server.metrics.events import EngineState, StepEvent, step_event
-from evenflow.server.metrics.observer import Observer
-from tests.engine.fakes import fake_engine
+from evenflow.server.metrics.observer import EngineState, Observer
+from tests.engine.fakes import fake_engine, prepare
 
 
 def step_seconds(shape: StepShape) -> float:
     return 0.010 + 0.001 * shape.prefill_rows + 0.0005 * shape.decode_sequences
 
 
-class ToldEngine:
-    """Steps an engine and keeps what each step gave."""
+class SteppedEngine:
+    """Steps an engine and counts the tokens of each request."""
 
     def __init__(
         self, policy: str = "fixed:64", cost: Callable[[StepShape], float] = step_seconds, **options: Any
     ) -> None:
         self.engine: Engine = fake_engine(policy, cost=cost, **options)
         self.clock = self.engine.clock
-        self.deltas: list[Delta] = []
-        self._committed: list[tuple[Committed, float]] = []
-        self.engine.watch_step = lambda committed, now: self._committed.append((committed, now))
+        self.num_tokens: Counter[str] = Counter()
 
     def add(
         self, request_id: str, num_prompt_tokens: int, max_tokens: int = 8, token: int = 1, **sampling: Any
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        self.engine.add(self.engine.prepare([token] * num_prompt_tokens, params, request_id=request_id))
+        self.engine.add(prepare(self.engine, [token] * num_prompt_tokens, params, request_id))
 
-    def step(self) -> StepEvent:
-        self.deltas = self.engine.step()
-        [(committed, now)] = self._committed
-        self._committed.clear()
-        return step_event(self.engine, committed, now)
+    def step(self) -> StepReport:
+        report = self.engine.step()
+        assert report is not None
+        for request_id, tokens in zip(report.ids, report.tokens, strict=True):
+            self.num_tokens[request_id] += len(tokens)
+        return report
 
-    def steps(self) -> Iterator[StepEvent]:
+    def steps(self) -> Iterator[StepReport]:
         while self.engine.has_work:
             yield self.step()
 
 
-class ObservedEngine(ToldEngine):
-    """The same with an Observer that is told all that a server would tell it."""
+class ObservedEngine(SteppedEngine):
+    """The same with an Observer that is notified as by a server."""
 
     def __init__(self, *arguments: Any, max_model_len: int = 400, **options: Any) -> None:
         super().__init__(*arguments, max_model_len=max_model_len, **options)
@@ -68,22 +66,18 @@ class ObservedEngine(ToldEngine):
         )
 
     def abort(self, request_id: str) -> None:
-        output = self.engine.abort(request_id)
-        assert output is not None
-        self.observer.on_request_finished(request_id, "abort", len(output.token_ids), self.clock())
+        assert self.engine.abort(request_id)
+        self.observer.on_request_finished(request_id, "abort", self.num_tokens[request_id], self.clock())
 
-    def step(self) -> StepEvent:
-        event = super().step()
-        self.observer.on_step(event)
-        for delta in self.deltas:
-            if delta.finish_reason is not None:
-                output = delta.output
-                self.observer.on_request_finished(
-                    delta.request_id, delta.finish_reason, len(output.token_ids), self.clock()
-                )
-        return event
+    def step(self) -> StepReport:
+        report = super().step()
+        self.observer.on_step(report)
+        for row, (reason, _) in report.ended.items():
+            request_id = report.ids[row]
+            self.observer.on_request_finished(request_id, reason, self.num_tokens[request_id], self.clock())
+        return report
 
-    def run(self) -> list[StepEvent]:
+    def run(self) -> list[StepReport]:
         return list(self.steps())
 
     def figure(self, name: str, **labels: str) -> float | None:

@@ -6,7 +6,8 @@ import socket
 import threading
 
 from evenflow.server.engine.process import EventWriter
-from evenflow.server.engine.wire import FrameReader, Refused, read_event
+from evenflow.engine.messages import Refused, read_event
+from evenflow.framing import FrameReader
 
 _NUM_EVENTS = 400
 _TEXT = "x" * 10_000  # so that the socket has room for a few only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import queue
 import random
 import signal
 import threading
@@ -16,12 +15,8 @@ import httpx
 import openai
 import pytest
 
-from evenflow.core.request import SamplingParams
-from evenflow.server.engine.process import EngineServer
-from evenflow.server.engine.wire import Abort, Add, Command, Event, Ready, SetTarget, StepDone, Stop, StopAfter
-from evenflow.server.metrics.events import StepEvent
+from evenflow.core.report import StepReport
 from evenflow.server.metrics.observer import Listener
-from tests.engine.fakes import fake_engine
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "stream": True}
@@ -39,10 +34,10 @@ def open_stream(server: RunningServer, **fields: object) -> Iterator[Iterator[st
 
 class LastStep(Listener):
     def __init__(self) -> None:
-        self.events: list[StepEvent] = []
+        self.reports: list[StepReport] = []
 
-    def on_step(self, event: StepEvent) -> None:
-        self.events.append(event)
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
 
 
 def test_a_client_that_goes_away_ends_its_request() -> None:
@@ -51,8 +46,8 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
         server.client._observer.listen(steps)
         with open_stream(server) as staying:
             with open_stream(server, prompt=[1, 2]):
-                server.until(lambda: steps.events[-1].num_running == 2)
-            server.until(lambda: steps.events[-1].num_running == 1)
+                server.until(lambda: steps.reports[-1].num_running == 2)
+            server.until(lambda: steps.reports[-1].num_running == 1)
             assert server.client.num_open == 1
             assert next(staying)
         server.until(lambda: server.client.num_open == 0)
@@ -65,34 +60,6 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
 def _give_up_after(server: RunningServer, seconds: float) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}, timeout=seconds)
-
-
-def test_an_abort_is_obeyed_before_the_next_step() -> None:
-    """The engine process itself, without a process: commands in, steps out."""
-    engine = fake_engine(with_text=False)
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    events: list[Event] = []
-
-    def send(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StepDone) and event.event.step_id == 3:
-            commands.put(Abort("a"))
-            commands.put(StopAfter("b", 2))
-        if isinstance(event, StepDone) and event.event.step_id == 6:
-            commands.put(SetTarget(0.2, True))
-        if isinstance(event, StepDone) and event.event.step_id == 8:
-            commands.put(Stop())
-
-    for name in "abc":
-        request = engine.prepare([1, 2, ord(name)], SamplingParams(max_tokens=200), request_id=name)
-        commands.put(Add.of(request))
-    EngineServer(engine, commands, send).run()
-    assert isinstance(events[0], Ready)
-    steps = [event for event in events if isinstance(event, StepDone)]
-    assert [step.ids for step in steps] == [["a", "b", "c"]] * 4 + [["c"]] * 5
-    assert steps[0].started.keys() == {0, 1, 2}
-    assert [step.event.policy for step in steps[-2:]] == ["target:200ms,paced"] * 2
-    assert steps[-1].event.num_running == 1
 
 
 def test_when_the_engine_is_killed_streams_end_with_an_error_and_it_comes_back() -> None:
@@ -233,6 +200,6 @@ def test_after_many_that_left_early_nothing_is_left_behind() -> None:
         assert server.client.num_open == 0
         assert not server.client._observer.requests
         assert server.post("/v1/completions", {"prompt": [1] * 20, "max_tokens": 1}).status_code == 200
-        last = steps.events[-1]
+        last = steps.reports[-1]
         assert (last.num_running, last.num_waiting) == (0, 0)
         assert last.kv_cache_usage == 0

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from evenflow.server.live import feed as live
 from evenflow.server.live.feed import LiveFeed, StepRow, router
-from evenflow.server.metrics.events import EngineState
+from evenflow.server.metrics.observer import EngineState
 from tests.server.stepping import ObservedEngine, step_seconds
 
 
@@ -116,9 +116,9 @@ def test_a_target_that_was_changed_is_told_before_a_step_runs() -> None:
     observed = ObservedEngine()
     feed = LiveFeed(observed.observer)
     assert read_one(feed, "figures")["target"] is None
-    observed.observer.on_engine_state(EngineState(is_up=True, policy="target:70ms"))
+    observed.observer.on_engine_state(EngineState(is_up=True, policy="target:70ms", target_s=0.07))
     assert read_one(feed, "figures")["target"] == 0.07
-    observed.observer.on_engine_state(EngineState(is_up=False, num_restarts=1, policy="target:70ms"))
+    observed.observer.on_engine_state(EngineState(is_up=False, num_restarts=1, policy="target:70ms", target_s=0.07))
     figures = read_one(feed, "figures")
     assert (figures["up"], figures["restarts"]) == (False, 1)
 

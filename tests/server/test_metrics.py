@@ -12,11 +12,11 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.events import EngineState
 from evenflow.server.metrics.observer import (
     MAX_TENANTS,
     OTHER_TENANTS,
     WINDOW_S,
+    EngineState,
     Listener,
     Observer,
     RequestRecord,
@@ -199,7 +199,7 @@ def test_an_engine_that_dies_is_seen() -> None:
     observer.on_engine_state(EngineState(is_up=True, max_model_len=100, num_blocks=10, block_size=16))
     assert read("evenflow:up") == 1
     assert math.isnan(read("evenflow:tbt_target_seconds") or 0.0)
-    observer.on_engine_state(EngineState(is_up=True, max_model_len=100, policy="target:70ms"))
+    observer.on_engine_state(EngineState(is_up=True, max_model_len=100, policy="target:70ms", target_s=0.07))
     assert read("evenflow:tbt_target_seconds") == 0.07
     observer.on_engine_state(EngineState(is_up=False))
     assert read("evenflow:up") == 0

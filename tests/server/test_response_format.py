@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from evenflow import Grammar, SamplingParams
 from evenflow.core.request import Request
+from evenflow.engine.messages import Add, read_command
 from evenflow.errors import InvalidRequest
+from evenflow.framing import FrameReader, frame
 from evenflow.server.api.response_format import GrammarFields
-from evenflow.server.engine.wire import Add, FrameReader, frame, read_command
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"name": "thing", "schema": SCHEMA, "strict": True}

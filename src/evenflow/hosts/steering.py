@@ -101,6 +101,10 @@ class Steering:
             stream.deadline.restart(self._pacing)
 
     @property
+    def policy(self) -> PolicySpec | None:
+        return self._spec
+
+    @property
     def target(self) -> float | None:
         return None if self._pacing is None else self._pacing.target
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 import random
 
 from evenflow.core.grammar import Grammar
-from evenflow.core.plan import ChunkReason, RowLogprobs, TokenLogprob
+from evenflow.core.plan import RowLogprobs, TokenLogprob
 from evenflow.core.record import request_record
+from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.outputs import ChunkTaken
-from evenflow.server.engine.wire import (
-    Abort,
-    Add,
-    Ended,
-    FrameReader,
-    Started,
-    StepDone,
-    frame,
-    read_command,
-    read_event,
-)
-from tests.server.stepping import ToldEngine
+from evenflow.engine.messages import Abort, Add, Stepped, read_command, read_event
+from evenflow.framing import FrameReader, frame
+from tests.server.stepping import SteppedEngine
 
 
 def test_a_request_is_the_same_on_the_other_side() -> None:
@@ -38,17 +29,17 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
 
 
 def test_a_step_is_the_same_on_the_other_side_in_any_pieces() -> None:
-    engine = ToldEngine()
+    engine = SteppedEngine()
     engine.add("a", 100)
     row = RowLogprobs(TokenLogprob(4, -0.25), (TokenLogprob(4, -0.25), TokenLogprob(5, -1.0)))
-    step = StepDone(
-        engine.step(),
-        ["a", "b"],
-        [(4,), ()],
-        {0: Started(16, [ChunkTaken(16, 64, ChunkReason.BUDGET)], [row])},
-        {1: Ended("error", "it broke")},
-        {0: (row,)},
+    report = engine.step()._replace(
+        ids=["a", "b"],
+        tokens=[(4,), ()],
+        ended={1: Ended("error", "it broke")},
+        logprobs={0: (row,)},
+        prompt_logprobs={0: (row, row)},
     )
+    step = Stepped(report)
     content = frame(step) + frame(step)
     reader, source, found = FrameReader(), random.Random(1), []
     while content:
