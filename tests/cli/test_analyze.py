@@ -180,7 +180,7 @@ def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_settings_are_checked_with_an_interpreter_that_has_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_checked_with_a_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stand-in for vLLM's interpreter; tests/vllm uses a real one."""
     python = tmp_path / "python"
     taken = '{"version": "0.31.2", "scheduler": {"max_num_batched_tokens": 2048}}'

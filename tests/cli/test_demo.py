@@ -1,4 +1,4 @@
-"""`evenflow demo` on a tiny model: its tables, its JSON, and the order in which requests are served, counted in steps."""
+"""`evenflow demo` on a tiny model: its tables, its JSON, and the order in which requests finish, in steps."""
 
 from __future__ import annotations
 
