@@ -1,4 +1,4 @@
-"""From a dataset's lengths to a decision about chunks, and arguments that a vLLM takes.
+"""Turn the lengths of a dataset into a decision about chunked prefill, and arguments for vLLM.
 
 Run: python examples/advise.py [DATA [VLLM_VERSION]]
 """
@@ -17,7 +17,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
         tally, read = DatasetTally(path.name, EstimatedTokens()), ReadTally()
-        for item in read_inputs(path, None, read):  # one at a time: the file may be of any size
+        for item in read_inputs(path, None, read):  # one at a time, because the file may be large
             tally.add(item)
         dataset = tally.analysis(read.unusable)
     else:

@@ -1,4 +1,4 @@
-"""Two chats stream beside a long prompt, under a latency target that is changed on the way.
+"""Two chats stream beside a long prompt, under a latency target that changes while they run.
 
 Run: python examples/async_streams.py [MODEL [SENTENCES]]
 """

@@ -1,7 +1,7 @@
-"""An evaluation that already has a transformers model: one line compiles it and bounds the memory of long prompts.
+"""Speed up an evaluation of a transformers model: one line compiles it and bounds the memory of long prompts.
 
 Run: python examples/evaluate_with_compiler.py [HUGGING_FACE_FOLDER [TOKENS_TO_GENERATE]]
-Without a folder a small random model shows the same.
+Without a folder it uses a small random model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load_model(arguments: list[str]) -> Any:
 
 @torch.inference_mode()
 def evaluate(model: Any, max_new_tokens: int) -> list[list[int]]:
-    """What the suite did before: it calls the model as ever."""
+    """The existing evaluation: it calls the model as before."""
     answers = []
     for length in (47, 500, 2156):  # a question, a page, a document
         prompt = torch.arange(length)[None] % 100 + 3

@@ -1,9 +1,9 @@
-"""See what chunk size does to a mixed load: three long prompts, ten short ones, five slots.
+"""Show what chunk size does to a mixed load: three long prompts, ten short ones, five slots.
 
-    python examples/minimal_tutorial.py                    a toy model with a stated price, on a clock of its own
-    python examples/minimal_tutorial.py --model FOLDER     a real model, through transformers, in real time
+    python examples/minimal_tutorial.py                    a toy model with a fixed cost, on a virtual clock
+    python examples/minimal_tutorial.py --model FOLDER     a transformers model, in real time
 
-Run it beside `evenflow/minimal.py`, which holds the whole idea; everything here only watches its steps.
+Read it beside `evenflow/minimal.py`, which holds the whole idea; this script only observes its steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK_SIZES = (32, 128, 512, UNCHUNKED)
 TIMELINE_COLUMNS = 56
 
 
-class PricedModel:
-    """The toy, on a clock that moves only while it runs: so much a call, so much a token."""
+class CostedModel:
+    """The toy model on a virtual clock, which advances by a fixed cost per call and per token."""
 
     SECONDS_PER_CALL = 0.001
     SECONDS_PER_TOKEN = 0.0001
@@ -44,7 +44,7 @@ class PricedModel:
 
 
 class FourCharacterTokenizer:
-    """Four characters a token, about what real tokenizers make of English; answers have no words and no end."""
+    """Four characters per token, about as in English text. Answers are numbers, and have no end token."""
 
     eos_token_id = None
 
@@ -56,7 +56,7 @@ class FourCharacterTokenizer:
 
 
 class TransformersModel:
-    """A causal language model of transformers, over its own cache, as `minimal` wants to call it."""
+    """A transformers model with its own cache, behind the interface that `minimal` expects."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
@@ -76,8 +76,8 @@ class TransformersModel:
 
 
 @dataclass
-class Watched:
-    """When one request's work was done, in seconds since the start."""
+class Timing:
+    """When one request was prefilled and got its tokens, in seconds since the start."""
 
     name: str
     prefills: list[tuple[float, float]]
@@ -89,35 +89,35 @@ class Watched:
         return max((after - before for before, after in pairs), default=0.0)
 
 
-def watch(
+def measure(
     model: Model, tokenizer: Tokenizer, clock: Callable[[], float], chunk_size: int, short_first: bool = False
-) -> list[Watched]:
-    """Run the load and note when each request was prefilled and when each of its tokens came."""
+) -> list[Timing]:
+    """Run the load, and record when each request was prefilled and got each of its tokens."""
     waiting = PriorityScheduler()
-    watched: dict[Request, Watched] = {}
+    timings: dict[Request, Timing] = {}
     for number, prompt in enumerate(PROMPTS, start=1):
         num_tokens = len(tokenizer.encode(prompt)) + OUTPUT_TOKENS
         request = Request(prompt, chunk_size, model=model, tokenizer=tokenizer, max_seq_len=num_tokens)
         is_short = prompt != LONG_PROMPT
         urgent = short_first and is_short
         (waiting.high_priority_queue if urgent else waiting.low_priority_queue).append(request)
-        watched[request] = Watched(f"{number:2} {'Hello' if is_short else 'essay'}", [], [])
+        timings[request] = Timing(f"{number:2} {'Hello' if is_short else 'essay'}", [], [])
     began = clock()
     for step in run_steps(waiting, BATCH_SIZE, clock):
         step_ended = clock() - began
         chunk_ended = step_ended - step.decode_seconds
         if step.prefilled is not None:
-            seen = watched[step.prefilled]
-            seen.prefills.append((chunk_ended - step.prefill_seconds, chunk_ended))
+            timing = timings[step.prefilled]
+            timing.prefills.append((chunk_ended - step.prefill_seconds, chunk_ended))
             if step.prefilled.is_prefill_done:
-                seen.token_times.append(chunk_ended)
+                timing.token_times.append(chunk_ended)
         for request in step.decoded:
-            watched[request].token_times.append(step_ended)
-    return list(watched.values())
+            timings[request].token_times.append(step_ended)
+    return list(timings.values())
 
 
-def timeline(requests: list[Watched]) -> str:
-    """One line a request: `.` waits for a slot, `#` prefill, `o` a token came, `-` a stream that got nothing."""
+def timeline(requests: list[Timing]) -> str:
+    """One line per request: `.` waits for a slot, `#` prefill, `o` a token, `-` no token for this stream."""
     total = max(request.token_times[-1] for request in requests)
 
     def column(seconds: float) -> int:
@@ -135,7 +135,7 @@ def timeline(requests: list[Watched]) -> str:
     return "\n".join(lines)
 
 
-def summary(label: str, requests: list[Watched]) -> str:
+def summary(label: str, requests: list[Timing]) -> str:
     total = max(request.token_times[-1] for request in requests)
     worst_gap = max(request.worst_gap for request in requests)
     first_tokens = [request.token_times[0] for request in requests if request.name.endswith("Hello")]
@@ -150,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model: Model
     tokenizer: Tokenizer
     if folder is None:
-        priced = PricedModel()
-        model, tokenizer, clock = priced, FourCharacterTokenizer(), priced.clock
+        costed = CostedModel()
+        model, tokenizer, clock = costed, FourCharacterTokenizer(), costed.clock
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,11 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for chunk_size in CHUNK_SIZES:
         label = "unchunked" if chunk_size == UNCHUNKED else f"chunks of {chunk_size}"
-        requests = watch(model, tokenizer, clock, chunk_size)
+        requests = measure(model, tokenizer, clock, chunk_size)
         rows.append(summary(label, requests))
         if chunk_size in (CHUNK_SIZES[0], UNCHUNKED):
             print(f"{label}:  . waits   # prefill   o a token   - no token for this stream\n{timeline(requests)}\n")
-    rows.append(summary("chunks of 32, Hello first", watch(model, tokenizer, clock, CHUNK_SIZES[0], short_first=True)))
+    requests = measure(model, tokenizer, clock, CHUNK_SIZES[0], short_first=True)
+    rows.append(summary("chunks of 32, Hello first", requests))
 
     print(f"{'':<28}{'worst gap (ms)':>16}{'first Hello token (ms)':>24}{'total (ms)':>12}")
     print("\n".join(rows))

@@ -1,4 +1,4 @@
-"""Runs the real command, in this process or in its own."""
+"""Runs the real command, in this process or a new one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
 
 
 def run_process(*arguments: object, before: str = "", stdin: bytes = b"") -> Finished:
-    """`evenflow` with these arguments, in a process of its own that first runs the code `before`."""
+    """`evenflow` with these arguments, in a new process that first runs the code `before`."""
     finished = subprocess.run(command_line(arguments, before), input=stdin, capture_output=True, check=False)
     return Finished(finished.returncode, finished.stdout.decode(), finished.stderr.decode())
 

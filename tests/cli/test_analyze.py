@@ -13,11 +13,11 @@ from tests.gguf_files import write_gguf
 from tests.models import byte_level_tokenizer, reference_model, tiny_llama
 from tests.shared_data import shared_path
 
-VLLM_VERSION = ["--vllm-version", "0.32"]  # so that nobody is asked
+VLLM_VERSION = ["--vllm-version", "0.32"]  # so that no vLLM is started
 
 
 def write_jsonl(path: Path, *lengths: int) -> Path:
-    """Texts that are estimated at so many tokens."""
+    """Texts with these estimated numbers of tokens."""
     path.write_text("".join(json.dumps({"prompt": "abcd" * length}) + "\n" for length in lengths), encoding="utf-8")
     return path
 
@@ -130,7 +130,7 @@ def test_every_kind_of_tokenizer_counts_alike(tmp_path: Path, capsys: pytest.Cap
         )
     ]
     assert counted[0] == counted[1] == counted[2]
-    assert abs(counted[3] - counted[0]) <= 1  # only one of them puts a token before a text
+    assert abs(counted[3] - counted[0]) <= 1  # only one of them adds a token before the text
 
 
 def test_a_name_in_the_hub_cache(
@@ -150,7 +150,7 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["decision"] == "selective"
 
 
-def test_a_limit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", *range(1, 11))
     report, finished = analyze(capsys, data, "--limit", 4)
     assert report["datasets"][0]["num_sequences"] == 4
@@ -160,7 +160,7 @@ def test_a_limit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not report["datasets"][0]["first_inputs_only"]
 
 
-def test_a_field_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data.jsonl").write_text('{"body": {"article": "abcdefgh"}}\n')
     report, _ = analyze(capsys, tmp_path / "data.jsonl", "--field", "body.article")
     assert report["lengths"]["tokens"]["max"] == 2
@@ -175,13 +175,13 @@ def test_memory_pressure_in_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     analyze(capsys, "--preset", "code", "--plot", tmp_path / "lengths.png")
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interpreter_with_vllm_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stand-in for vLLM's interpreter; tests/vllm asks a real one."""
+def test_settings_are_checked_with_a_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stand-in for vLLM's interpreter; tests/vllm uses a real one."""
     python = tmp_path / "python"
     taken = '{"version": "0.31.2", "scheduler": {"max_num_batched_tokens": 2048}}'
     python.write_text(

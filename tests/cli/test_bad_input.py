@@ -82,7 +82,7 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_engine_adds_no_lines_of_its_own() -> None:
-    """It is set up by the time the prompt turns out to be too long."""
+    """The engine is already loaded when the prompt turns out to be too long."""
     finished = run_process("generate", "word " * 400, "--model", tiny_llama())
     assert (finished.code, finished.out, finished.err.count("\n")) == (2, "", 1)
     assert "context of 256" in finished.err

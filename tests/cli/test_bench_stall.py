@@ -1,4 +1,4 @@
-"""`evenflow bench stall` on a tiny model, and the options it brought."""
+"""`evenflow bench stall` on a tiny model, and durations as options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIGURES = {
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step times of a tiny model in a busy test run are no use to anybody."""
+    """Keeps the step times of this busy test run out of the user's cache."""
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
 
 
@@ -61,7 +61,7 @@ def test_policies_are_compared_as_written(tmp_path: Path, capsys: pytest.Capture
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_an_interval_one_is_chosen_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_interval_one_is_chosen_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert stall("--policies", "fixed:16", "--repeat", "1", "--long-prompts", "1") == 0
     assert "A long prompt every 0.5 s: the slowest policy keeps up with that." in capsys.readouterr().out
 
@@ -69,7 +69,7 @@ def test_without_an_interval_one_is_chosen_and_said(capsys: pytest.CaptureFixtur
 def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--policies", "fixed:16", "--repeat", "2", "--long-prompts", "1", "--interval", "50ms")
     assert stall(*arguments) == 0
-    assert "run 2 of 2" not in capsys.readouterr().err  # half a minute is not over
+    assert "run 2 of 2" not in capsys.readouterr().err  # it took less than half a minute
     monkeypatch.setattr("evenflow.cli.output.PROGRESS_INTERVAL_S", 0.0)
     assert stall(*arguments) == 0
     assert "fixed:16, long prompts 1 to 1, run 2 of 2\n" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
         (["--plot", "/no/such/folder/stall.png"], "no file can be written"),
     ],
 )
-def test_bad_input_is_said_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_gives_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stall(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -93,7 +93,7 @@ def test_bad_input_is_said_in_one_line(arguments: list[str], message: str, capsy
     assert len(err.splitlines()) == 1
 
 
-def test_a_missing_matplotlib_is_said_before_anything_runs(
+def test_a_missing_matplotlib_fails_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,4 +1,4 @@
-"""`evenflow demo` on a tiny model: its tables, its JSON, and who is served before whom, counted in steps."""
+"""`evenflow demo` on a tiny model: its tables, its JSON, and the order in which requests finish, in steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ["large_1", "small_1", "small_2", "small_3", "large_2"]
 
 
 def last_step_of_each(recording: list[dict[str, Any]]) -> dict[str, int]:
-    """The number of the last step in which each request had a part, in the order they were added."""
+    """The last step that each request was part of, in the order of arrival."""
     last = {event["request"]["id"]: -1 for event in recording if event.get("event") == "add"}
     for event in recording:
         if event.get("event") == "step":

@@ -75,7 +75,7 @@ def test_engine_settings_reach_the_engine(
     arguments: list[object], policy: str, longest_chunk: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = generate(capsys, "x" * 112, *arguments)
-    assert figures["prompt_tokens"] == 113  # with the token that begins every text
+    assert figures["prompt_tokens"] == 113  # with the begin-of-text token
     assert figures["policy"] == policy
     assert max(chunk["length"] for chunk in figures["chunks"]) == longest_chunk
 

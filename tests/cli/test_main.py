@@ -1,4 +1,4 @@
-"""The command as a whole: help without torch, one line for every mistake, exit codes."""
+"""The command as a whole: help without torch, one line for every error, exit codes."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def endless(*more: object) -> list[str]:
     return command_line(arguments)
 
 
-def heed_interrupts() -> None:
-    """Also where the tests run in the background, to which shells leave interrupts ignored."""
+def restore_interrupts() -> None:
+    """Shells ignore interrupts for processes that they run in the background, as tests may be."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_an_interrupt_ends_it_without_a_traceback() -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(endless(), **pipes, preexec_fn=heed_interrupts) as process:
+    with subprocess.Popen(endless(), **pipes, preexec_fn=restore_interrupts) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdout.read(1)  # it streams
+        process.stdout.read(1)  # wait until it streams
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         errors = process.stderr.read()

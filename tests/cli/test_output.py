@@ -1,4 +1,4 @@
-"""Where commands write, and in what form."""
+"""Where commands write, and how."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evenflow.cli.output import make_table, text_console
 
 
 def test_text_is_printed_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers and file names may look like rich's markup; lines are wrapped by whatever shows them."""
+    """Answers and file names may look like rich's markup, and scripts want unwrapped lines."""
     odd = "[red]an answer[/bold] :smile: " + 20 * "and so on "
     table = make_table("[title]", "name")
     table.add_row("[/row]")

@@ -41,7 +41,7 @@ def test_bad_input(arguments: list[object], named: str, capsys: pytest.CaptureFi
     assert "Traceback" not in finished.err
 
 
-def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -52,7 +52,7 @@ def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command on a free port, from its ready line on."""
+    """The command on a free port, once it is ready."""
     line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -68,7 +68,7 @@ def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_answers_and_ends_well_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     record = tmp_path / "steps.jsonl"
     with serving("--served-model-name", "tiny", "--record", record) as (process, url):
         assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Argument, Option
@@ -21,12 +21,10 @@ from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.options import JsonTarget, duration_option, file_option, takes_options
 from evenflow.cli.output import loading, make_table, progress, text_console, write_json
 from evenflow.core.policies import PolicySpec
+from evenflow.engine.async_llm import AsyncLLM
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
-
-if TYPE_CHECKING:
-    from evenflow.engine.async_llm import AsyncLLM
 
 _LONG_EVERY = 6  # every sixth request is a long text, the others are short questions
 _LONG_CHARACTERS = 6000  # about 1,500 tokens
@@ -118,19 +116,14 @@ async def _run(a: str, b: str, model: str | None, goals: Goals, load: AbLoad, as
     async with AsyncExitStack() as stack:
         llm = None
         if not (_is_address(a) and _is_address(b)):
-            llm = await stack.enter_async_context(_load_engine(model or "default"))
+            with loading(model or "default"):
+                # Under a target the engine has step times from the start. A prefix cache would favour second rounds.
+                llm = AsyncLLM(model or "default", policy="target:1000ms", enable_prefix_caching=False)
+            await stack.enter_async_context(llm)
         ends = [_endpoint(side, model, llm) for side in (a, b)]
         with progress("Starting") as say:
             settings: dict[str, Any] = {"num_pairs": load.pairs, "seed": load.seed, "keep_prompts": load.keep_prompts}
             return await compare(ends[0], ends[1], asks, goals=goals, on_round=say, **settings)
-
-
-def _load_engine(model: str) -> AsyncLLM:
-    from evenflow.engine.async_llm import AsyncLLM
-
-    with loading(model):
-        # Under a target the engine has step times from the start. A prefix cache would favour a pair's second round.
-        return AsyncLLM(model, policy="target:1000ms", enable_prefix_caching=False)
 
 
 def _endpoint(side: str, model: str | None, llm: AsyncLLM | None) -> Endpoint:

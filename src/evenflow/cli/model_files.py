@@ -94,7 +94,15 @@ def read_shape(model: str) -> ModelShape:
     path = find_model(model)
     with _errors_with(path):
         config, value_bytes = _hf_config(path) if path.is_dir() else (_gguf_config(path), 2)
-        return _shape("default" if model == "default" else path.name, config, value_bytes)
+        sizes = _sizes(config)
+    usual = {
+        "intermediate_size": 4 * sizes["hidden_size"],
+        "num_kv_heads": sizes["num_heads"],
+        "head_dim": sizes["hidden_size"] // sizes["num_heads"],
+        "max_position": 2048,
+    }
+    name = "default" if model == "default" else path.name
+    return ModelShape(name=name, value_bytes=value_bytes, **(usual | sizes))
 
 
 def _hf_config(folder: Path) -> tuple[Mapping[str, Any], int]:
@@ -122,18 +130,10 @@ def _gguf_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _shape(name: str, config: Mapping[str, Any], value_bytes: int) -> ModelShape:
-    found = {
-        size: next((config[n] for n in names if config.get(n) is not None), None) for size, names in _SIZES.items()
-    }
-    sizes = {size: value for size, value in found.items() if type(value) is int}
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    found = {size: [config[name] for name in names if config.get(name) is not None] for size, names in _SIZES.items()}
+    sizes = {size: values[0] for size, values in found.items() if values and type(values[0]) is int}
     missing = [size for size in ("hidden_size", "num_layers", "num_heads", "vocab_size") if sizes.get(size, 0) < 1]
     if missing:
         raise BrokenModel(f"cannot tell its sizes: no {', '.join(missing)}")
-    usual = {
-        "intermediate_size": 4 * sizes["hidden_size"],
-        "num_kv_heads": sizes["num_heads"],
-        "head_dim": sizes["hidden_size"] // sizes["num_heads"],
-        "max_position": 2048,
-    }
-    return ModelShape(name=name, value_bytes=value_bytes, **(usual | sizes))
+    return sizes
