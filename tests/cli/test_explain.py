@@ -10,7 +10,7 @@ import pytest
 from evenflow.advisor.folk_rules import FOLK_RULES
 from tests.cli.running import run_cli, run_process
 
-LOGS = Path(__file__).parent.parent / "vllm" / "logs"
+LOGS = Path(__file__).parent.parent / "advisor" / "logs"
 LOG = LOGS / "vllm-0.32-cpu-default.log"
 
 

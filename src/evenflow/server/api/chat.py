@@ -87,7 +87,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
 
     def first_event(self, index: int) -> bytes:
         usage = b"null" if self.body.stream_options and self.body.stream_options.include_usage else b""
-        return self._write_event(index, b'"role":"assistant","content":""}', finish_reason=None, usage=usage)
+        return self._write_event(index, b'"role":"assistant","content":""}', b"null", None, usage)
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
         content, logprobs = self._delta_content(index, delta), b"null"
@@ -95,8 +95,8 @@ class ChatWriter(ResponseWriter[ChatBody]):
             logprobs = encode_json(self._logprobs(delta.output, len(delta.token_ids)))
         elif not content and usage in (b"", b"null") and delta.finish_reason is None:
             return b""
-        reason = self._finish_reason(index, delta.finish_reason)
-        return self._write_event(index, content + b"}", logprobs=logprobs, finish_reason=reason, usage=usage)
+        reason = None if delta.finish_reason is None else self._finish_reason(index, delta.finish_reason)
+        return self._write_event(index, content + b"}", logprobs, reason, usage)
 
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         """The members of the event's delta object."""

@@ -76,21 +76,23 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         return {**self._head, "choices": choices, "usage": usage}
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        is_first = bool(delta.token_ids) and len(delta.token_ids) == len(delta.output.token_ids)
-        text, logprobs = self._text(index, delta.text, is_first), b"null"
+        text, logprobs = delta.text, b"null"
+        if self.body.echo or not self._max_tokens:
+            is_first = 0 < len(delta.token_ids) == len(delta.output.token_ids)
+            text = self._text(index, text, is_first)
         if self.body.logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
         elif not text and usage in (b"", b"null") and delta.finish_reason is None:
             return b""
-        reason = self._finish_reason(delta.finish_reason)
-        return self._write_event(index, encode_json(text), logprobs=logprobs, finish_reason=reason, usage=usage)
+        reason = None if delta.finish_reason is None else self._finish_reason(delta.finish_reason)
+        return self._write_event(index, encode_json(text), logprobs, reason, usage)
 
     def _text(self, index: int, text: str, is_first: bool) -> str:
         text = text if self._max_tokens else ""
         return self._echoed_prompts[index // self.body.num_choices] + text if self.body.echo and is_first else text
 
     def _finish_reason(self, reason: str | None) -> str | None:
-        return reason if self._max_tokens or reason is None else "length"
+        return reason if self._max_tokens else "length"
 
     def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any] | None:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""

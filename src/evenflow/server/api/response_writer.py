@@ -81,18 +81,12 @@ class ResponseWriter(ABC, Generic[BodyType]):
         return len(output.token_ids)
 
     def _write_event(
-        self, index: int, content: bytes, *, logprobs: bytes = b"null", finish_reason: str | None, usage: bytes
+        self, index: int, content: bytes, logprobs: bytes, finish_reason: str | None, usage: bytes
     ) -> bytes:
+        reason = b"null" if finish_reason is None else encode_json(finish_reason)
+        end = b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n"
         return b"".join(
-            (
-                self._event_starts[index],
-                content,
-                b',"logprobs":',
-                logprobs,
-                b',"finish_reason":',
-                encode_json(finish_reason),
-                b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n",
-            )
+            (self._event_starts[index], content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end)
         )
 
     def _requests(

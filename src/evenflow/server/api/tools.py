@@ -91,26 +91,26 @@ class ToolFields(BaseModel):
         None, description="False allows one call. Required calls are several only if this is true."
     )
 
-    def tool_use(self, style: ToolStyle, answer: Grammar | None) -> ToolUse:
-        """`answer` is the grammar of an output without tool calls."""
+    def tool_use(self, style: ToolStyle, content: Grammar | None) -> ToolUse:
+        """`content` is the grammar of an output without tool calls."""
         parallel = self.parallel_tool_calls is not False
         functions = self._functions()
         if not functions or self.tool_choice == "none":
-            return ToolUse(None, answer, style, parallel)
+            return ToolUse(None, content, style, parallel)
         tools = [tool.for_template() for tool in self.tools or ()]
-        return ToolUse(tools, self._grammar(functions, style, answer), style, parallel)
+        return ToolUse(tools, self._grammar(functions, style, content), style, parallel)
 
     def _grammar(
-        self, functions: dict[str, FunctionDefinition], style: ToolStyle, answer: Grammar | None
+        self, functions: dict[str, FunctionDefinition], style: ToolStyle, content: Grammar | None
     ) -> Grammar | None:
         if isinstance(self.tool_choice, NamedToolChoice):
             return call_grammar([functions[self.tool_choice.function.name]], style, parallel=False)
-        if self.tool_choice != "required" and answer is None:
+        if self.tool_choice != "required" and content is None:
             return None
-        either = None if self.tool_choice == "required" else answer
+        either = None if self.tool_choice == "required" else content
         # Only on request: a small model that may call again does so until it hits the limit.
         parallel = self.parallel_tool_calls is True
-        return call_grammar(list(functions.values()), style, parallel=parallel, answer=either)
+        return call_grammar(list(functions.values()), style, parallel=parallel, content=either)
 
     def _functions(self) -> dict[str, FunctionDefinition]:
         """By name, after checking that names are unique and the choice is one of them."""
@@ -128,31 +128,31 @@ class ToolFields(BaseModel):
 
 
 def call_grammar(
-    functions: Sequence[FunctionDefinition], style: ToolStyle, *, parallel: bool, answer: Grammar | None = None
+    functions: Sequence[FunctionDefinition], style: ToolStyle, *, parallel: bool, content: Grammar | None = None
 ) -> Grammar:
-    """Calls of these functions in the model's own style, or JSON that matches `answer`."""
+    """Calls of these functions in the model's own style, or JSON that matches `content`."""
     key = "parameters" if style is ToolStyle.LLAMA else "arguments"
     heads = [json.dumps(f'{{"name": "{function.name}", "{key}": ') for function in functions]
     body = " | ".join(f'{head} arguments_{number} "}}"' for number, head in enumerate(heads))
     first, between, last = _AROUND_CALLS[style]
     more = f"({json.dumps(between)} body){{0,{_MAX_PARALLEL_CALLS - 1}}}" if parallel and between else ""
     lines = [
-        f"start: {'calls' if answer is None else 'calls | answer'}",
+        f"start: {'calls' if content is None else 'calls | content'}",
         f"calls: {json.dumps(first)} body {more} {json.dumps(last)}",
         f"body: {body}",
     ]
     lines += [f"arguments_{number}: %json {_arguments(function)}" for number, function in enumerate(functions)]
-    if answer is not None:
-        lines.append(f"answer: %json {_answer(answer)}")
+    if content is not None:
+        lines.append(f"content: %json {_content_schema(content)}")
     return Grammar.lark("\n".join(lines))
 
 
-def _answer(answer: Grammar) -> str:
+def _content_schema(content: Grammar) -> str:
     """The schema of an output that may be a call instead."""
-    if answer.kind != "json_schema":
-        raise InvalidRequest(f"Got tools and a {answer.kind}, which can be combined only with tool_choice='none'.")
+    if content.kind != "json_schema":
+        raise InvalidRequest(f"Got tools and a {content.kind}, which can be combined only with tool_choice='none'.")
     try:
-        schema = json.loads(answer.text)
+        schema = json.loads(content.text)
     except ValueError as error:
         raise InvalidRequest(f"the json_schema cannot be used: {error}") from error
     spacing = {"whitespace_pattern": BLANKS_IN_JSON}

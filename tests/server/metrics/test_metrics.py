@@ -24,7 +24,7 @@ from evenflow.server.metrics.observer import (
 )
 from tests.server.stepping import ObservedEngine, step_seconds
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENTATION = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 class Kept(Listener):

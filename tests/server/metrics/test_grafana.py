@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.server.stepping import ObservedEngine
 
-DASHBOARD = Path(__file__).parents[2] / "dashboards" / "grafana.json"
+DASHBOARD = Path(__file__).parents[3] / "dashboards" / "grafana.json"
 
 
 def panels() -> list[dict[str, Any]]:
