@@ -164,7 +164,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         with suppress(AttributeError):
-            self.scheduler.steering.clock = lambda: self.now
+            self.scheduler.steering.core.clock = lambda: self.now
 
     def add(self, *requests: Any) -> None:
         for request in requests:

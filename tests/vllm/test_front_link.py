@@ -13,11 +13,12 @@ from tests.vllm.driving import Driver, make_request, make_scheduler
 
 import msgspec  # isort: skip
 
-from evenflow.server.engine.wire import FrameReader  # isort: skip
-from evenflow.vllm import reports  # isort: skip
-from evenflow.vllm.messages import SteeredStep  # isort: skip
-from evenflow.vllm.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE  # isort: skip
-from evenflow.vllm.target_file import TargetFile  # isort: skip
+from evenflow.core.policies import PolicySpec  # isort: skip
+from evenflow.framing import FrameReader  # isort: skip
+from evenflow.hosts import reporter  # isort: skip
+from evenflow.hosts.messages import HostStep  # isort: skip
+from evenflow.hosts.policy_file import PolicyFile  # isort: skip
+from evenflow.hosts.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE  # isort: skip
 
 
 class Listener:
@@ -35,7 +36,7 @@ class Listener:
         if self._connection is not None:
             self._connection.close()
 
-    def read(self) -> Iterator[SteeredStep]:
+    def read(self) -> Iterator[HostStep]:
         """All that was told and not read yet."""
         if self._connection is None:
             self._connection, _ = self._server.accept()
@@ -43,7 +44,7 @@ class Listener:
         with suppress(BlockingIOError):
             while data := self._connection.recv(1 << 20):
                 for content in self._frames.feed(data):
-                    yield msgspec.msgpack.decode(content, type=SteeredStep)
+                    yield msgspec.msgpack.decode(content, type=HostStep)
 
 
 @pytest.fixture
@@ -74,9 +75,11 @@ def test_a_target_that_is_written_is_kept_from_then_on(tmp_path: Path, monkeypat
         return [length for ran in driver.ran for length in ran.chunks.values()]
 
     at_50_ms = chunk_lengths()
-    TargetFile(path).write("target:20ms")
+    PolicyFile(path).write(PolicySpec.parse("target:20ms"))
     at_20_ms = chunk_lengths()[1:]  # the tokens due next were promised before
     assert max(at_20_ms) < min(at_50_ms)
+    PolicyFile(path).write(None)
+    assert max(chunk_lengths()) > 4 * max(at_50_ms)  # vLLM's own budget
 
 
 def test_steps_say_which_requests_came_and_went(listener: Listener) -> None:
@@ -92,12 +95,12 @@ def test_steps_say_which_requests_came_and_went(listener: Listener) -> None:
     assert not any(step.arrived or step.left for step in between)
 
 
-def steps_told_late(driver: Driver, listener: Listener) -> list[SteeredStep]:
+def steps_told_late(driver: Driver, listener: Listener) -> list[HostStep]:
     """The steps of three requests, told to one who begins to listen long after they began."""
     for _ in range(3):  # far more steps than the socket has room for
         driver.add(make_request(20, 800))
         driver.run(num_steps=600)
-    told: list[SteeredStep] = []
+    told: list[HostStep] = []
     while driver.scheduler.requests:
         told += listener.read()
         driver.step()
@@ -107,11 +110,11 @@ def steps_told_late(driver: Driver, listener: Listener) -> list[SteeredStep]:
 def test_a_slow_listener_hears_of_every_step(listener: Listener) -> None:
     with driving() as driver:
         told = steps_told_late(driver, listener)
-    assert [step.step_id for step in told] == list(range(1, len(driver.ran) + 1))
+    assert [step.report.step_id for step in told] == list(range(1, len(driver.ran) + 1))
 
 
 def test_one_too_slow_hears_of_every_request(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(reporter, "_MAX_UNSENT_BYTES", 1000)
     with driving() as driver:
         told = steps_told_late(driver, listener)
     assert len(told) < len(driver.ran)

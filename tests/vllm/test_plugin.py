@@ -18,7 +18,8 @@ from tests.vllm.driving import (
 
 from evenflow.errors import MissingDependency  # isort: skip
 from evenflow.vllm import plugin  # isort: skip
-from evenflow.vllm.reports import Reporter, StepDone  # isort: skip
+from evenflow.core.report import StepReport  # isort: skip
+from evenflow.hosts.reporter import Reporter  # isort: skip
 
 TARGET = 0.05
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -89,7 +90,7 @@ def test_steps_are_filled_up_to_the_target(depth: int) -> None:
     run_until_answered(driver, long)
     full = [ran.seconds for ran in driver.ran[first:] if long.request_id in ran.chunks][1:-1]
     assert sum(full) / len(full) > 0.85 * TARGET
-    assert driver.scheduler.steering.step_time.error < 0.08
+    assert driver.scheduler.steering.core.step_time.error < 0.08
 
 
 def test_first_chunks_at_most_double() -> None:
@@ -153,7 +154,7 @@ def test_long_prompt_gets_through_while_blocks_are_short(depth: int) -> None:
 
 
 def test_without_the_guard_its_work_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin.Steering, "_may_preempt", lambda self, num_tokens: False)
+    monkeypatch.setattr(plugin.VllmSteering, "_may_preempt", lambda self, num_tokens: False)
     assert crowded().num_preemptions > 0
 
 
@@ -171,7 +172,7 @@ def test_what_was_learned_is_there_at_the_next_start() -> None:
     assert max(gaps) <= 1.1 * TARGET
     assert sorted(gaps)[len(gaps) // 2] >= 0.7 * TARGET  # no slow start
     other = make_scheduler(num_stages=2)
-    assert not other.steering.step_time.is_calibrated  # cut over devices in another way
+    assert not other.steering.core.step_time.is_calibrated  # cut over devices in another way
 
 
 def test_settings_of_vllm_are_as_before_after_each_step() -> None:
@@ -206,8 +207,8 @@ def test_steps_too_large_for_a_graph_are_told_apart(milliseconds: int) -> None:
 
 @pytest.mark.parametrize("num_accepted", [0, 2, 3])
 def test_speculated_tokens_count_as_rows(num_accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[StepDone] = []
-    monkeypatch.setattr(Reporter, "report", lambda self, step: steps.append(step))
+    reports: list[StepReport] = []
+    monkeypatch.setattr(Reporter, "report", lambda self, report: reports.append(report))
     driver = Driver(make_scheduler(num_speculative_tokens=3), num_accepted=num_accepted)
     chats = [make_request(64, 400) for _ in range(8)]
     driver.add(*chats)
@@ -219,8 +220,7 @@ def test_speculated_tokens_count_as_rows(num_accepted: int, monkeypatch: pytest.
         speculate(driver, chats)
     mixed = [ran for ran in driver.ran if long.request_id in ran.chunks]
     assert all(rows == 4 for ran in mixed for rows in ran.decodes.values())
-    shape = steps[-1].shape
-    assert (shape.decode_sequences, shape.total_rows) == (4 * len(chats), 4 * len(chats) + shape.prefill_rows)
+    assert reports[-1].num_decodes == 4 * len(chats)
     assert max(ran.seconds for ran in mixed) <= 1.05 * TARGET
     driver.run()
     assert {len(driver.tokens[chat.request_id]) for chat in chats} == {400}
@@ -328,7 +328,7 @@ def test_aborted_requests_leave_nothing_behind() -> None:
     driver.scheduler.finish_requests(chats, plugin_status())
     driver.add(make_request(100, 2))
     driver.run()
-    assert not driver.scheduler.steering._streams
+    assert driver.scheduler.steering.core.num_streams == 0
 
 
 def plugin_status() -> Any:

@@ -17,12 +17,16 @@ from evenflow.engine.llm import LLM, Prompt
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 
+_DEFAULT_MAX_TOKENS = 128  # less if the context ends before
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """The fields of SamplingParams that the command offers."""
 
-    max_tokens: Annotated[int, Option(help="Maximum tokens to generate.")] = 128
+    max_tokens: Annotated[
+        int | None, Option(help="Maximum tokens to generate; must fit the context.", show_default="128")
+    ] = None
     temperature: Annotated[float, Option(help="0 always picks the likeliest token.")] = 0.0
     top_p: Annotated[float, Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0
     top_k: Annotated[int, Option(help="Sample from this many of the likeliest tokens; 0: from all.")] = 0
@@ -50,12 +54,15 @@ def generate(
     The text streams to standard output, and a line of figures goes to standard error.
     """
     text = _read_prompt(prompt, prompt_file)
-    params = SamplingParams(**asdict(sampling))
+    max_tokens = _DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    params = SamplingParams(**asdict(sampling) | {"max_tokens": max_tokens})
     settings = engine_settings(model, scheduling)
     with loading(model.model):
         llm = LLM(record=report.record, **settings)
     with llm:
-        output = _stream(llm, llm.encode_chat([{"role": "user", "content": text}]) if chat else text, params, report)
+        ids = llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
+        llm.engine.limits.check_length(len(ids), sampling.max_tokens)
+        output = _stream(llm, ids, params, report)
     print(_summary(output, llm.policy), file=sys.stderr)
     figures = {
         "model": llm.config.model,

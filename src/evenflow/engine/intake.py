@@ -23,6 +23,19 @@ class Limits:
     max_model_len: int
     vocab_size: int
 
+    def check_length(self, num_prompt_tokens: int, max_tokens: int | None = None) -> None:
+        """Refuse a prompt that is too long, by itself or together with the output asked for."""
+        context = self.max_model_len
+        # Clients recognise this case by these words.
+        limit = f"This model's maximum context length is {context} tokens, prompt and output together."
+        if num_prompt_tokens >= context:
+            raise InvalidRequest(f"{limit} Got a prompt of {num_prompt_tokens} tokens; shorten it.")
+        if max_tokens is not None and num_prompt_tokens + max_tokens > context:
+            raise InvalidRequest(
+                f"{limit} Got a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}; shorten the prompt "
+                f"or lower max_tokens to {context - num_prompt_tokens}."
+            )
+
 
 @dataclass(slots=True)
 class Intake:
@@ -75,16 +88,13 @@ class Intake:
         return self.codec.encode(prompt)
 
     def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        vocab_size, max_len = self.limits.vocab_size, self.limits.max_model_len
+        vocab_size = self.limits.vocab_size
         if not token_ids:
             raise InvalidRequest("Got an empty prompt but expected at least one token.")
         for token in itertools.chain(token_ids, sampling.stop_token_ids):
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise InvalidRequest(f"Got token id {token!r} but the vocabulary has ids 0 to {vocab_size - 1}.")
-        if len(token_ids) >= max_len:
-            raise InvalidRequest(
-                f"Got a prompt of {len(token_ids)} tokens but the context of {max_len} leaves room for {max_len - 1}."
-            )
+        self.limits.check_length(len(token_ids))
 
     def _check_grammar(self, grammar: Grammar | None) -> None:
         if grammar is None:

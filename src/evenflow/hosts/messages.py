@@ -1,7 +1,4 @@
-"""What evenflow inside a host engine sends to evenflow's front for each step.
-
-Needs msgspec, which host engines bring along.
-"""
+"""What evenflow inside a host engine sends to evenflow's front for each step."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from evenflow.core.report import StepReport
+from evenflow.framing import frame
+from evenflow.hosts.messages import HostStep, RequestArrived, RequestLeft
 
 LOG_INTERVAL_S = 10.0
 _MAX_UNSENT_BYTES = 4 << 20  # thousands of steps
@@ -110,17 +112,17 @@ class Reporter:
     def __init__(self, logger: logging.Logger, step_socket: str | None) -> None:
         self._logger = logger
         self._interval: _Interval | None = None
-        self._arrived: list[tuple[str, float, int, int]] = []  # since the last message
-        self._left: list[tuple[str, int]] = []
+        self._arrived: list[RequestArrived] = []  # since the last message
+        self._left: list[RequestLeft] = []
         self._sender = _Sender(step_socket) if step_socket else None
 
     def arrived(self, request_id: str, at: float, num_prompt_tokens: int, max_tokens: int) -> None:
         if self._sender is not None:
-            self._arrived.append((request_id, at, num_prompt_tokens, max_tokens))
+            self._arrived.append(RequestArrived(request_id, at, num_prompt_tokens, max_tokens))
 
     def left(self, request_id: str, num_output_tokens: int) -> None:
         if self._sender is not None:
-            self._left.append((request_id, num_output_tokens))
+            self._left.append(RequestLeft(request_id, num_output_tokens))
 
     def report(self, report: StepReport) -> None:
         if self._interval is None:
@@ -130,18 +132,10 @@ class Reporter:
             self._interval.log(self._logger, report)
             self._interval = None
         if self._sender is not None and self._sender.has_room():
-            self._send(self._sender, report)
+            self._sender.send(frame(HostStep(report, self._arrived, self._left)))
+            self._arrived.clear()
+            self._left.clear()
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-
-    def _send(self, sender: _Sender, report: StepReport) -> None:
-        # These need msgspec, which host engines bring along; the base package does without it.
-        from evenflow.framing import frame
-        from evenflow.hosts.messages import HostStep, RequestArrived, RequestLeft
-
-        arrived = [RequestArrived(*one) for one in self._arrived]
-        sender.send(frame(HostStep(report, arrived, [RequestLeft(*one) for one in self._left])))
-        self._arrived.clear()
-        self._left.clear()

@@ -135,8 +135,9 @@ class Steering:
         return self._streams[request_id].rank
 
     @property
-    def num_in_flight(self) -> int:
-        return self._in_flight.num_steps
+    def num_streams(self) -> int:
+        """Requests that have not left."""
+        return len(self._streams)
 
     def plan(
         self,

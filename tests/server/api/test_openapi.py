@@ -87,3 +87,18 @@ def test_a_changed_target_is_kept(server: RunningServer) -> None:
     assert told == {"policy": "target:70ms,paced", "tbt_target": 0.07, "paced": True}
     assert server.get("/v1/target").json() == told
     assert server.post("/v1/completions", {"prompt": "a", "tbt_target": "20ms", "ttft_target": 1.5}).status_code == 200
+    told = server.request("put", "/v1/target", {"tbt_target": "2.5ms"}).json()
+    assert told == {"policy": "target:2.5ms,paced", "tbt_target": 0.0025, "paced": True}
+
+
+def test_a_target_can_be_taken_back(server: RunningServer) -> None:
+    before = server.get("/v1/target").json()
+    server.request("put", "/v1/target", {"tbt_target": "70ms"})
+    told = server.request("put", "/v1/target", {"tbt_target": None}).json()
+    assert (told["tbt_target"], told["paced"]) == (None, False)
+    assert not told["policy"].startswith("target")
+    assert server.get("/v1/target").json() == told
+    refused = server.post("/v1/completions", {"prompt": "a", "tbt_target": "20ms"})
+    assert refused.status_code == 400
+    if before["tbt_target"] is not None:
+        server.request("put", "/v1/target", {"tbt_target": before["tbt_target"], "paced": before["paced"]})

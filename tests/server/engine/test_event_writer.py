@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 
-from evenflow.server.engine.process import EventWriter
 from evenflow.engine.messages import Refused, read_event
 from evenflow.framing import FrameReader
+from evenflow.server.engine.process import EventWriter
 
 _NUM_EVENTS = 400
 _TEXT = "x" * 10_000  # so that the socket has room for a few only

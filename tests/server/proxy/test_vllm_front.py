@@ -31,7 +31,6 @@ from evenflow.server.proxy.vllm_engine import start_guard
 from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
 from evenflow.vllm import launch
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
-from evenflow.vllm.target_file import TargetFile
 from tests.server import stand_in_vllm
 from tests.server.serving import RunningServer
 
@@ -348,17 +347,3 @@ def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "installed_version", lambda: None)
     with pytest.raises(MissingDependency, match="make install-vllm"):
         find_python(None)
-
-
-def test_a_target_file_is_read_once_and_bad_ones_are_not_taken(tmp_path: Path) -> None:
-    written = TargetFile(tmp_path / "target")
-    read = TargetFile(tmp_path / "target")
-    assert read.changed() is None
-    written.write("target:80ms")
-    assert read.changed() == "target:80ms"
-    assert read.changed() is None
-    for bad in ("fixed:64", "target:soon", ""):
-        written.write(bad)
-        assert read.changed() is None
-    written.write("target:90ms,paced")
-    assert read.changed() == "target:90ms,paced"

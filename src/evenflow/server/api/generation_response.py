@@ -51,7 +51,7 @@ class GenerationResponse(Response):
         try:
             for index, request in enumerate(requests):
                 num_choices = None if index else len(requests)
-                self._streams.append(client.submit(request, tenant=self._writer.tenant, num_answers=num_choices))
+                self._streams.append(client.submit(request, tenant=self._writer.tenant, num_choices=num_choices))
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
                 yield

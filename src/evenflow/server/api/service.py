@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from evenflow.core.policies import PolicySpec
-from evenflow.errors import EvenflowError
+from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
 from evenflow.server.api.errors import ApiError
@@ -59,18 +59,10 @@ class ModelService:
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or together with the requested output."""
-        context, max_prompt = self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens
-        # Clients recognise this case by these words.
-        limit = f"This model's maximum context length is {context} tokens, prompt and output together."
-        if max_prompt and num_prompt_tokens > max_prompt:
-            message = f"Got a prompt of {num_prompt_tokens} tokens but this server allows {max_prompt}."
-        elif num_prompt_tokens >= context:
-            message = f"{limit} Got a prompt of {num_prompt_tokens} tokens; shorten it."
-        elif max_tokens is not None and num_prompt_tokens + max_tokens > context:
-            message = (
-                f"{limit} Got a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}; shorten the prompt "
-                f"or lower max_tokens to {context - num_prompt_tokens}."
-            )
-        else:
-            return
-        raise ApiError(400, message, code="context_length_exceeded", param=param)
+        max_prompt = self.gate.limits.max_prompt_tokens
+        try:
+            if max_prompt and num_prompt_tokens > max_prompt:
+                raise InvalidRequest(f"Got a prompt of {num_prompt_tokens} tokens but this server allows {max_prompt}.")
+            self.client.limits.check_length(num_prompt_tokens, max_tokens)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), code="context_length_exceeded", param=param) from None

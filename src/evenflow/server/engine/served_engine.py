@@ -92,8 +92,8 @@ class ServedEngine:
         assert self._intake is not None
         return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
 
-    def submit(self, request: Request, *, tenant: str = "", num_answers: int | None = 1) -> Stream:
-        """Send a prepared request to the engine. `num_answers`: of its call, with the first of them; None: the rest."""
+    def submit(self, request: Request, *, tenant: str = "", num_choices: int | None = 1) -> Stream:
+        """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if self._link is None:
             raise self._failure
         self._observer.on_request_started(
@@ -102,7 +102,7 @@ class ServedEngine:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.sampling.max_tokens,
             now=request.arrival_time,
-            n=num_answers,
+            n=num_choices,
         )
         return self._client.submit(request)
 
