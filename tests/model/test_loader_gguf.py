@@ -174,7 +174,7 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
         ({"extra": {"llama.block_count": "four"}}, BrokenModel, "llama.block_count is 'four', expected int"),
         ({"extra": {"llama.rope.dimension_count": 8}}, UnsupportedModel, "positions on 8 of 16 head values"),
         ({"extra": {"llama.embedding_length": 48}}, BrokenModel, r"embed_tokens.weight has shape \(512, 64\)"),
-        ({"extra": {"llama.block_count": 2**31}}, BrokenModel, "no model has so many"),
+        ({"extra": {"llama.block_count": 2**31}}, BrokenModel, "no model has that many"),
         ({"extra": {"llama.attention.key_length": 0}}, BrokenModel, "rotary_dim is 0"),
         ({"extra": {"llama.block_count": 5}}, BrokenModel, "layers.4.input_layernorm.weight is missing"),
         ({"extra": {"general.alignment": 0}}, BrokenModel, "general.alignment is 0"),

@@ -142,7 +142,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     right = NativeStepAttention.__call__
     monkeypatch.setattr(NativeStepAttention, "__call__", lambda *arguments: right(*arguments) + 0.01)
     assert isinstance(attention_for(config)(_spans(config, [(0, 3)], 0)), TorchStepAttention)
-    assert caplog.messages == ["Running attention on torch: the native kernel gives other results."]
+    assert caplog.messages == ["Running attention on torch: the native kernel gives different results."]
 
 
 @pytest.fixture
