@@ -192,10 +192,10 @@ def test_a_grammar_that_turns_out_to_take_too_long(monkeypatch: pytest.MonkeyPat
     _, grammars = byte_level()
     constraint = grammars.constrain(Grammar.regex("[0-9]*"))
     constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MOST_MASK_S", -1.0)
+    monkeypatch.setattr("evenflow.model.grammar._MAX_MASK_S", -1.0)
     with pytest.raises(InvalidRequest, match="after 0 tokens: it takes too long"):
         constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MOST_COMPILE_S", -1.0)
+    monkeypatch.setattr("evenflow.model.grammar._MAX_COMPILE_S", -1.0)
     with pytest.raises(InvalidRequest, match="too long to compile"):
         grammars.check(Grammar.regex("[0-9]+"))
 

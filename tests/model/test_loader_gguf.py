@@ -165,7 +165,7 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
         ({"extra": {"llama.rope.scaling.type": "su"}}, UnsupportedModel, "rope scaling 'su'"),
         ({"extra": {"tokenizer.ggml.model": "t5"}}, UnsupportedModel, "tokenizer model 't5'"),
         ({"splitter": "new-words"}, UnsupportedModel, "pre-tokenizer 'new-words'"),
-        ({"splitter": None}, BrokenModel, "does not say how its tokenizer splits words"),
+        ({"splitter": None}, BrokenModel, "tokenizer.ggml.pre, which says how words are split, is missing"),
         ({"extra": {"tokenizer.ggml.bos_token_id": 512}}, BrokenModel, "bos_token_id is 512, the vocabulary has 512"),
         ({"extra": {"tokenizer.ggml.tokens": ["a", "a"]}}, BrokenModel, "holds the token 'a' more than once"),
         ({"extra": {"tokenizer.ggml.merges": [1, 2]}}, BrokenModel, "tokenizer.ggml.merges is not a list of str"),

@@ -81,7 +81,8 @@ class TorchStepAttention:
         self._head_dim = config.head_dim
         self._lengths = [span.length for span in spans]
         self._num_rows = sum(self._lengths)
-        new_kv = [_by_layer(span.kv[:, :, :, span.start : span.end].permute(0, 3, 1, 2, 4)) for span in spans]
+        # unbind() gives the views of all layers: slicing them one by one costs more than a decode's attention.
+        new_kv = [span.kv[:, :, :, span.start : span.end].permute(0, 3, 1, 2, 4).unbind() for span in spans]
         self._new_kv = list(zip(*new_kv, strict=True))
         self._sequences = [(_Decode if span.length == 1 else _Chunk)(config, span) for span in spans]
         self._attended = torch.empty(self._num_rows, config.num_heads, config.head_dim)
@@ -97,11 +98,6 @@ class TorchStepAttention:
         return self._attended.view(self._num_rows, -1)
 
 
-def _by_layer(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of all layers in one call: slicing them one by one costs more than a decode's attention."""
-    return tensor.unbind(0)
-
-
 class _Decode:
     """One row sees everything, or its whole window: no mask, and a KV head's query heads form one matrix."""
 
@@ -112,7 +108,7 @@ class _Decode:
         views: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for window in set(config.layer_windows):
             seen = span.kv[:, :, :, 0 if window is None else max(0, span.end - window) : span.end]
-            views[window] = _by_layer(seen[:, 0].transpose(2, 3)), _by_layer(seen[:, 1])
+            views[window] = seen[:, 0].transpose(2, 3).unbind(), seen[:, 1].unbind()
         self._keys = [views[window][0][layer] for layer, window in enumerate(config.layer_windows)]
         self._values = [views[window][1][layer] for layer, window in enumerate(config.layer_windows)]
 
@@ -138,7 +134,7 @@ class _Chunk:
         self._grouped = (span.length, config.num_kv_heads, self._group, config.head_dim)
         self._windows = [None if window is None or window >= span.end else window for window in config.layer_windows]
         seen = span.kv[:, :, :, None, : span.end]
-        self._keys, self._values = _by_layer(seen[:, 0]), _by_layer(seen[:, 1])
+        self._keys, self._values = seen[:, 0].unbind(), seen[:, 1].unbind()
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         """query, output: [rows, heads, head_dim]."""
