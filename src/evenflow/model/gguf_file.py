@@ -115,7 +115,7 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
         if end > len(self._content):
-            raise BrokenModel(f"the file is truncated: its header goes on past byte {len(self._content)}")
+            raise BrokenModel(f"the file is truncated: its header continues past byte {len(self._content)}")
         taken = self._content[self.position : end]
         self.position = end
         return taken
