@@ -1,4 +1,4 @@
-"""GGUF files: every architecture, every tensor type, and what is said of broken ones."""
+"""GGUF files: every architecture, every tensor type, and error messages for broken ones."""
 
 import contextlib
 import dataclasses
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_model(
     ("damage", "error", "message"),
     [
         (lambda content: b"", BrokenModel, "the file is empty"),
-        (lambda content: b"GG", BrokenModel, "the file is truncated: its header goes on past byte 2"),
+        (lambda content: b"GG", BrokenModel, "the file is truncated: its header continues past byte 2"),
         (lambda content: b"PK\x03\x04" + content[4:], BrokenModel, "not a GGUF file: it starts with b'PK"),
         (lambda content: content[:4] + struct.pack("<I", 1) + content[8:], UnsupportedModel, "GGUF version 1 "),
         (lambda content: content[:4] + struct.pack(">I", 3) + content[8:], UnsupportedModel, "little-endian"),

@@ -1,4 +1,4 @@
-"""Hugging Face folders as transformers writes them, and what is said of broken ones."""
+"""Hugging Face folders as transformers writes them, and error messages for broken ones."""
 
 import json
 import math
