@@ -87,7 +87,7 @@ def _linears() -> None:
     if can_pack(torch.bfloat16):
         forms["packed bf16"] = [partial(_bfloat16_linear, packed=pack(weight.bfloat16())) for weight in weights]
     if library():
-        forms["native"] = [float_matrix(weight, None, most_rows=512) for weight in weights]
+        forms["native"] = [float_matrix(weight, None, max_rows=512) for weight in weights]
         forms["native int4"] = [NativeInt4Linear(weight, None).native for weight in weights]
     forms["int4"] = [int4_linear(weight, None) for weight in weights]
     for count in (1, 2, 4, 6, 8, 16, 32, 64, 256, 512):

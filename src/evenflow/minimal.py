@@ -1,13 +1,13 @@
-"""Chunked prefill, the whole idea in one file: read it top to bottom. It is also what the engine is tested against.
+"""Chunked prefill, the whole idea in one file: read it top to bottom. The engine is tested against it.
 
-A model answers a prompt in two kinds of work. Prefill runs the prompt through the model, many tokens at once; it fills
-the cache and ends with the first output token. Decode then runs one token at a time, each the one produced last.
-A long prefill in one piece stalls everybody who is decoding. Cut into chunks, it lets them through in between:
+A model answers a prompt in two phases. Prefill runs the prompt through the model, many tokens at once; it fills the
+cache and yields the first output token. Decode then runs one token at a time: the one produced last.
+A long prefill in one piece stalls every stream that is decoding. Split into chunks, it lets them run in between:
 
     unchunked   PPPPPPPPPPPPPPPPPPPPd  d  d  d       P  a token of the prompt
     chunked     PPPPPd  PPPPPd  PPPPPd  PPPPPd       d  one more token for every stream that is decoding
 
-Nothing here is optimised, and one sequence runs at a time. Must not know: the engine, tensors, any real model.
+Nothing here is optimised, and one sequence runs at a time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# The rules that size chunks by load are the engine's own: one copy, in core, offered here under their names.
+# The engine's own rules for sizing chunks by load, re-exported.
 from evenflow.core.chunk_rules import AdaptiveChunker as AdaptiveChunker
 from evenflow.core.chunk_rules import select_optimal_chunk_size as select_optimal_chunk_size
 from evenflow.errors import EngineFailed, InvalidConfig, InvalidRequest
 
 # ---- 1. What a model is ---------------------------------------------------------------------------------------------
 
-# model(token_ids, offset, cache) runs `token_ids`, which stand at positions [offset, offset + len(token_ids)) of one
-# sequence. `cache` is what the model returned for the positions before (its keys and values), None at the start. It
-# returns the logits of the token that follows the last one given, as plain floats, and the cache for the next call.
+# model(token_ids, offset, cache) runs `token_ids` at positions [offset, offset + len(token_ids)) of one sequence.
+# `cache` is what the model returned for the positions before (its keys and values), None at the start. It returns the
+# logits for the token that follows, as plain floats, and the cache for the next call.
 Model = Callable[[Sequence[int], int, Any], tuple[Sequence[float], Any]]
 
 
 class Tokenizer(Protocol):
-    """Those of transformers fit as they are. `eos_token_id` ends an answer; None: nothing but its length does."""
+    """Tokenizers of transformers fit. `eos_token_id` ends an answer; None: only `max_seq_len` does."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -43,10 +43,10 @@ class Tokenizer(Protocol):
 
 # ---- 2. Why chunks change no answer ---------------------------------------------------------------------------------
 def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int) -> list[list[bool]]:
-    """Who sees whom, shape (L, S) = (chunk_size, total_length): True where a row's position may see a column's.
+    """Shape (L, S) = (chunk_size, total_length): True where a row's position sees a column's.
 
-    Position p sees every position <= p, the earlier chunks' (kept in the cache) included. A chunk's rows are therefore
-    rows of the mask of the whole prompt, and each position computes what it would have computed unchunked:
+    Position p sees every position <= p, including those of earlier chunks, which are in the cache. So a chunk's rows
+    are rows of the whole prompt's mask, and each position computes the same as unchunked:
 
         chunked_attention_mask(2, 2, 4)    position 2:  x x x .
                                            position 3:  x x x x
@@ -58,9 +58,9 @@ def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int)
 
 
 class ToyModel:
-    """Two layers of attention over whole numbers: exact, and wrong at once where a mask or an offset is wrong.
+    """Two layers of attention over integers: exact, so any error in a mask or an offset shows.
 
-    A position starts as a number for its token and place; each layer turns it into a mix of all that it may see.
+    A position starts as a number made of its token and place; each layer mixes all the numbers that it sees.
     """
 
     def __call__(
@@ -79,7 +79,7 @@ class ToyModel:
 
 
 class ToyTokenizer:
-    """A token is a byte; one more id ends the answer."""
+    """A token is a byte; one extra id ends the answer."""
 
     vocabulary_size = 257
     eos_token_id = 256
@@ -96,12 +96,12 @@ TOY_MODEL, TOY_TOKENIZER = ToyModel(), ToyTokenizer()
 
 # ---- 3. One request -------------------------------------------------------------------------------------------------
 class Request:
-    """A prompt, as text or token ids, and how far it has come. Greedy: the likeliest token is the next.
+    """A prompt, as text or token ids, and its progress. Decoding is greedy.
 
         [0, offset)                        in the cache
-        [offset, len(prefill_tokens))      prompt not yet run; `prefill_max_step` is the most that one chunk takes
+        [offset, len(prefill_tokens))      prompt not yet run, at most `prefill_max_step` tokens in one chunk
 
-    `max_seq_len` bounds prompt and output together. Without a model of your own it runs on the toy.
+    `max_seq_len` bounds prompt and output together. The default model is the toy.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Request:
 
     @property
     def next_token(self) -> int | None:
-        """The token produced last, which the next decode feeds back; None until prefill is done."""
+        """The token produced last, which the next decode runs; None until prefill is done."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
@@ -147,7 +147,7 @@ class Request:
         return has_ended or len(self.prefill_tokens) + len(self.token_ids) >= self.max_seq_len
 
     def try_prefill(self) -> int:
-        """Run one chunk; returns how many tokens it took. The last chunk yields the first output token."""
+        """Run one chunk and return its length. The last chunk yields the first output token."""
         if self.is_prefill_done:
             raise InvalidRequest(f"All {len(self.prefill_tokens)} tokens of the prompt have been run: decode instead.")
         chunk = self.prefill_tokens[self.offset : self.offset + self.prefill_max_step]
@@ -155,7 +155,7 @@ class Request:
         return len(chunk)
 
     def decode(self) -> None:
-        """Feed the token produced last, as a chunk of one: it yields the token that follows."""
+        """Run the token produced last, as a chunk of one: it yields the next token."""
         if self.next_token is None or self.is_finished:
             raise InvalidRequest("Only a request that is prefilled and not finished can decode.")
         self._run([self.next_token])
@@ -163,22 +163,22 @@ class Request:
     def _run(self, token_ids: Sequence[int]) -> None:
         logits, self.cache = self.model(token_ids, self.offset, self.cache)
         self.offset += len(token_ids)
-        if self.is_prefill_done:  # within the prompt the next token is known: what the model expected is dropped
+        if self.is_prefill_done:  # within the prompt the next token is known, and the model's guess is dropped
             self.token_ids.append(max(range(len(logits)), key=logits.__getitem__))
         if self.is_finished:
             self.cache = None
 
 
-# ---- 4. Who is next -------------------------------------------------------------------------------------------------
+# ---- 4. Which request is next ---------------------------------------------------------------------------------------
 class PriorityScheduler:
-    """Who waits for a slot. Append to either queue at any time; the low one waits for as long as the high one holds."""
+    """Requests waiting for a slot. Append to either queue any time; the low one waits until the high one is empty."""
 
     def __init__(self) -> None:
         self.high_priority_queue: deque[Request] = deque()
         self.low_priority_queue: deque[Request] = deque()
 
     def schedule_next(self) -> Request | None:
-        """Take out the next request, first come first served within a queue; None when nobody waits."""
+        """Remove and return the next request, first come first served within a queue; None if both are empty."""
         queue = self.high_priority_queue or self.low_priority_queue
         return queue.popleft() if queue else None
 
@@ -186,7 +186,7 @@ class PriorityScheduler:
 # ---- 5. Continuous batching: the loop -------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one turn of the loop did: at most one chunk, and one token for each stream that was decoding."""
+    """One pass of the loop: at most one chunk, and one token for each stream that was decoding."""
 
     prefilled: Request | None
     chunk_start: int
@@ -199,16 +199,16 @@ class Step:
 def run_steps(
     waiting: PriorityScheduler, batch_size: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Step]:
-    """Run until no work is left, with at most `batch_size` requests under way: a prefill starts when a slot is free.
+    """Run until no work is left, with at most `batch_size` requests in flight: a prefill starts when a slot is free.
 
-    Between steps the caller may add requests and change their `prefill_max_step` (that is all a policy does).
+    Between steps the caller may add requests and change their `prefill_max_step`, which is all a policy does.
     """
     if batch_size < 1:
         raise InvalidConfig(f"Got batch_size={batch_size} but expected at least 1.")
     prefilling: Request | None = None
     decoding: list[Request] = []
     while True:
-        # Phase 1: continue the prefill under way, or start the next one. One chunk, then the streams get their turn.
+        # Phase 1: one chunk of the current prefill, or of the next one.
         if prefilling is None and len(decoding) < batch_size:
             prefilling = waiting.schedule_next()
         if prefilling is None and not decoding:
@@ -217,13 +217,13 @@ def run_steps(
         chunk_start = prefilling.offset if prefilling else 0
         chunk_size = prefilling.try_prefill() if prefilling else 0
         halfway = clock()
-        # Phase 2: one token for everything that is running. An engine runs them, and the chunk, in one forward pass.
+        # Phase 2: one token for every stream. An engine runs these and the chunk in one forward pass.
         for request in decoding:
             request.decode()
         if chunk_size == 0 and not decoding:
-            raise EngineFailed("A step ran no token though work is left: it would go on for ever.")
+            raise EngineFailed("A step ran no tokens though work is left: the loop would never end.")
         step = Step(prefilling, chunk_start, chunk_size, tuple(decoding), halfway - began, clock() - halfway)
-        # Phase 3: a finished prefill joins the streams, and finished streams leave their slots.
+        # Phase 3: a finished prefill becomes a stream, and finished streams free their slots.
         if prefilling is not None and prefilling.is_prefill_done:
             decoding.append(prefilling)
             prefilling = None
@@ -243,7 +243,7 @@ def batch_generate(
 ) -> list[Request]:
     """Answer all prompts: returns their finished requests, in order, with `text` and `token_ids`.
 
-    No token depends on `batch_size` or `prefill_step`: only who waits for whom does.
+    `batch_size` and `prefill_step` change only who waits for whom, never a token.
     """
     if isinstance(prompts, str):
         raise InvalidRequest(f"Got prompts={prompts!r} but expected a list of prompts.")
@@ -263,7 +263,7 @@ batch_generate_with_chunked_prefill = batch_generate
 
 # ---- 6. What it cost ------------------------------------------------------------------------------------------------
 class ChunkedPrefillMetrics:
-    """How much prefill went between the decode steps, and how long each took: averages that follow the recent past."""
+    """How much prefill ran between decode steps, and moving averages of how long each took."""
 
     def __init__(self) -> None:
         self.prefill_chunks_processed = 0
@@ -288,7 +288,7 @@ class ChunkedPrefillMetrics:
             self.record_decode_step(step.decode_seconds)
 
     def get_interleaving_ratio(self) -> float:
-        """Chunks run for each decode step; infinite before the first decode."""
+        """Chunks per decode step; infinite before the first decode."""
         if self.decode_requests_served == 0:
             return math.inf
         return self.prefill_chunks_processed / self.decode_requests_served

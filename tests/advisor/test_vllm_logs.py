@@ -212,6 +212,8 @@ def test_single_lines(line: str, name: str, value: Any) -> None:
         ("NotImplementedError: Concurrent Partial Prefill is not supported.", "partial prefills"),
         ("Policy target:5ms cannot be kept: with the streams that decode now", "target too low"),
         ("evenflow: a target of 5 ms cannot be kept beside prefill", "target too low"),
+        ("Policy target:5ms is infeasible: with the streams that decode now", "target too low"),
+        ("evenflow: a target of 5 ms is infeasible beside prefill", "target too low"),
         ("Sequence group 7 is preempted by PreemptionMode.RECOMPUTE mode", "preemption"),
     ],
 )  # fmt: skip

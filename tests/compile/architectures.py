@@ -1,4 +1,4 @@
-"""Small random models of transformers, one of each kind that chunks and compilers must cope with."""
+"""Small random models of transformers, one of each kind that chunks and compilers must support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZES: dict[str, Any] = {
 _GATED: dict[str, Any] = {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
 _HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# Name -> (class, settings). Falcon turns positions, Bloom biases by distance, OPT and GPT-2 learn them.
+# Name -> (class, settings). Falcon rotates positions, Bloom biases by distance, OPT and GPT-2 learn them.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _GATED),
     "qwen2": ("Qwen2ForCausalLM", {"intermediate_size": 96, "num_key_value_heads": 2}),
@@ -46,7 +46,7 @@ HYBRID_CACHES = ("mistral-sliding", "gemma2", "gemma3")
 @cache
 @torch.inference_mode(False)
 def small_model(name: str, attention: str = "sdpa", **changes: Any) -> Any:
-    """A model with weights large enough that attention looks at some tokens more than at others. Not to be changed.
+    """A model with weights large enough for attention to prefer some tokens. Do not change it.
 
     Attention is eager where the architecture has no other.
     """

@@ -1,4 +1,4 @@
-"""What is kept on disk comes back as it was, or is known to be damaged."""
+"""Packages come back from disk unchanged, or are found to be damaged."""
 
 from __future__ import annotations
 

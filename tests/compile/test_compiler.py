@@ -1,4 +1,4 @@
-"""Models compiled for real, and every way in which that can fail: a reason in the log, and the right answer."""
+"""Models compiled for real, and every way that can fail: with a reason in the log and the right answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from evenflow.compile.compiler import onednn_where_supported
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 
-# The one that Inductor takes.
+# The one that Inductor would use.
 COMPILER = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="Inductor finds no C++ compiler")
 
@@ -47,7 +47,7 @@ def example() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the tiny model: compiling takes a while, so that it is done once."""
+    """A cache that holds the tiny model, compiled once for all tests."""
     folder = tmp_path_factory.mktemp("compiled")
     compiler = create_enhanced_compiler(cache_dir=folder)
     compiler.compile_model(tiny_model(), example(), "tiny")
@@ -62,7 +62,7 @@ def load(cache_dir: Path, **settings: Any) -> tuple[EnhancedAOTModelCompiler, An
 
 @pytest.fixture
 def compiled_before(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling gives the package that the same graph was compiled into: these tests are about what happens to it."""
+    """Compiling copies the package made before: these tests are about what happens to it."""
     (package,) = cache_dir.glob("*.pt2")
     monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(package, path))
 
@@ -116,7 +116,7 @@ def test_generation_is_the_plain_models(cache_dir: Path, caplog: pytest.LogCaptu
 
 @torch.inference_mode()
 def test_in_bfloat16_fused_operations_round_as_the_models_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where oneDNN has no bfloat16: torch then warns when it runs a product, and warnings are errors here."""
+    """Also if oneDNN lacks bfloat16: torch then warns at the first product, and warnings are errors here."""
     plain, onednn_enabled = copy.deepcopy(tiny_model()).to(torch.bfloat16), torch.backends.mkldnn.enabled
     compiler = create_enhanced_compiler(cache_dir=tmp_path)
     compiled = compiler.compile_model(plain, example(), "tiny")
@@ -197,7 +197,7 @@ def test_with_chunks(cache_dir: Path) -> None:
 
 
 def test_weights_in_memory_are_those_that_run(cache_dir: Path) -> None:
-    """A package holds no weights: changing a weight in place changes the answers of both."""
+    """A package holds no weights: changing a weight in place changes both answers."""
     _, compiled = load(cache_dir)
     weight = tiny_model().lm_head.weight
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_a_damaged_package_is_made_anew(cache_dir: Path, tmp_path: Path, caplog:
 def test_a_package_of_another_model_under_its_key_is_not_used(
     cache_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, but not what the key says: only its answers tell. Nor can it be made anew here, so the model is plain."""
+    """Only its answers show that it is the wrong one. It cannot be compiled again here, so the model is plain."""
     folder = shutil.copytree(cache_dir, tmp_path / "copy")
     monkeypatch.setattr("evenflow.compile.compiler.artifact_key", lambda *_: next(folder.glob("*.pt2")).stem)
     monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", _no_compiler)
@@ -254,7 +254,7 @@ def test_a_compiler_that_fails(
 
 @pytest.mark.usefixtures("compiled_before")
 def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Something in the folder's place, which stops even root; and for others a folder that they may not write."""
+    """A file in the folder's place, which stops even root; for other users also a read-only folder."""
     in_the_way = tmp_path / "in the way"
     in_the_way.write_text("")
     read_only = tmp_path / "read-only"
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a compiler that links a C++ library of its own makes them."""
+    """Like those of a compiler that links its own C++ library."""
     (package,) = cache_dir.glob("*.pt2")
     crashing = _crashing(package, tmp_path)
     monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", lambda _, path, __: shutil.copy2(crashing, path))
@@ -398,7 +398,7 @@ def test_kernels_can_be_tuned(tmp_path: Path) -> None:
     assert outcome(again) == "loaded from the cache"
     assert_right(model)
     other, _ = load(tmp_path, mode="default")
-    assert outcome(other) == "compiled"  # a mode has packages of its own
+    assert outcome(other) == "compiled"  # each mode has its own packages
 
 
 @pytest.mark.slow

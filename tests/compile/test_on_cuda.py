@@ -1,4 +1,4 @@
-"""Recorded steps and packages on a GPU; and that nothing is recorded, and nothing changes, where there is none."""
+"""Recorded steps and packages on a GPU; without one nothing is recorded and nothing changes."""
 
 from __future__ import annotations
 

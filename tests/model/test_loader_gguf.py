@@ -1,4 +1,4 @@
-"""GGUF files: every architecture, every tensor type, and what is said of broken ones."""
+"""GGUF files: every architecture, every tensor type, and error messages for broken ones."""
 
 import contextlib
 import dataclasses
@@ -165,7 +165,7 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
         ({"extra": {"llama.rope.scaling.type": "su"}}, UnsupportedModel, "rope scaling 'su'"),
         ({"extra": {"tokenizer.ggml.model": "t5"}}, UnsupportedModel, "tokenizer model 't5'"),
         ({"splitter": "new-words"}, UnsupportedModel, "pre-tokenizer 'new-words'"),
-        ({"splitter": None}, BrokenModel, "does not say how its tokenizer splits words"),
+        ({"splitter": None}, BrokenModel, "tokenizer.ggml.pre, which says how words are split, is missing"),
         ({"extra": {"tokenizer.ggml.bos_token_id": 512}}, BrokenModel, "bos_token_id is 512, the vocabulary has 512"),
         ({"extra": {"tokenizer.ggml.tokens": ["a", "a"]}}, BrokenModel, "holds the token 'a' more than once"),
         ({"extra": {"tokenizer.ggml.merges": [1, 2]}}, BrokenModel, "tokenizer.ggml.merges is not a list of str"),
@@ -174,7 +174,7 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
         ({"extra": {"llama.block_count": "four"}}, BrokenModel, "llama.block_count is 'four', expected int"),
         ({"extra": {"llama.rope.dimension_count": 8}}, UnsupportedModel, "positions on 8 of 16 head values"),
         ({"extra": {"llama.embedding_length": 48}}, BrokenModel, r"embed_tokens.weight has shape \(512, 64\)"),
-        ({"extra": {"llama.block_count": 2**31}}, BrokenModel, "no model has so many"),
+        ({"extra": {"llama.block_count": 2**31}}, BrokenModel, "no model has that many"),
         ({"extra": {"llama.attention.key_length": 0}}, BrokenModel, "rotary_dim is 0"),
         ({"extra": {"llama.block_count": 5}}, BrokenModel, "layers.4.input_layernorm.weight is missing"),
         ({"extra": {"general.alignment": 0}}, BrokenModel, "general.alignment is 0"),
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_model(
     ("damage", "error", "message"),
     [
         (lambda content: b"", BrokenModel, "the file is empty"),
-        (lambda content: b"GG", BrokenModel, "the file is truncated: its header goes on past byte 2"),
+        (lambda content: b"GG", BrokenModel, "the file is truncated: its header continues past byte 2"),
         (lambda content: b"PK\x03\x04" + content[4:], BrokenModel, "not a GGUF file: it starts with b'PK"),
         (lambda content: content[:4] + struct.pack("<I", 1) + content[8:], UnsupportedModel, "GGUF version 1 "),
         (lambda content: content[:4] + struct.pack(">I", 3) + content[8:], UnsupportedModel, "little-endian"),

@@ -1,4 +1,4 @@
-"""Hugging Face folders as transformers writes them, and what is said of broken ones."""
+"""Hugging Face folders as transformers writes them, and error messages for broken ones."""
 
 import json
 import math
@@ -230,7 +230,7 @@ def test_layers_without_rope() -> None:
         ({"hidden_size": "64"}, BrokenModel, "hidden_size is '64', expected int"),
         ({"num_attention_heads": 0}, BrokenModel, "num_heads is 0, it must be positive"),
         ({"num_key_value_heads": 3}, BrokenModel, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"num_hidden_layers": 10**12}, BrokenModel, "num_layers is 1000000000000, no model has so many"),
+        ({"num_hidden_layers": 10**12}, BrokenModel, "num_layers is 1000000000000, no model has that many"),
         ({"partial_rotary_factor": math.inf}, BrokenModel, "partial_rotary_factor is inf"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, BrokenModel, r"factor is 0\.0, it must be positive"),
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, BrokenModel, "is 0, expected 2 or more"),

@@ -22,14 +22,14 @@ def sequence(tokens: list[int] | None = None, num_prompt_tokens: int = 1, seed: 
 
 
 def frequencies(logits: Tensor, draws: int = 4000, **params: Any) -> Tensor:
-    """How often each token came, over as many seeds."""
+    """How often each token was sampled, with a new seed each time."""
     rows = [sequence(seed=seed, **params) for seed in range(draws)]
     counts = Counter(sample(logits.repeat(draws, 1), rows).tokens)
     return torch.tensor([counts[token] / draws for token in range(len(logits))])
 
 
 def assert_frequencies(found: Tensor, expected: Tensor, draws: int = 4000) -> None:
-    """Within four standard deviations, and nothing where nothing may come."""
+    """Within four standard deviations; never a token of probability 0."""
     assert found[expected == 0].sum() == 0
     deviation = (expected * (1 - expected) / draws).sqrt()
     assert ((found - expected).abs() <= 4 * deviation + 1e-9).all(), (found, expected)

@@ -40,7 +40,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Weights large enough that attention looks at some tokens more than at others, and logits have clear winners."""
+    """Weights large enough for attention to prefer some tokens and for logits to have clear winners."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in needed_shapes(config).items():

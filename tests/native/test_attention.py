@@ -40,13 +40,13 @@ def _needs_kernels() -> None:
 
 
 def _spans(config: ModelConfig, places: list[tuple[int, int]], seed: int, spare_heads: int = 0) -> list[Span]:
-    """Random memory; with spare heads, each is a slice of a larger one, so that strides are not what sizes say."""
+    """Random memory; with spare heads, slices of a larger one, whose strides do not follow from its shape."""
     generator = torch.Generator().manual_seed(seed)
     spans = []
     for start, length in places:
         size = (2, 2, config.num_kv_heads + spare_heads, start + length + 5, config.head_dim + 16 * spare_heads)
         memory = torch.randn(size, generator=generator)
-        memory[:, :, :, start:] = float("nan")  # what is not written yet must not be read
+        memory[:, :, :, start:] = float("nan")  # unwritten memory must not be read
         spans.append(Span(memory[:, :, spare_heads:, :, 16 * spare_heads :], start, length))
     return spans
 
@@ -142,7 +142,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     right = NativeStepAttention.__call__
     monkeypatch.setattr(NativeStepAttention, "__call__", lambda *arguments: right(*arguments) + 0.01)
     assert isinstance(attention_for(config)(_spans(config, [(0, 3)], 0)), TorchStepAttention)
-    assert caplog.messages == ["Running attention on torch: the native kernel gives other results."]
+    assert caplog.messages == ["Running attention on torch: the native kernel gives different results."]
 
 
 @pytest.fixture
@@ -162,6 +162,6 @@ def _narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("_narrow", ["-march=x86-64", "-march=haswell"], indirect=True)
 def test_narrower_vectors_give_the_same() -> None:
-    """The widths of other CPUs, which this one runs too."""
+    """The vector widths of other CPUs."""
     for group, head_dim in itertools.product((1, 3, 4, 9), (32, 80, 128)):
         _check(_config(group, 2, head_dim, window=50), [(600, 1), (3, 1), (0, 40), (590, 70), (20, 5)])

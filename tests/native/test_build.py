@@ -1,4 +1,4 @@
-"""Compiling the kernels: once for a machine, on torch's threads, and with a reason where it cannot be done."""
+"""Compiling the kernels: once per machine, on torch's threads, and with a reason if it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ extern "C" int answer() {
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A cache and a source of its own; what other tests have loaded stays for them."""
+    """A cache and a source for each test, and a library loaded from them."""
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "answer.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "_FOLDER", tmp_path / "sources")
@@ -61,7 +61,7 @@ needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 @needs_compiler
 def test_the_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of each kernel are skipped where there is no library, so that this one tells a broken source."""
+    """Tests of the kernels are skipped without a library: only this one notices a source that does not compile."""
     monkeypatch.undo()
     monkeypatch.delenv("EVENFLOW_NATIVE", raising=False)
     build._loaded.cache_clear()

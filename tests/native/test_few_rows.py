@@ -16,7 +16,7 @@ from evenflow.model.int4 import NativeInt4Linear, NativeInt8Linear, dequantise, 
 from evenflow.model.kv_cache import new_sequence_kv
 from evenflow.model.linear import FloatLinear
 from evenflow.native.build import library
-from evenflow.native.matrix import float_matrix, number_matrix
+from evenflow.native.matrix import float_matrix, quantised_matrix
 from tests.model.tiny import random_tensors, tiny_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
@@ -86,8 +86,8 @@ def test_products_are_those_of_the_weight(shape: tuple[int, int], has_bias: bool
     bias = torch.randn(shape[0], generator=generator) if has_bias else None
     numbers, scales, zeros = quantise(weight)
     forms = {
-        float_matrix(weight, bias, most_rows=32): weight,
-        number_matrix(numbers + 8, scales, zeros - 8 * scales, bias, num_bits=4, most_rows=32): dequantise(
+        float_matrix(weight, bias, max_rows=32): weight,
+        quantised_matrix(numbers + 8, scales, zeros - 8 * scales, bias, num_bits=4, max_rows=32): dequantise(
             numbers, scales, zeros
         ),
     }
@@ -101,7 +101,7 @@ def test_products_are_those_of_the_weight(shape: tuple[int, int], has_bias: bool
 
 def test_a_number_of_inputs_that_fills_no_vector_is_multiplied_to_its_end() -> None:
     weight, rows = torch.randn(6, 37), torch.randn(3, 37)
-    torch.testing.assert_close(float_matrix(weight, None, most_rows=8)(rows), rows @ weight.t(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(float_matrix(weight, None, max_rows=8)(rows), rows @ weight.t(), atol=1e-4, rtol=0)
 
 
 def test_8_bits_keep_what_a_file_of_8_bits_holds() -> None:

@@ -103,8 +103,8 @@ def all_prompts() -> list[int]:
     return list(range(len(LENGTHS)))
 
 
-def run(which: list[int], **knobs: Any) -> Iterator[tuple[LLM, list[RequestOutput]]]:
-    with LLM("default", **knobs) as llm:
+def run(which: list[int], **settings: Any) -> Iterator[tuple[LLM, list[RequestOutput]]]:
+    with LLM("default", **settings) as llm:
         yield llm, llm.generate([prompts()[index] for index in which], GREEDY)
 
 
@@ -140,8 +140,8 @@ def test_with_a_prefix_hit() -> None:
 def test_after_a_forced_preemption() -> None:
     which = [index for index in all_prompts() if 31 <= LENGTHS[index] <= 300]
     tokens_of_kv = 800
-    knobs = {"enable_prefix_caching": False, "kv_cache_memory": tokens_of_kv * 30 * 2 * 3 * 64 * 4}
-    for llm, outputs in run(which, policy="fixed:64", max_num_seqs=8, **knobs):
+    settings = {"enable_prefix_caching": False, "kv_cache_memory": tokens_of_kv * 30 * 2 * 3 * 64 * 4}
+    for llm, outputs in run(which, policy="fixed:64", max_num_seqs=8, **settings):
         check(outputs, which)
         admitted = llm.engine.stats.totals.looked_up_tokens
         assert admitted > sum(LENGTHS[index] for index in which), "nobody was preempted"

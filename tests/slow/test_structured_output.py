@@ -37,8 +37,8 @@ ASK: list[dict[str, Any]] = [{"role": "user", "content": "Describe a famous book
 
 @pytest.fixture(scope="module", params=["float32", "int4"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    knobs = {"policy": "fixed:64", "max_steps_in_flight": 2, "weights": request.param}
-    with LLM(default_model_path(), **knobs) as llm:
+    settings = {"policy": "fixed:64", "max_steps_in_flight": 2, "weights": request.param}
+    with LLM(default_model_path(), **settings) as llm:
         yield llm
 
 

@@ -1,9 +1,7 @@
 """Runs steps of a Llama-family model with torch on the CPU, in order, on a thread of its own.
 
-Owns what belongs to a slot: its tokens, its KV memory, its block table. Must not know: why a step is what it is,
-policies, text.
-
-Each sample is written behind its slot's tokens, so that the next step may be submitted before the host has seen it.
+It owns the state of each slot: tokens, KV memory, block table. Each sample is appended to its slot's tokens, so the
+next step can be submitted before the host has seen it.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ if TYPE_CHECKING:
 
 WeightFormat = Literal["float32", "int4"]
 
-_MOST_MEMORY_FOR_WEIGHTS = 0.25  # of the machine's; a second, packed copy of the weights is made only within it
-_LOGPROB_ROWS = 64  # rows whose whole vocabulary is in memory at once for prompt logprobs
+_MAX_MEMORY_FOR_TWO_COPIES = 0.25  # of the machine's; a second, packed copy of the weights is made only within it
+_LOGPROB_ROWS = 64  # logit rows held in memory at once for prompt logprobs
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A running sequence. Its tokens lie in `sampled`, with every sample appended."""
+    """A running sequence. `sampled` holds its tokens, with every sample appended."""
 
     sampled: SampledSequence
     kv: Tensor
@@ -52,7 +50,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Part:
-    """One sequence's part in a step: `length` rows from position `start` on."""
+    """One sequence's part in a step: `length` rows from position `start`."""
 
     slot: _Slot
     start: int
@@ -70,12 +68,12 @@ class _Part:
 
     @property
     def num_wanted(self) -> int:
-        """How many of its last rows are read behind the last layer."""
+        """How many of its last rows are needed after the last layer."""
         return self.length if self.prompt_logprobs else int(self.samples)
 
 
 class TorchExecutor:
-    """Implements `Executor`. Of a failed step, releases and admissions may have been applied, and no sample is seen."""
+    """Implements `Executor`. A failed step may have applied releases and admissions, but returns no samples."""
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class TorchExecutor:
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
         self._last_end = 0.0
-        # Torch keeps the number of threads per calling thread: it must be set on the one that runs the steps.
+        # Torch's number of threads belongs to the calling thread: set it on the one that runs the steps.
         self._worker = ThreadPoolExecutor(
             1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
         )
@@ -159,7 +157,7 @@ class TorchExecutor:
     def _admit(self, admission: Admission) -> _Slot:
         constraint = None
         if admission.sampling.grammar is not None:
-            assert self._grammars is not None, "a request with a grammar for an executor that has none"
+            assert self._grammars is not None, "a request with a grammar for an executor without grammars"
             constraint = self._grammars.constrain(admission.sampling.grammar)
         sampled = SampledSequence(
             params=admission.sampling,
@@ -179,7 +177,7 @@ class TorchExecutor:
             yield _Part(self._slots[chunk.slot], chunk.start, chunk.length, chunk.samples, chunk.prompt_logprobs)
 
     def _hidden(self, parts: list[_Part]) -> tuple[Tensor, ...]:
-        """Run all rows through the layers; of each part, the rows that are wanted."""
+        """Run all rows through the layers; returns the wanted rows of each part."""
         token_ids: list[int] = []
         wanted: list[int] = []
         for part in parts:
@@ -192,25 +190,25 @@ class TorchExecutor:
     def _sample(
         self, parts: list[_Part], hidden: tuple[Tensor, ...]
     ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
-        """Tokens, errors and logprobs, by the part's number; each token is written behind its slot's others."""
+        """Tokens, errors and logprobs by the part's number; appends each token to its slot's."""
         numbers = [number for number, part in enumerate(parts) if part.samples]
         tokens: list[tuple[int, ...]] = [()] * len(parts)
         if not numbers:
             return tuple(tokens), {}, {}
         for number in numbers:
-            # A step that failed may have left a sample behind that nobody has seen.
+            # A failed step may have left a sample that was never returned.
             del parts[number].slot.sampled.tokens[parts[number].end :]
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for row, number in enumerate(numbers):
-            # Written even for a failed row: a step already in flight reads it before the failure is known.
+            # Appended even for a failed row: a step in flight reads it before the failure is known.
             parts[number].slot.sampled.tokens.append(samples.tokens[row])
             tokens[number] = () if row in samples.errors else (samples.tokens[row],)
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
     def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
-        """For the prompt's tokens at start + 1 .. end: the last prompt row predicts output, which is not asked for."""
+        """For the prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
         sampled = part.slot.sampled
         predicted = sampled.tokens[part.start + 1 : min(part.end + 1, sampled.num_prompt_tokens)]
         found: list[RowLogprobs] = []
@@ -225,13 +223,13 @@ class TorchExecutor:
 
 
 def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
-    """How to make the linears of the layers, and that of the output head."""
+    """How to make the layers' linears, and the output head's."""
     if weights == "int4":
         return int4_linear, int4_head
     if weights != "float32":
         raise InvalidConfig(f"Got weights={weights!r} but expected 'float32' or 'int4'.")
     num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values())
-    affords_two_copies = 2 * num_weights * torch.float32.itemsize < total_memory() * _MOST_MEMORY_FOR_WEIGHTS
+    affords_two_copies = 2 * num_weights * torch.float32.itemsize < total_memory() * _MAX_MEMORY_FOR_TWO_COPIES
     make_linear = functools.partial(FloatLinear, packs=affords_two_copies and can_pack())
     return make_linear, make_linear
 

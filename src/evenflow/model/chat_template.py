@@ -1,6 +1,6 @@
-"""Turns a conversation into the text a model was trained on, by the Jinja template that comes with the model.
+"""Renders a conversation with the model's own Jinja template.
 
-A template is foreign code: it runs sandboxed, and whatever goes wrong in it is an error of that one request.
+A template is untrusted code: it runs sandboxed, and its errors are errors of the request.
 """
 
 import json
@@ -22,7 +22,7 @@ from evenflow.model.tool_messages import Message, plain_message, write_out_tools
 
 
 class ToolStyle(StrEnum):
-    """How a model writes a call of a function."""
+    """How a model writes a function call."""
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>, also Qwen's
     LLAMA = "llama"  # {"name": ..., "parameters": ...}
@@ -38,12 +38,12 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether tools can be given to the template; if not, they are described in the system message."""
+        """Whether the template takes tools; if not, the system message describes them."""
         return any("tools" in _variables(source) for source in self._sources.values())
 
     @cached_property
     def tool_style(self) -> ToolStyle:
-        """How this model calls functions, by the words of its template."""
+        """How this model calls functions, judging by its template."""
         source = self._sources.get("tool_use", self._sources["default"])
         if "[TOOL_CALLS]" in source:
             return ToolStyle.MISTRAL
@@ -59,9 +59,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for these messages; `variables` are whatever else this model's template understands.
+        """The prompt for these messages; `variables` are other variables of this model's template.
 
-        Messages may be in any form of the OpenAI API: content as text parts, calls of tools, results of tools.
+        Messages may have any form of the OpenAI API: content as text parts, tool calls, tool results.
         """
         messages = [plain_message(message) for message in messages]
         if not self.knows_tools:
@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it only passes its body on."""
+    """`{% generation %}` marks the assistant's text for training; here it just renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -98,10 +98,10 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _variables(source: str) -> set[str]:
-    """The names a template takes from outside."""
+    """The variables that a template takes."""
     try:
         return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-    except jinja2.TemplateSyntaxError:  # said when it is rendered
+    except jinja2.TemplateSyntaxError:  # rendering reports it
         return set()
 
 

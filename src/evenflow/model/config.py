@@ -1,30 +1,28 @@
-"""What a decoder of the Llama family looks like, in numbers, whatever file it came from.
-
-Knows nothing of files, tokenizers or torch: the readers of each format fill it in, the decoder reads it.
-"""
+"""The sizes and options of a Llama-family decoder, independent of the file format it came in."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from evenflow.errors import BrokenModel, UnsupportedModel
 
 
 def unsupported(what: str) -> UnsupportedModel:
-    """The error for a model that is whole but that evenflow's own engine does not run."""
+    """The error for a valid model that evenflow's own engine does not run."""
     return UnsupportedModel(f"{what} is not supported here; vLLM may run it: evenflow serve --engine vllm")
 
 
-def _check_positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise BrokenModel(f"{owner}: {name} is {value}, it must be positive")
-
-
 def checked_num_layers(num_layers: int) -> int:
-    """The same number, refused where no model has so many: lists by layer are made before tensors are counted."""
+    """The same number, or BrokenModel if it is absurd: lists by layer are made before tensors are counted."""
     if num_layers > 10_000:
-        raise BrokenModel(f"num_layers is {num_layers}, no model has so many")
+        raise BrokenModel(f"num_layers is {num_layers}, no model has that many")
     return num_layers
+
+
+def _check_positive(owner: str, settings: "RopeScaling | RopeConfig | ModelConfig") -> None:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if type(value) in (int, float) and field.name != "bos_token_id" and not 0 < value < math.inf:
+            raise BrokenModel(f"{owner}: {field.name} is {value}, it must be positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,12 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _check_positive("rope scaling", factor=self.factor)
+        _check_positive("rope scaling", self)
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth passage between the two."""
+    """Low frequencies divided by `factor`, high ones kept, with a smooth transition between the two."""
 
     factor: float
     low_freq_factor: float
@@ -47,12 +45,7 @@ class Llama3Scaling:
     original_max_position: int
 
     def __post_init__(self) -> None:
-        _check_positive(
-            "rope scaling",
-            factor=self.factor,
-            low_freq_factor=self.low_freq_factor,
-            original_max_position=self.original_max_position,
-        )
+        _check_positive("rope scaling", self)
         if not self.high_freq_factor > self.low_freq_factor:
             raise BrokenModel(
                 f"rope scaling: high_freq_factor {self.high_freq_factor} is not above "
@@ -61,7 +54,7 @@ class Llama3Scaling:
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """How much YaRN suggests to sharpen attention when positions are stretched by `factor`."""
+    """YaRN's suggestion for how much to sharpen attention when positions are stretched by `factor`."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -77,30 +70,23 @@ class YarnScaling:
     truncate: bool
 
     def __post_init__(self) -> None:
-        _check_positive(
-            "rope scaling",
-            factor=self.factor,
-            original_max_position=self.original_max_position,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            attention_factor=self.attention_factor,
-        )
+        _check_positive("rope scaling", self)
 
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactors:
     """Each of the rotary_dim / 2 frequencies divided by its own factor; `attention_factor` multiplies cos and sin.
 
-    Holds LongRoPE, and the factors that GGUF files carry as a tensor.
+    Used for LongRoPE, and for the factors that GGUF files store as a tensor.
     """
 
     factors: tuple[float, ...]
     attention_factor: float
 
     def __post_init__(self) -> None:
-        _check_positive("rope scaling", attention_factor=self.attention_factor)
+        _check_positive("rope scaling", self)
         for factor in self.factors:
-            _check_positive("rope scaling", factor=factor)
+            LinearScaling(factor)
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
@@ -108,14 +94,14 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: the first `rotary_dim` values of a head turn, in pairs (i, i + rotary_dim / 2)."""
+    """Rotary positions: the first `rotary_dim` values of a head are rotated, in pairs (i, i + rotary_dim / 2)."""
 
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None
 
     def __post_init__(self) -> None:
-        _check_positive("rope", theta=self.theta, rotary_dim=self.rotary_dim)
+        _check_positive("rope", self)
         if self.rotary_dim % 2:
             raise BrokenModel(f"the rotary dimension is {self.rotary_dim}, it must be even")
         if isinstance(self.scaling, FrequencyFactors) and len(self.scaling.factors) != self.rotary_dim // 2:
@@ -129,8 +115,8 @@ class RopeConfig:
 class ModelConfig:
     """Sizes and options of one model.
 
-    `layer_windows[i]` is the number of positions layer i sees, its own included, or None for all of them.
-    `layer_uses_rope[i]` is False where layer i attends without positions.
+    `layer_windows[i]` is the number of positions layer i sees, including its own, or None for all of them.
+    `layer_uses_rope[i]` is False if layer i attends without positions.
     """
 
     architecture: str
@@ -156,36 +142,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_layers()
-        special_ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
-        for token_id in special_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
-
-    def _check_sizes(self) -> None:
-        _check_positive(
-            "the model",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_position=self.max_position,
-            rms_norm_eps=self.rms_norm_eps,
-            attention_scale=self.attention_scale,
-        )
+        _check_positive("the model", self)
         if self.num_heads % self.num_kv_heads:
             raise BrokenModel(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.rotary_dim > self.head_dim:
             raise BrokenModel(f"the rotary dimension {self.rope.rotary_dim} is larger than head_dim {self.head_dim}")
-
-    def _check_layers(self) -> None:
         for name in ("layer_windows", "layer_uses_rope"):
             if len(getattr(self, name)) != self.num_layers:
                 raise BrokenModel(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
         for window in self.layer_windows:
             if window is not None and window <= 0:
                 raise BrokenModel(f"a sliding window is {window} positions, it must be positive")
+        for token_id in (self.bos_token_id, *self.eos_token_ids):
+            if token_id is not None and not 0 <= token_id < self.vocab_size:
+                raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")

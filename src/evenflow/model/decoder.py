@@ -1,8 +1,4 @@
-"""The decoder of the Llama family: token ids in, logits out, all sequences of a step packed into one run of rows.
-
-Knows the layers and their order; how a matrix is multiplied, how positions turn heads and how attention runs are
-`linear`, `rope` and `attention`. Must not know: requests, sampling, threads.
-"""
+"""The decoder of the Llama family: token ids in, logits out, all sequences of a step packed into one run of rows."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ from torch import Tensor
 from evenflow.model.attention.cpu import Span, StepAttention, attention_for, runs_natively
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
-from evenflow.model.rope import Rotation, interleave, turn_
+from evenflow.model.rope import Rotation, interleave, rotate_
 from evenflow.native.layers import NativeLayer, NativeLayers
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 class Decoder:
-    """A model's weights, laid out to be run."""
+    """A model's weights, laid out for running."""
 
     def __init__(
         self,
@@ -42,22 +38,22 @@ class Decoder:
         self._head = (make_head or make_linear)(head_weight, None)
 
     def hidden(self, token_ids: Sequence[int], spans: Sequence[Span], wanted: Sequence[int] | None = None) -> Tensor:
-        """What the last layer leaves of the rows numbered in `wanted` (None: of all).
+        """The last layer's output for the rows in `wanted` (None: all rows).
 
-        The new keys and values of all rows are written into the spans' memory.
+        Writes the new keys and values of all rows into the spans' memory.
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
-        turns = self._rotation.turns(torch.tensor(positions, dtype=torch.float32))
+        rotations = self._rotation.rotations(torch.tensor(positions, dtype=torch.float32))
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
         kept = None if wanted is None or len(wanted) == len(rows) else torch.tensor(wanted, dtype=torch.int64)
-        if self._native is not None and len(rows) <= self._native.most_rows:
-            self._native.run_(rows, turns, spans)
+        if self._native is not None and len(rows) <= self._native.max_rows:
+            self._native.run_(rows, rotations, spans)
             return rows if kept is None else rows[kept]
-        factors = self._rotation.factors(turns)
+        factors = self._rotation.factors(rotations)
         attention = self._attention_of(spans)
         for layer in self._layers[:-1]:
             rows = layer(rows, factors, attention)
-        # Behind the last attention rows no longer meet, so those that nobody reads end there.
+        # After the last attention rows no longer interact: unwanted ones are dropped there.
         return self._layers[-1](rows, factors, attention, kept)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,7 +62,7 @@ class Decoder:
 
 
 def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
-    """The layers for steps of few rows, where the native kernels take this model."""
+    """The layers for steps of few rows, if the native kernels support this model."""
     native = [layer.native for layer in layers]
     if not runs_natively(config) or None in native:
         return None
@@ -114,7 +110,7 @@ class _Layer:
 
     @property
     def native(self) -> NativeLayer | None:
-        """The same weights for the native kernels; None where one of the linears has no such form."""
+        """The same weights for the native kernels; None if one of the linears has no native form."""
         qkv, output, gate_up, down = self._qkv.native, self._output.native, self._gate_up.native, self._down.native
         if qkv is None or output is None or gate_up is None or down is None:
             return None
@@ -127,7 +123,7 @@ class _Layer:
         if self._query_key_norm is not None:
             self._query_key_norm.apply_(packed)
         if self._uses_rope:
-            turn_(packed, factors)
+            rotate_(packed, factors)
         attended = attention(self._index, packed)
         if kept is not None:
             rows, attended = rows[kept], attended[kept]
@@ -158,21 +154,20 @@ def _fused(tensors: Mapping[str, Tensor], names: list[str], has_bias: bool) -> t
     """Several projections of the same rows as one."""
     weights = [tensors[f"{name}.weight"] for name in names]
     biases = [tensors[f"{name}.bias"] for name in names] if has_bias else []
-    return (
-        weights[0] if len(names) == 1 else torch.cat(weights),
-        torch.cat(biases) if has_bias else None,
-    )
+    return weights[0] if len(names) == 1 else torch.cat(weights), torch.cat(biases) if has_bias else None
 
 
 def _fused_qkv(config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor | None]:
-    """One projection to [queries, keys, values], rotary pairs side by side."""
+    """One projection to [queries, keys, values], with rotary pairs side by side."""
 
-    def turnable(name: str) -> Tensor:
+    def interleaved(name: str) -> Tensor:
         tensor = tensors[prefix + name]
         per_head = tensor.view(-1, config.head_dim, *tensor.shape[1:])
         return interleave(per_head, config.rope.rotary_dim).reshape(tensor.shape)
 
-    weight = torch.cat([turnable("q_proj.weight"), turnable("k_proj.weight"), tensors[prefix + "v_proj.weight"]])
-    if not config.qkv_bias:
-        return weight, None
-    return weight, torch.cat([turnable("q_proj.bias"), turnable("k_proj.bias"), tensors[prefix + "v_proj.bias"]])
+    def fused(kind: str) -> Tensor:
+        return torch.cat(
+            [interleaved(f"q_proj.{kind}"), interleaved(f"k_proj.{kind}"), tensors[f"{prefix}v_proj.{kind}"]]
+        )
+
+    return fused("weight"), fused("bias") if config.qkv_bias else None

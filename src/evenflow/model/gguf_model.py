@@ -1,8 +1,4 @@
-"""A model from a GGUF file: which keys hold its sizes, which of its tensors is which, and their layout.
-
-Knows how llama.cpp writes the Llama family; the container itself is read by gguf_file, the vocabulary by
-gguf_tokenizer.
-"""
+"""A Llama-family model from a GGUF file of llama.cpp: its configuration and tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,10 +46,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """What llama.cpp knows of an architecture and does not write into the file.
+    """Properties that llama.cpp does not write into the file.
 
-    `interleaves_rope`: query and key rows are stored so that rotating pairs are neighbours.
-    `rope_free_every`: every n-th layer attends without positions; 0 for none.
+    `interleaves_rope`: query and key rows are stored with rotary pairs side by side.
+    `rope_free_every`: every n-th layer attends without positions; 0: none.
     """
 
     interleaves_rope: bool = False
@@ -171,6 +167,6 @@ def _canonical_name(gguf_name: str) -> str:
 
 
 def _split_halves(read: Callable[[], torch.Tensor], num_heads: int) -> torch.Tensor:
-    """Reorder each head's rows from rotating pairs as neighbours, (0, 1), to pairs half a head apart, (0, n / 2)."""
+    """Reorder each head's rows from rotary pairs side by side, (0, 1), to pairs half a head apart, (0, n / 2)."""
     rows = read()
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,7 +1,6 @@
 """Builds a tokenizer from the vocabulary inside a GGUF file.
 
-The file holds tokens and merges or scores, and only the name of how text is cut into words before: the table of those
-names is here. Knows nothing of weights.
+The file holds tokens and merges or scores, but only the name of its pre-tokenizer: the table of those is here.
 """
 
 from collections import Counter
@@ -18,13 +17,13 @@ from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
-# Files often name one end of text only, and not always the one that ends an answer in a conversation.
+# Files often name only one end of text, not always the one that ends an answer in a conversation.
 _END_OF_ANSWER = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How text is cut into words before the merges: at each pattern in turn, what lies between matches kept too."""
+    """How text is split into words before the merges: by each pattern in turn, keeping the text between matches."""
 
     patterns: tuple[str, ...]
     normalizes: bool = False
@@ -96,7 +95,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
 def _splitter(file: GgufFile) -> _Splitter:
     name = file.get("tokenizer.ggml.pre", str, "")
     if not name:
-        raise BrokenModel("the file does not say how its tokenizer splits words: convert the model anew")
+        raise BrokenModel("tokenizer.ggml.pre, which says how words are split, is missing: convert the model again")
     if name not in _SPLITTERS:
         raise unsupported(f"the pre-tokenizer {name!r}")
     return _SPLITTERS[name]
@@ -147,7 +146,7 @@ def _sentencepiece_backend(file: GgufFile, tokens: list[str]) -> tokenizers.Toke
 
 
 def _merges_by_score(score_of: dict[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best token first: what sentencepiece tries at each step."""
+    """Every way to make a token of two others, best token first: the merges that sentencepiece tries."""
     merges = []
     for token in sorted(score_of, key=lambda token: -score_of[token]):
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

@@ -1,6 +1,6 @@
-"""Which tokens may come next in an answer that must match a grammar, by llguidance.
+"""The tokens that may come next in output that must match a grammar, by llguidance.
 
-Compiles on a thread of its own, while the prompt is computed. Knows a vocabulary; must not know: logits, sampling.
+Grammars compile on a thread of their own while the prompt is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
-# A schema comes from anyone. These let through what people write, and bound what one grammar can take.
+# Schemas come from untrusted clients. These allow what people write and bound the cost of one grammar.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -31,18 +31,18 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-# Some grammars take longer than their counts say. Seconds of the processor, so that a busy machine refuses no more.
-_MOST_COMPILE_S = 0.5
-_MOST_MASK_S = 0.1
+# Some grammars take longer than these counts suggest. CPU seconds, so that a busy machine refuses no more than others.
+_MAX_COMPILE_S = 0.5
+_MAX_MASK_S = 0.1
 _TRIAL_TOKENS = 4
-_MOST_COMPILED = 64  # grammars kept for the next request that sends the same
-# A space, or a new line with its indentation: small models given more room write blanks for ever.
+_MAX_CACHED = 64  # compiled grammars, for requests that send the same one
+# A space, or a new line with its indentation: with more freedom, small models write blanks for ever.
 BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
-_STAND_IN = "\x02"  # a text that no vocabulary joins with another
+_SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 
 
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that grammars need."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles grammars for one model. Any thread may call it; the model's vocabulary is read at the first grammar."""
+    """Compiles grammars for one model, and reads its vocabulary at the first one. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
         self._vocabulary = vocabulary
@@ -65,11 +65,11 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
 
     def check(self, grammar: Grammar) -> None:
-        """Compile it, and say what is wrong as an InvalidRequest."""
+        """Compile it; InvalidRequest if it cannot be used."""
         self._compile_soon(grammar).result()
 
     def constrain(self, grammar: Grammar) -> Constraint:
-        """For one answer. Returns at once; the first token waits for the grammar where it must."""
+        """For one answer. Returns at once; sampling waits for the grammar if it must."""
         return Constraint(self._compile_soon(grammar), self._num_logits, self._vocabulary.eos_token_ids)
 
     def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
@@ -77,7 +77,7 @@ class Grammars:
             if grammar not in self._compiled:
                 self._compiled[grammar] = self._worker.submit(self._compile, grammar)
             self._compiled.move_to_end(grammar)
-            if len(self._compiled) > _MOST_COMPILED:
+            if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
             return self._compiled[grammar]
 
@@ -85,7 +85,7 @@ class Grammars:
         tokenizer, began = self._tokenizer, time.thread_time()
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
         _try_out(matcher.deep_copy(), grammar.kind)
-        if time.thread_time() - began > _MOST_COMPILE_S:
+        if time.thread_time() - began > _MAX_COMPILE_S:
             raise InvalidRequest(f"the {grammar.kind} cannot be used: it takes too long to compile")
         return matcher
 
@@ -111,14 +111,13 @@ class Constraint:
         return self._compiled.result().deep_copy()
 
     def allowed(self, tokens: Sequence[int], num_prompt_tokens: int) -> NDArray[np.bool_]:
-        """By token id, what may follow `tokens`: the prompt, then the answer so far.
+        """By token id, whether it may follow `tokens`: the prompt, then the answer so far.
 
-        An answer may have grown or been cut back since the last call: a recomputed request starts with several tokens,
-        a failed step takes its own away.
+        Since the last call it may have grown by several tokens (a recomputed request) or shrunk (a failed step).
         """
         matcher, end = self._matcher, len(tokens)
         while end > num_prompt_tokens and tokens[end - 1] in self._eos_token_ids:
-            end -= 1  # a step in flight asks for what follows the end of an answer; nobody sees it
+            end -= 1  # a step in flight samples past the end of an answer; its token is dropped
         num_output = end - num_prompt_tokens
         if num_output < self._num_taken:
             matcher.rollback(self._num_taken - num_output)
@@ -129,13 +128,13 @@ class Constraint:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot go on after {num_output} tokens: {_reason(matcher)}")
-        if time.thread_time() - began > _MOST_MASK_S:
+        if time.thread_time() - began > _MAX_MASK_S:
             raise InvalidRequest(f"the grammar cannot go on after {num_output} tokens: it takes too long")
         return np.unpackbits(bits, count=self._num_logits, bitorder="little").view(np.bool_)
 
 
 class _TokenizerView:
-    """A vocabulary with the names that llguidance looks for."""
+    """A vocabulary with the attributes that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
         self._vocabulary = vocabulary
@@ -145,49 +144,49 @@ class _TokenizerView:
         self.special_token_ids = [token_id for token_id in range(num_logits) if vocabulary.is_special(token_id)]
 
     def __call__(self, text: str) -> list[int]:
-        """How this text is usually written inside of a longer one."""
+        """The token ids of this text inside a longer one."""
         encode, is_special = self._vocabulary.encode, self._vocabulary.is_special
         token_ids = encode(text, add_special_tokens=False)
         if len(text) > 1 and any(map(is_special, token_ids)):
-            # The name of a special token is text here; a character at a time it is not taken for the token.
+            # A special token's name is text here; one character at a time it is not taken for the token.
             return [token_id for character in text for token_id in self(character)]
         if b"".join(map(self._vocabulary.token_bytes, token_ids)) == text.encode():
             return token_ids
         # Sentencepiece begins every text with a space.
-        return encode(_STAND_IN + text, add_special_tokens=False)[len(encode(_STAND_IN, add_special_tokens=False)) :]
+        return encode(_SEPARATOR + text, add_special_tokens=False)[len(encode(_SEPARATOR, add_special_tokens=False)) :]
 
 
 def _source(grammar: Grammar) -> str:
-    """In the form that llguidance reads."""
+    """The grammar in llguidance's own form."""
     try:
         match grammar.kind:
             case "json_schema":
                 return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": BLANKS_IN_JSON})
             case "regex":
-                # Who writes \d means 0 to 9, not every digit of Unicode.
+                # \d means 0 to 9 to people, not every digit of Unicode.
                 return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, use_ascii='d')}/")
             case "choice":
                 texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case "lark":
                 return LLMatcher.grammar_from_lark(grammar.text)
-    except ValueError as error:  # not even JSON
+    except ValueError as error:  # not JSON, for example
         raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
 
 
 def _try_out(matcher: LLMatcher, kind: str) -> None:
-    """Look for the first few tokens: some limits show only then."""
+    """Generate a few tokens: some limits are only hit then."""
     for _ in range(_TRIAL_TOKENS):
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequest(f"the {kind} cannot be used: {_reason(matcher)}")
         if matcher.is_stopped():
             return
-        # The last one: ends of text come first in most vocabularies.
+        # The last token allowed: in most vocabularies ends of text come first.
         matcher.consume_token(int(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[-1]))
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """On one line."""
+    """The error on one line."""
     error = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
     return "no text matches it" if error.startswith("NoExtension") else error

@@ -1,7 +1,4 @@
-"""Reads the config.json of a Hugging Face folder, in the form of transformers 5 and the older ones.
-
-Where a key is missing it means what transformers takes it to mean. Knows nothing of weights and tokenizers.
-"""
+"""Reads the config.json of a Hugging Face folder, with the defaults of transformers, in its form of 5 or older."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +24,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What transformers' class of an architecture takes for granted."""
+    """Defaults of transformers' class for an architecture."""
 
     qkv_bias: bool | None = None  # None: config.json says
     qk_norm: bool = False
@@ -47,14 +44,14 @@ _FAMILIES = {
 
 
 class JsonFile:
-    """The object in a JSON file, with its values checked for their type as they are read."""
+    """The object in a JSON file; checks the type of each value that is read."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self.name = name
         self.content = content
 
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """The value of `key`, which must be there unless there is a default; null counts as not there."""
+        """The value of `key`; BrokenModel if it is missing or null and there is no default."""
         value = self.optional(key, kind)
         value = default if value is None else value
         if value is None:
@@ -62,7 +59,7 @@ class JsonFile:
         return value
 
     def optional(self, key: str, kind: type[Value]) -> Value | None:
-        """The value of `key`, or None where it is missing or null."""
+        """The value of `key`, or None if it is missing or null."""
         value = self.content.get(key)
         if kind is float and type(value) is int:
             value = float(value)
@@ -72,7 +69,7 @@ class JsonFile:
 
 
 def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """The configuration in config.json; special tokens are decided by more files than this one."""
+    """The configuration in config.json; the special tokens depend on other files too."""
     architecture, family = _architecture(file)
     hidden_size = file.get("hidden_size", int)
     num_layers = checked_num_layers(file.get("num_hidden_layers", int))
@@ -150,8 +147,8 @@ def _layer_uses_rope(file: JsonFile, architecture: str, num_layers: int) -> tupl
 
 
 def _read_rope(file: JsonFile, family: _Family, head_dim: int) -> tuple[RopeConfig, int]:
-    """The rope settings, and the longest context they make of it."""
-    # transformers 5 keeps all settings in rope_parameters; before, theta lay beside and the rest in rope_scaling.
+    """The rope settings, and the longest context that they give."""
+    # transformers 5 has all settings in rope_parameters; older ones have rope_theta, and the rest in rope_scaling.
     settings = file.optional("rope_scaling", dict) or file.optional("rope_parameters", dict) or {}
     rope = JsonFile(f"{file.name}: rope", settings)
     if any(isinstance(value, dict) for value in settings.values()):
@@ -169,7 +166,7 @@ def _read_rope(file: JsonFile, family: _Family, head_dim: int) -> tuple[RopeConf
 
 def _read_scaling(rope: JsonFile, max_position: int) -> RopeScaling | None:
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    # Dynamic scaling begins beyond max_position_embeddings, which no request goes beyond here.
+    # Dynamic scaling begins beyond max_position_embeddings, which is the limit of requests here.
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
@@ -211,9 +208,9 @@ def _read_yarn(rope: JsonFile, max_position: int, original_max_position: int) ->
 
 
 def _read_longrope(rope: JsonFile, max_position: int, original_max_position: int) -> FrequencyFactors:
-    """One set of factors for all lengths, the long one where the context is long.
+    """One set of factors for all lengths: the long one if the context is long.
 
-    Switching at run time, by the length of each request, would change keys that are already cached.
+    Switching by the length of each request would change keys that are already cached.
     """
     factor = rope.get("factor", float, max_position / original_max_position)
     suggested = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original_max_position))

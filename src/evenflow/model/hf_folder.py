@@ -1,7 +1,4 @@
-"""A model from a Hugging Face folder: its safetensors, together with what the readers of its other files make of it.
-
-The sizes of the model are read by hf_config, its tokenizer by hf_tokenizer; nothing here needs transformers.
-"""
+"""A model from a Hugging Face folder: configuration, tokenizer and safetensors, read without transformers."""
 
 from functools import partial
 from pathlib import Path

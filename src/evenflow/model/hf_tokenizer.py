@@ -1,7 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and which token ids end an answer. Needs neither torch nor the weights.
-
-The sizes of the model are read by hf_config, its tensors by hf_folder; nothing here needs transformers.
-"""
+"""The tokenizer of a Hugging Face folder, and the token ids that end an answer; reads no weights and needs no torch."""
 
 import json
 from pathlib import Path
@@ -40,7 +37,7 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_json(folder: Path, name: str) -> JsonFile | None:
-    """The object in a JSON file, or None where there is no such file."""
+    """The object in a JSON file, or None if there is no such file."""
     text = _read_text(folder, name)
     if text is None:
         return None
@@ -73,7 +70,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
-    """The text of the special tokens by their role, from the newer of the two files that name them."""
+    """The text of the special tokens by role; tokenizer_config.json wins over the older file."""
     older = read_json(folder, "special_tokens_map.json")
     named = {**(older.content if older else {}), **settings.content}
     tokens = {}
@@ -88,7 +85,7 @@ def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
 def _eos_token_ids(
     config_file: JsonFile, generation_file: JsonFile | None, tokenizer_eos_id: int | None
 ) -> tuple[int, ...]:
-    """Every id that ends an answer: files name the end of text, the end of a turn, or both."""
+    """All ids that end an answer: files name the end of text, the end of a turn, or both."""
     found: list[Any] = []
     for file in (generation_file, config_file):
         ids = file.content.get("eos_token_id") if file else None

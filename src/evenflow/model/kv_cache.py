@@ -1,8 +1,7 @@
-"""Keys and values in memory: a contiguous buffer for each sequence, and a store of whole blocks to share prefixes from.
+"""Keys and values in memory: a contiguous buffer for each sequence, and a store of whole blocks for shared prefixes.
 
 On a CPU, gathering scattered blocks costs more than attention itself, so each running sequence owns contiguous memory
-and a prefix hit is one copy. Pages of either are committed by the system only when they are first written.
-Must not know: requests, plans, how attention reads what lies here.
+and a prefix hit is one copy. The system commits pages only when they are first written.
 """
 
 from __future__ import annotations
@@ -15,33 +14,32 @@ from torch import Tensor
 
 from evenflow.model.config import ModelConfig
 
-_CAPACITY_STEP = 64  # tokens that capacities are rounded up to
+_CAPACITY_STEP = 64  # capacities are multiples of this many tokens
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take in all layers, in float32."""
+    """Bytes of one token's keys and values in all layers, in float32."""
     return config.num_layers * 2 * config.num_kv_heads * config.head_dim * torch.float32.itemsize
 
 
 def new_sequence_kv(config: ModelConfig, num_tokens: int) -> Tensor:
-    """Room for one sequence: [layers, keys and values, KV heads, tokens, head_dim].
+    """Memory for one sequence: [layers, keys and values, KV heads, tokens, head_dim].
 
-    It comes from the system and goes back to it with the sequence. From the process's heap, where sizes of every kind
-    come and go, a server's memory would grow for as long as it runs.
+    It is mapped, not taken from the heap, which would fragment and grow for as long as the server runs.
     """
     capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
     num_bytes = capacity * kv_bytes_per_token(config)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"The system gives no {num_bytes} bytes.") from error
+        raise MemoryError(f"The system cannot map {num_bytes} bytes.") from error
     return torch.frombuffer(pages, dtype=torch.float32).view(
         config.num_layers, 2, config.num_kv_heads, capacity, config.head_dim
     )
 
 
 class PrefixStore:
-    """The KV of full blocks by block id, kept when the sequence that computed it is gone."""
+    """The KV of full blocks by block id; it outlives the sequence that computed it."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size

@@ -1,6 +1,6 @@
-"""Linear layers in float32, in the form that runs fastest here for each number of rows.
+"""Linear layers in float32, in the form that runs fastest on this machine for each number of rows.
 
-Knows matrices; knows nothing of the model they belong to. `benchmarks/cpu_ops.py` measures what is chosen here.
+`benchmarks/cpu_ops.py` measures the choices made here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from evenflow.native.build import library
 from evenflow.native.matrix import NativeMatrix, float_matrix
 
-_NATIVE_ROWS = 32  # up to which the native kernel, which reads a weight once for all rows, beats torch: 1.1-1.6x
+_NATIVE_ROWS = 32  # up to here the native kernel beats torch, 1.1-1.6x: it reads a weight once for all rows
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _PACKED_ROWS = range(2, 32)  # where oneDNN's packed weights win: 1.2-1.5x on x86, 1.8x on ARM
-_LEAST_PACKED = 500_000  # weights in a layer; below, the 25 microseconds that a packed call costs eat the gain
+_MIN_PACKED = 500_000  # weights in a layer; for smaller ones a packed call's 25 microseconds outweigh the gain
 
 
 class Linear(Protocol):
@@ -27,39 +27,39 @@ class Linear(Protocol):
 
     @property
     def native(self) -> NativeMatrix | None:
-        """The same product for few rows, where there are native kernels."""
+        """The same product for few rows, if there are native kernels."""
         ...
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The residual plus this layer's output; the residual's own memory may be used for it."""
+        """The residual plus this layer's output; may overwrite the residual."""
         ...
 
 
 class FloatLinear:
-    """The file's own weight for the native kernel and for many rows; without that kernel, in the forms torch likes.
+    """The file's own weight, for the native kernel and for many rows.
 
-    Those are input-major for one row and for many, and packed by oneDNN between, where a second copy is afforded.
+    Without the kernel, the weight is input-major on x86, and if `packs` there is a second copy packed by oneDNN.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, packs: bool = False) -> None:
         self._bias = bias
-        self.native = float_matrix(weight, bias, most_rows=_NATIVE_ROWS) if library() else None
-        # One row against a weight stored input by input reads memory 1.2x as fast on x86; many rows run alike.
+        self.native = float_matrix(weight, bias, max_rows=_NATIVE_ROWS) if library() else None
+        # On x86 one row reads an input-major weight 1.2x as fast; many rows make no difference.
         self._weight = weight if self.native or not _IS_X86 else weight.t().contiguous().t()
-        packs = packs and not self.native and weight.numel() >= _LEAST_PACKED
+        packs = packs and not self.native and weight.numel() >= _MIN_PACKED
         self._packed = pack(weight) if packs else None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self.native is not None and len(rows) <= self.native.most_rows:
+        if self.native is not None and len(rows) <= self.native.max_rows:
             return self.native(rows)
         if self._packed is not None and len(rows) in _PACKED_ROWS:
             return packed_linear(rows, self._packed, self._bias)
         return F.linear(rows, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        if self.native is not None and len(rows) <= self.native.most_rows:
+        if self.native is not None and len(rows) <= self.native.max_rows:
             return self.native.add_to(residual, rows)
         if self._packed is not None and len(rows) in _PACKED_ROWS:
             return packed_linear(rows, self._packed, self._bias).add_(residual)
@@ -69,7 +69,7 @@ class FloatLinear:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight in oneDNN's own layout; only `packed_linear` can read it."""
+    """A weight in oneDNN's own layout, for `packed_linear` only."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
 
@@ -81,7 +81,7 @@ def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> T
 
 @functools.cache
 def can_pack(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this build of torch packs weights: the ops are not part of its public interface."""
+    """Whether this build of torch can pack weights: the ops are private."""
     weight = torch.linspace(-1, 1, 32 * 32).view(32, 32).to(dtype)
     rows = torch.linspace(1, -1, 4 * 32).view(4, 32).to(dtype)
     try:

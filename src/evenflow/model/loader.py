@@ -1,7 +1,4 @@
-"""From what the user wrote after `--model` to a configuration, a tokenizer and weights.
-
-Chooses the reader by what lies on disk; knows nothing of what the files hold.
-"""
+"""Opens the model that `--model` names: its configuration, tokenizer and weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from evenflow.model.weights import Weights, select_weights
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything a decoder and an engine need; the weights are still on disk."""
+    """All that a decoder and an engine need; the weights are still on disk."""
 
     config: ModelConfig
     tokenizer: Tokenizer

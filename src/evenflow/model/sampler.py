@@ -1,10 +1,7 @@
 """Logits to tokens, for all sampled rows of a step at once.
 
-Knows one row's sampling parameters and tokens; must not know: requests, slots, the model.
-
-A row's random number is keyed by (seed, position) alone, so that neither the batch nor the chunks it was computed in
-can change the token. Logprobs are those of the model's own distribution, before grammars, penalties, temperature
-and cuts.
+A row's random number depends only on its seed and position, so neither the batch nor the chunks can change the token.
+Logprobs are those of the model itself, before grammars, penalties, temperature and truncation.
 """
 
 from __future__ import annotations
@@ -26,26 +23,19 @@ from evenflow.errors import InvalidRequest
 if TYPE_CHECKING:
     from evenflow.model.grammar import Constraint
 
-_LEAST_TEMPERATURE = 1e-30  # what is smaller may be 0 as a float32
+_MIN_TEMPERATURE = 1e-30  # a smaller one may be 0 as a float32
 
 
 @dataclass(slots=True)
 class SampledSequence:
-    """What sampling needs of one sequence."""
+    """The part of one sequence's state that sampling needs."""
 
     params: SamplingParams
     seed: int
-    tokens: list[int]  # everything known
+    tokens: list[int]  # prompt and output so far
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
     constraint: Constraint | None = None
-    has_penalties: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        params = self.params
-        self.has_penalties = (
-            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -58,7 +48,7 @@ class SampledSequence:
 
 @dataclass(slots=True)
 class Samples:
-    """A token a row, and by row number what was asked for or went wrong. The token of a failed row means nothing."""
+    """A token per row; errors and logprobs by row number. The token of a failed row is meaningless."""
 
     tokens: list[int]
     errors: dict[int, str] = field(default_factory=dict)
@@ -66,14 +56,14 @@ class Samples:
 
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
-    """One token for each row of `logits`, which is overwritten."""
+    """One token for each row of `logits`, which it overwrites."""
     errors = _errors(logits)
     raw = {
         row: logits[row].log_softmax(-1)
         for row, sequence in enumerate(sequences)
         if sequence.params.logprobs is not None and row not in errors
     }
-    # The same memory: over one vocabulary, numpy's argmax and partitions are several times as fast as torch's.
+    # Shares memory: over one vocabulary, numpy's argmax and partitions are several times as fast as torch's.
     rows: NDArray[np.float32] = logits.numpy()
     for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
         if sequence.constraint is not None and number not in errors:
@@ -83,8 +73,7 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
                 errors[number] = str(error)
         elif sequence.may_not_stop:
             row[list(sequence.stop_token_ids)] = -math.inf
-        if sequence.has_penalties:
-            _penalise(row, sequence)
+        _penalise(row, sequence)
     tokens: list[int] = rows.argmax(-1).tolist()
     for number, sequence in enumerate(sequences):
         if sequence.params.temperature > 0 and number not in errors:
@@ -101,7 +90,7 @@ def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogpro
 
 
 def _errors(logits: Tensor) -> dict[int, str]:
-    """Rows whose largest value is not a number at all, or not finite."""
+    """Rows whose largest value is not finite."""
     largest: list[float] = logits.amax(-1).tolist()
     return {
         row: f"The model gave no usable logits: their largest value is {value}."
@@ -111,58 +100,57 @@ def _errors(logits: Tensor) -> dict[int, str]:
 
 
 def _constrain(row: NDArray[np.float32], sequence: SampledSequence, constraint: Constraint) -> None:
-    """Leave what the grammar allows; `min_tokens` are waived where it allows nothing but an end."""
+    """Mask all but what the grammar allows; `min_tokens` is waived if it allows nothing but an end."""
     allowed = constraint.allowed(sequence.tokens, sequence.num_prompt_tokens)
     if sequence.may_not_stop:
-        goes_on = allowed.copy()
-        goes_on[list(sequence.stop_token_ids)] = False
-        allowed = goes_on if goes_on.any() else allowed
+        continuing = allowed.copy()
+        continuing[list(sequence.stop_token_ids)] = False
+        allowed = continuing if continuing.any() else allowed
     np.copyto(row, -np.inf, where=~allowed)
 
 
 def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:
-    """Repetition counts all tokens, as in Hugging Face; presence and frequency count the output, as at OpenAI."""
+    """Repetition counts all tokens, as in Hugging Face; presence and frequency count output only, as at OpenAI."""
     params = sequence.params
     if params.repetition_penalty != 1.0:
         seen = np.unique(sequence.tokens)
         values = row[seen]
         row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    output = sequence.tokens[sequence.num_prompt_tokens :]
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = np.unique(output, return_counts=True)
+    if (params.presence_penalty or params.frequency_penalty) and sequence.num_output_tokens:
+        ids, counts = np.unique(sequence.tokens[sequence.num_prompt_tokens :], return_counts=True)
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
 
 
 def _draw(row: NDArray[np.float32], sequence: SampledSequence) -> int:
-    """One uniform number picks from the cumulated weights of the tokens that are kept."""
-    # The largest is taken off first: a tiny temperature must not turn large logits into infinities.
-    weights = np.exp((row - row.max()) / np.float32(max(sequence.params.temperature, _LEAST_TEMPERATURE)))
-    least = _least_weight(weights, sequence.params)
-    if least > 0:
-        weights[weights < least] = 0
-    cumulated = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
-    # The uniform number is below 1, so the target is below the total, and what is found has a weight above 0.
-    target = _uniform(sequence.seed, len(sequence.tokens)) * cumulated[-1]
-    return int(np.searchsorted(cumulated, target, side="right"))
+    """Draws a token by one uniform number and the cumulative weights."""
+    # Subtract the largest first: a tiny temperature must not turn large logits into infinities.
+    weights = np.exp((row - row.max()) / np.float32(max(sequence.params.temperature, _MIN_TEMPERATURE)))
+    threshold = _weight_threshold(weights, sequence.params)
+    if threshold > 0:
+        weights[weights < threshold] = 0
+    cumulative = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    # The uniform number is below 1, so the target is below the total, and the token found has a weight above 0.
+    target = _uniform(sequence.seed, len(sequence.tokens)) * cumulative[-1]
+    return int(np.searchsorted(cumulative, target, side="right"))
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on these two alone."""
+    """A number in [0, 1) that depends only on these two."""
     bits = np.random.Philox(key=np.array([seed, position], dtype=np.uint64)).random_raw()
     return float(bits >> 12) * 2.0**-52
 
 
-def _least_weight(weights: NDArray[np.float32], params: SamplingParams) -> np.float32:
-    """What a token must weigh to be inside min-p, then top-k, then top-p, where the likeliest weighs 1.
+def _weight_threshold(weights: NDArray[np.float32], params: SamplingParams) -> np.float32:
+    """The lowest weight within min-p, then top-k, then top-p, where the likeliest token weighs 1.
 
-    Tokens that weigh the same are in or out together: the order of a sort must not decide.
+    Tokens of equal weight are in or out together: the order of a sort must not decide.
     """
-    least = np.float32(params.min_p)
+    threshold = np.float32(params.min_p)
     if 0 < params.top_k < len(weights):
-        least = max(least, np.partition(weights, -params.top_k)[-params.top_k])
+        threshold = max(threshold, np.partition(weights, -params.top_k)[-params.top_k])
     if params.top_p < 1:
-        likeliest_first = np.sort(weights[weights >= least])[::-1]
+        likeliest_first = np.sort(weights[weights >= threshold])[::-1]
         sums = np.cumsum(likeliest_first, dtype=np.float64)
         # The token that brings the sum to top_p is the last one in.
-        least = likeliest_first[np.searchsorted(sums, params.top_p * sums[-1])]
-    return least
+        threshold = likeliest_first[np.searchsorted(sums, params.top_p * sums[-1])]
+    return threshold

@@ -1,7 +1,4 @@
-"""Text to token ids and back, whole or one token at a time.
-
-Built by the reader of each file format; knows nothing of files or of the model behind it.
-"""
+"""Text to token ids and back, whole or one token at a time."""
 
 import codecs
 import json
@@ -32,7 +29,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: ChatTemplate | None,
     ) -> None:
-        # Files may carry the cutting and filling of a training run; a prompt is served whole.
+        # Files may hold the truncation and padding of a training run; a prompt is served whole.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -47,30 +44,30 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; special tokens written out in it are recognised either way."""
+        """The ids of `text`; special tokens written in it are recognised either way."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate: JSON can write one, UTF-8 cannot
             raise InvalidRequest(f"the text is not valid Unicode: {text[:40]!r}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of these ids; ids outside the vocabulary are no text."""
+        """The text of these ids; ids outside the vocabulary give none."""
         stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
         return "".join(map(stream.push, token_ids)) + stream.flush()
 
     def stream_decoder(self, prompt_token_ids: Iterable[int]) -> "StreamDecoder":
-        """For the answer to this prompt."""
+        """A decoder for the answer to this prompt."""
         return StreamDecoder(self, prompt_token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes a token stands for: often only a part of a character."""
+        """The UTF-8 bytes of a token, often only part of a character."""
         known = self._bytes_of_token.get(token_id)
         if known is None:
             known = self._bytes_of_token[token_id] = self._compute_token_bytes(token_id)
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a mark for the model rather than text."""
+        """Whether a token is a control token rather than text."""
         return token_id in self._special_ids
 
     @property
@@ -85,7 +82,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation; encode it with `add_special_tokens=False`, the template wrote them."""
+        """The prompt for a conversation. It holds its special tokens: encode it with `add_special_tokens=False`."""
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
         return self.chat_template.render(
@@ -100,10 +97,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns the tokens of one answer into text as they come; what it returns adds up to the whole text.
+    """Turns the tokens of one answer into text as they come.
 
-    A character split over several tokens comes out with the last of them. Where sentencepiece puts a space before
-    every word, the one that starts a text is dropped, unless `prompt_ids` hold text for the answer to continue.
+    A character split over several tokens comes with the last of them. Sentencepiece puts a space before every word: the
+    first one is dropped, unless `prompt_ids` hold text that the answer continues.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class StreamDecoder:
         self._drops_space = tokenizer.strips_leading_space and not any(map(self._bytes, prompt_ids))
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, possibly none."""
+        """The text that this token completes, if any."""
         text_bytes = self._bytes(token_id)
         if self._drops_space and text_bytes:
             text_bytes = text_bytes.removeprefix(b" ")
@@ -123,7 +120,7 @@ class StreamDecoder:
         return self._utf8.decode(text_bytes)
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character where the last one never became complete."""
+        """The rest at the end: a replacement character if the last one is incomplete."""
         return self._utf8.decode(b"", final=True)
 
     def _bytes(self, token_id: int) -> bytes:
@@ -136,7 +133,7 @@ def add_special_tokens_around(
     backend: tokenizers.Tokenizer, first_token_id: int | None, last_token_id: int | None
 ) -> None:
     """Make `backend` put these tokens around every text it encodes with special tokens."""
-    # Named by their place: the text of a token may hold marks of the template's own notation.
+    # Named by their place: a token's text may contain the template's own notation.
     named = {"first": first_token_id, "last": last_token_id}
     special_tokens = [
         {"id": name, "ids": [token_id], "tokens": [backend.id_to_token(token_id)]}
@@ -151,7 +148,7 @@ def add_special_tokens_around(
 
 
 def _piece_decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How this vocabulary writes bytes, and whether decoding drops the space that starts a text."""
+    """How this vocabulary writes bytes, and whether decoding drops a text's first space."""
     steps = _decoder_steps(backend)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -174,7 +171,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    # Byte-level vocabularies write a printable byte as the Latin-1 character it is, all others as U+0100 and up.
+    # Byte-level vocabularies write a printable byte as its Latin-1 character, all others as U+0100 and up.
     printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     others = sorted(set(range(0x100)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -186,7 +183,7 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 def _byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
-    except KeyError:  # not written in bytes: it stands for itself
+    except KeyError:  # not in byte-level notation
         return piece.encode()
 
 

@@ -1,7 +1,4 @@
-"""Conversations with tools, in the form that chat templates take, or written out for templates that know no tools.
-
-Must not know: templates, tokens.
-"""
+"""Conversations with tools, in the form that chat templates take, or as plain text for templates without tools."""
 
 from __future__ import annotations
 
@@ -59,13 +56,13 @@ def _with_object(call: object) -> dict[str, Any]:
     assert isinstance(call, Mapping)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError):  # what a model wrote and is no JSON, it sees again as it is
+        with suppress(ValueError):  # a model that wrote invalid JSON sees it again unchanged
             arguments = json.loads(arguments or "{}")
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def write_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Plain messages alone: tools are described in the system message, calls and results are text."""
+    """The messages without tools: the system message describes them, calls and results are text."""
     written: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") == "tool":

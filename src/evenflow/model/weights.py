@@ -1,6 +1,4 @@
-"""The tensors of a model by canonical name, each read from disk only when it is asked for.
-
-Knows the names and shapes a decoder needs; knows no file format.
+"""The tensors of a model by canonical name, each read from disk when it is looked up.
 
 Names are those of Hugging Face checkpoints without the leading `model.`: `embed_tokens.weight`,
 `layers.0.self_attn.q_proj.weight`, `norm.weight`, `lm_head.weight` (absent when it is the embedding).
@@ -17,7 +15,7 @@ from evenflow.model.config import ModelConfig, unsupported
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is still on disk: its shape, and how to read it as float32."""
+    """A tensor on disk: its shape, and how to read it as float32."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -26,8 +24,8 @@ class StoredTensor:
 class Weights(Mapping[str, torch.Tensor]):
     """Float32 tensors by name.
 
-    Each lookup reads the tensor anew and keeps nothing, so that a loader that takes every tensor once holds
-    one copy of the model: look a name up once. Lookups may run in several threads at a time.
+    Each lookup reads from disk and caches nothing, so a loader that looks each name up once holds one copy of the
+    model. Several threads may look up at a time.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
@@ -44,7 +42,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
 
 def needed_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor a model of this configuration is made of."""
+    """The names and shapes of all tensors of a model with this configuration."""
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "norm.weight": (config.hidden_size,),
@@ -82,7 +80,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def select_weights(stored: Mapping[str, StoredTensor], config: ModelConfig) -> Weights:
-    """The tensors a model of this configuration is made of; nothing may be missing, misshapen or left over."""
+    """The tensors of a model with this configuration; an error if one is missing, misshapen or left over."""
     needed = needed_shapes(config)
     for name, shape in needed.items():
         if name not in stored:
@@ -90,7 +88,7 @@ def select_weights(stored: Mapping[str, StoredTensor], config: ModelConfig) -> W
         if stored[name].shape != shape:
             raise BrokenModel(f"the tensor {name} has shape {stored[name].shape}, the configuration says {shape}")
     for name in stored.keys() - needed.keys():
-        # Some checkpoints keep the rope table they were trained with, or a second copy of a tied embedding.
+        # Some checkpoints hold the rope table they were trained with, or a second copy of a tied embedding.
         if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
             raise unsupported(f"the tensor {name}, which no {config.architecture} of this configuration has,")
     return Weights({name: stored[name] for name in needed})

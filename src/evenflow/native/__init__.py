@@ -1,1 +1,1 @@
-"""The CPU kernels written in C++, and how they get compiled. Whatever uses them runs without them too, on torch."""
+"""CPU kernels in C++, how they are compiled, and calls of them. Callers run on torch if there are none."""

@@ -1,9 +1,9 @@
-// How it is done. The query heads that share a KV head are rows like any other: row r of a span is position r / group,
-// head r % group. Softmax is computed online over tiles of keys, in base 2.
+// The query heads that share a KV head are rows like any other: row r of a span is position r / group, head r % group.
+// Softmax is computed online over tiles of keys, in base 2.
 //
-// Many rows ("panels"): each row is a lane. Queries are transposed once into [head_dim, rows]; then scores, weights and
-// results are [keys or head_dim, rows], keys and values are read as they lie, one number for all lanes, and no sum or
-// maximum ever crosses lanes.
+// Many rows ("panels"): each row is a lane. Queries are transposed once into [head_dim, rows]. Scores, weights and
+// results are [keys or head_dim, rows]; keys and values are read in place, one number for all lanes, and no sum or
+// maximum crosses lanes.
 // One position with few heads ("few rows"): lanes are the head_dim, since rows would fill too few of them.
 
 #include "attention.h"
@@ -26,17 +26,17 @@ constexpr int kBlockPanels = kBlockRows / kPanelRows;
 constexpr int kPanelKeys = 64;
 constexpr int kFewRows = 4;
 constexpr int kFewKeys = 64;
-constexpr int kPartKeys = 512;     // a span of one block is cut into parts of so many keys, for several threads
+constexpr int kPartKeys = 512;     // a span of one block is split into parts of this many keys, for several threads
 constexpr float kLowest = -1e30f;  // finite, so that differences of two of them are numbers
 constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kWorthThreads = 1 << 17;  // multiplications; below, waking threads costs more than they save
 
-// The number in every lane. It is no addition to a zero: that would have to be done, since -0 + 0 is 0.
+// The number in every lane. Not number + 0, which the compiler could not drop, since -0 + 0 is 0.
 inline Floats splat(float number) { return number - Floats{}; }
 
 inline Floats highest(Floats a, Floats b) { return a > b ? a : b; }
 
-// 2^x with a relative error of 2e-7; for x below -126, 2^-126, which beside a 1 is nothing.
+// 2^x with a relative error of 2e-7; for x below -126, 2^-126, which is negligible beside a 1.
 inline Floats power_of_2(Floats x) {
     constexpr float kWholeNumbers = 12582912.0f;  // 1.5 * 2^23: a float of this size has no fraction
     x = highest(x, splat(-126.0f));
@@ -76,13 +76,13 @@ inline Floats lane_sums(Floats* vectors) {
     }
 }
 
-// Keys and values come from far: each is asked for while the other is computed with.
+// Keys and values come from main memory: each is fetched while the other is used.
 inline void prefetch(const float* numbers, int64_t count) {
     constexpr int64_t kCacheLine = 16;
     for (int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(numbers + i);
 }
 
-// One KV head of one span: what its query heads ask, and what they look at.
+// One KV head of one span: its queries, keys and values.
 struct Head {
     const float* queries;
     int64_t query_stride;  // between positions; the heads of a group lie side by side
@@ -97,7 +97,7 @@ struct Head {
     int64_t position(int64_t row) const { return start + row / group; }
 };
 
-// Where the results of rows go: to the step's rows, or, for a part of the keys, to where parts are joined.
+// Where the results of rows go: to the step's rows, or, for a part of the keys, to the parts that are joined later.
 struct Results {
     float* rows;
     int64_t position_stride, group, head_dim;
@@ -106,7 +106,7 @@ struct Results {
 
     float* row(int64_t number) const { return rows + number / group * position_stride + number % group * head_dim; }
 
-    // What the row's sums are to be multiplied with.
+    // The factor for the row's sums.
     float finish(int64_t number, float top, float weight) const {
         if (tops == nullptr) return 1 / weight;
         tops[number] = top;
@@ -145,7 +145,7 @@ void score_keys(const Panel& panel, const Head& head, int64_t first_key, int64_t
         int64_t numbers[kPanelHeight];
         const float* keys[kPanelHeight];
         for (int i = 0; i < kPanelHeight; ++i) {
-            // Behind the last key it is taken again: those scores are not used, and do not change the highest.
+            // Past the end the last key is repeated: those scores are unused and do not change the highest.
             numbers[i] = first_key + std::min(key + i, num_keys - 1);
             keys[i] = head.keys + numbers[i] * head.token_stride;
             prefetch(keys[i] + kPanelHeight * head.token_stride, head.head_dim);
@@ -230,7 +230,7 @@ void attend_tile(Panel& panel, const Head& head, int64_t first_key, int64_t num_
 void start_panel(Panel& panel, const Head& head) {
     const float* queries[kPanelRows];
     for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-        const int64_t row = panel.first_row + std::min(lane, panel.num_rows - 1);  // lanes left over repeat the last
+        const int64_t row = panel.first_row + std::min(lane, panel.num_rows - 1);  // spare lanes repeat the last
         queries[lane] = head.query(row);
         panel.positions[lane] = (int32_t)head.position(row);
         panel.tops[lane] = kLowest;
@@ -394,11 +394,11 @@ void attend(const Head& head, const Block& block, const Results& results, Worksp
 
 // ---- A step's work, spread over the threads ----
 
-// A block of a KV head of a span, and which of the partial results it leaves.
+// A block of a KV head of a span, and the number of its partial result.
 struct Work {
     int64_t span, head;
     Block block;
-    int64_t part;  // -1: it is whole
+    int64_t part;  // -1: the result is final
 };
 
 // The partial results [first_part, last_part) of all rows of a KV head of a span.
@@ -416,7 +416,7 @@ struct Step {
     std::vector<int64_t> first_rows;         // of each span among all rows
     std::vector<Work> works;
     std::vector<Join> joins;
-    int64_t num_parts = 0, most_part_rows = 0;
+    int64_t num_parts = 0, max_part_rows = 0;
     int64_t num_products = 0;
     std::vector<float> parts;
 
@@ -436,11 +436,11 @@ struct Step {
     }
 
     int64_t window() const { return shape.window > 0 ? shape.window : INT32_MAX; }
-    int64_t part_size() const { return most_part_rows * (shape.head_dim + 2); }
+    int64_t part_size() const { return max_part_rows * (shape.head_dim + 2); }
 
     void add_works(int64_t span, int64_t head) {
         const int64_t start = spans[span].start, num_rows = spans[span].length * group;
-        // The last rows see most: they come first, so that the threads end together.
+        // The last rows see the most keys: they come first, so that all threads end at about the same time.
         for (int64_t first_row = (num_rows - 1) / kBlockRows * kBlockRows; first_row >= 0; first_row -= kBlockRows) {
             const int64_t last_row = std::min(first_row + kBlockRows, num_rows);
             const int64_t first_key = std::max<int64_t>(0, start + first_row / group + 1 - window());
@@ -451,7 +451,7 @@ struct Step {
                 continue;
             }
             const int64_t first_part = num_parts;
-            most_part_rows = std::max(most_part_rows, num_rows);
+            max_part_rows = std::max(max_part_rows, num_rows);
             for (int64_t key = first_key; key < last_key; key += kPartKeys) {
                 const Block block{first_row, last_row, key, std::min(key + kPartKeys, last_key)};
                 works.push_back({span, head, block, num_parts++});
@@ -466,8 +466,8 @@ struct Step {
 
     Results part(int64_t number) {
         float* rows = parts.data() + number * part_size();
-        float* tops = rows + most_part_rows * shape.head_dim;
-        return {rows, group * shape.head_dim, group, shape.head_dim, tops, tops + most_part_rows};
+        float* tops = rows + max_part_rows * shape.head_dim;
+        return {rows, group * shape.head_dim, group, shape.head_dim, tops, tops + max_part_rows};
     }
 
     Results whole(int64_t span, int64_t head) const {

@@ -1,4 +1,4 @@
-// Attention of one layer over the contiguous keys and values of several sequences. Knows nothing of weights or steps.
+// Attention of one layer over the contiguous keys and values of several sequences.
 
 #pragma once
 
@@ -14,11 +14,11 @@ struct Span {
 
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, head_dim;  // head_dim: a multiple of 16 up to 256
-    int64_t window;                             // how many tokens a row sees, itself included; 0: all before it
+    int64_t window;                             // tokens that a row sees, including itself; 0: all before it
     float scale;
 };
 
-// packed: rows of [queries, keys, values] of all spans, one behind the other. Writes the keys and values into each
-// span's memory, and what the queries find into attended: [rows, num_heads * head_dim].
+// packed: rows of [queries, keys, values] of all spans, in order. Writes the keys and values into each span's memory,
+// and the attended rows into attended: [rows, num_heads * head_dim].
 extern "C" void evenflow_attention(const Span* spans, int64_t num_spans, int64_t layer, const AttentionShape* shape,
                                    const float* packed, float* attended);

@@ -31,10 +31,7 @@ class _Shape(ctypes.Structure):
     """`AttentionShape` of attention.h."""
 
     _fields_ = (
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
     )
 
@@ -65,8 +62,7 @@ class NativeStepAttention:
         assert kernels is not None, "check has_native_attention() first"
         self._run = kernels.evenflow_attention
         self._num_spans = ctypes.c_int64(len(spans))
-        # The memory that the structures below point into must live as long as they do.
-        self._kv = [kv for kv, _, _ in spans]
+        self._kv = [kv for kv, _, _ in spans]  # keeps alive what the structures point to
         self._spans = native_spans(spans)
         sizes = num_heads, num_kv_heads, head_dim
         shapes = {window: _Shape(*sizes, window or 0, scale) for window in set(layer_windows)}
@@ -75,7 +71,7 @@ class NativeStepAttention:
         self._attended_address = ctypes.c_void_p(self._attended.data_ptr())
 
     def __call__(self, layer: int, packed: Tensor) -> Tensor:
-        """Rows of [queries, keys, values] in, attended rows out; the memory returned is reused by the next layer."""
+        """Attended rows for rows of [queries, keys, values]; the next layer reuses the returned memory."""
         packed = packed.contiguous()
         self._run(
             self._spans,

@@ -1,7 +1,4 @@
-"""Compiles the C++ kernels of this folder, once for a machine, and loads them.
-
-Where that cannot be done there is a reason and no library, and callers use torch. Must not know: what a kernel does.
-"""
+"""Compiles the C++ kernels of this folder, once per machine, and loads them; if that fails, callers use torch."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from evenflow.host import cache_folder
 logger = logging.getLogger("evenflow")
 
 _FOLDER = Path(__file__).parent
-# No -ffast-math: it would also change how the whole process treats tiny numbers.
+# No -ffast-math: it would change how the whole process treats denormal numbers.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native")
 _COMPILERS = ("g++", "c++", "clang++")
@@ -35,12 +32,12 @@ class Unavailable(Exception):
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, compiled first where this machine has none yet; None where they cannot be had, which is logged."""
+    """The kernels, compiled on first use; None if that fails, which is logged."""
     return _loaded()[0]
 
 
 def why_unavailable() -> str | None:
-    """The reason why `library()` is None, or None where there is one."""
+    """Why `library()` is None; None if it is not."""
     return _loaded()[1]
 
 
@@ -51,8 +48,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
             raise Unavailable("EVENFLOW_NATIVE=0 turns them off")
         openmp = _torch_openmp()
         path = _compiled()
-        # The compiler was not told of any OpenMP library: what the kernels lack is found in torch's, which they must
-        # share. Threads of a second one would fight with torch's for the cores.
+        # The kernels are linked without an OpenMP library and find their symbols in torch's: the threads of a second
+        # library would compete with torch's for the cores.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path)), None
     except (Unavailable, OSError) as error:
@@ -61,7 +58,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _torch_openmp() -> Path:
-    """The OpenMP library that torch has loaded: its own, or the only one."""
+    """The OpenMP library that torch has loaded: its own, or the only one in this process."""
     import torch
 
     if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
@@ -70,7 +67,7 @@ def _torch_openmp() -> Path:
         found = set(_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text()))
     except OSError:
         raise Unavailable("torch's OpenMP library can only be found on Linux") from None
-    folder = str(Path(torch.__file__).parent)  # torch/lib and torch.libs both begin with it
+    folder = str(Path(torch.__file__).parent)  # a prefix of torch/lib and of torch.libs
     found = {path for path in found if path.startswith(folder)} or found
     if len(found) != 1:
         raise Unavailable(f"expected one OpenMP library in this process, found {sorted(found) or 'none'}")
@@ -78,7 +75,7 @@ def _torch_openmp() -> Path:
 
 
 def _compiled() -> Path:
-    """The library for these sources, this compiler and this CPU."""
+    """The library's path for these sources, this compiler and this CPU; compiles it if it is not cached."""
     sources = sorted(_FOLDER.glob("*.cpp"))
     compiler = _compiler()
     cpu_flag, macros = _target(compiler)
@@ -97,11 +94,11 @@ def _compiler() -> str:
     for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
         if path := shutil.which(name):
             return path
-    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; CXX may name one")
+    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; set CXX to one")
 
 
 def _target(compiler: str) -> tuple[str, str]:
-    """The flag that aims at this CPU, and what the compiler then defines: its version and the CPU's features."""
+    """The flag for this CPU, and the macros that the compiler then defines: its version and the CPU's features."""
     for flag in _FOR_THIS_CPU:
         try:
             return flag, _run([compiler, flag, "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull])
@@ -112,7 +109,7 @@ def _target(compiler: str) -> tuple[str, str]:
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename: another process sees a whole library or none.
+    # In the target's folder, so that the last step is a rename: other processes see a whole library or none.
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         commands = [
@@ -126,7 +123,7 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
 
 
 def _run(command: list[str]) -> str:
-    """What the command prints."""
+    """The command's output."""
     try:
         finished = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
-// All layers of a decoder over a few rows: what model/decoder.py does with torch, with each weight read once and
-// nothing between the products but the arithmetic itself. Threads share each layer's outputs.
+// All layers of a decoder over a few rows: the same as model/decoder.py does with torch, in one call that reads each
+// weight once. Threads share each layer's outputs.
 
 #include <cmath>
 #include <vector>
@@ -21,7 +21,7 @@ struct Layer {
 
 struct Model {
     const Layer* layers;
-    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, num_pairs;  // of a head's values that turn
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, num_rotary_pairs;
     float norm_eps, attention_scale;
 };
 
@@ -38,12 +38,12 @@ void normalise(const float* row, const float* weight, int64_t size, float eps, f
     for (i = 0; i < size; i++) out[i] = row[i] * scale * weight[i];
 }
 
-// Neighbours are complex numbers, multiplied by `turns`.
-void turn(float* head, const float* turns, int64_t num_pairs) {
+// Neighbours are complex numbers, multiplied by `rotations`.
+void rotate(float* head, const float* rotations, int64_t num_pairs) {
     for (int64_t i = 0; i < 2 * num_pairs; i += 2) {
         const float real = head[i], imaginary = head[i + 1];
-        head[i] = real * turns[i] - imaginary * turns[i + 1];
-        head[i + 1] = real * turns[i + 1] + imaginary * turns[i];
+        head[i] = real * rotations[i] - imaginary * rotations[i + 1];
+        head[i + 1] = real * rotations[i + 1] + imaginary * rotations[i];
     }
 }
 
@@ -57,14 +57,14 @@ void activate(float* gate, const float* up, int64_t size) {
     for (; i < size; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
-// The rows of a step on their way through the layers.
+// The rows of one step.
 class Step {
 public:
-    Step(const Model& model, int64_t num_rows, float* hidden, const float* turns)
+    Step(const Model& model, int64_t num_rows, float* hidden, const float* rotations)
         : model_(model),
           num_rows_(num_rows),
           hidden_(hidden),
-          turns_(turns),
+          rotations_(rotations),
           packed_size_((model.num_heads + 2 * model.num_kv_heads) * model.head_dim),
           inner_size_(model.layers->down.inputs),
           packed_(num_rows * packed_size_),
@@ -74,38 +74,39 @@ public:
     void run(const Span* spans, int64_t num_spans) {
         for (int64_t index = 0; index < model_.num_layers; index++) {
             const Layer& layer = model_.layers[index];
-            ask(layer);
+            project(layer);
             const AttentionShape shape = {model_.num_heads, model_.num_kv_heads, model_.head_dim, layer.window,
                                           model_.attention_scale};
             evenflow_attention(spans, num_spans, index, &shape, packed_.data(), attended_.data());
-            answer(layer);
+            finish(layer);
         }
     }
 
 private:
-    // packed = queries, keys and values, turned to their positions.
-    void ask(const Layer& layer) {
+    // packed = queries, keys and values, with queries and keys rotated to their positions.
+    void project(const Layer& layer) {
 #pragma omp parallel
         {
             std::vector<float> normed = normed_rows(layer.attention_norm);
             multiply_part(layer.qkv, 0, packed_size_, normed.data(), packed_.data(), false);
-            const int64_t num_turned = model_.num_heads + model_.num_kv_heads;
+            const int64_t num_rotated = model_.num_heads + model_.num_kv_heads;
 #pragma omp barrier
 #pragma omp for collapse(2) schedule(static)
             for (int64_t row = 0; row < num_rows_; row++)
-                for (int64_t number = 0; number < num_turned; number++) {
+                for (int64_t number = 0; number < num_rotated; number++) {
                     float* head = packed_.data() + row * packed_size_ + number * model_.head_dim;
                     if (layer.query_key_norm) {
                         const float* weight = layer.query_key_norm + number * model_.head_dim;
                         normalise(head, weight, model_.head_dim, model_.norm_eps, head);
                     }
-                    if (layer.uses_rope) turn(head, turns_ + row * 2 * model_.num_pairs, model_.num_pairs);
+                    const int64_t num_pairs = model_.num_rotary_pairs;
+                    if (layer.uses_rope) rotate(head, rotations_ + row * 2 * num_pairs, num_pairs);
                 }
         }
     }
 
-    // hidden += output(attended), then hidden += down(silu(gate) * up) of what that gives.
-    void answer(const Layer& layer) {
+    // hidden += output(attended), then hidden += down(silu(gate) * up).
+    void finish(const Layer& layer) {
 #pragma omp parallel
         {
             multiply_part(layer.output, 0, model_.hidden_size, attended_.data(), hidden_, true);
@@ -122,7 +123,7 @@ private:
         }
     }
 
-    // Each thread norms all rows for itself: that takes less time than waiting for others to do it.
+    // Each thread normalises all rows: that is faster than waiting for the others.
     std::vector<float> normed_rows(const float* weight) const {
         std::vector<float> normed(num_rows_ * model_.hidden_size);
         for (int64_t row = 0; row < num_rows_; row++) {
@@ -143,15 +144,16 @@ private:
     const Model& model_;
     const int64_t num_rows_;
     float* const hidden_;
-    const float* const turns_;
+    const float* const rotations_;
     const int64_t packed_size_, inner_size_;
     std::vector<float> packed_, attended_, inner_;
 };
 
 }  // namespace
 
-// hidden: [rows, hidden_size], embedded tokens in, what the last layer leaves out. turns: [rows, num_pairs] complex.
-extern "C" void evenflow_layers(const Model* model, int64_t num_rows, float* hidden, const float* turns,
+// hidden: [rows, hidden_size], embedded tokens in, the last layer's output out. rotations: [rows, num_rotary_pairs],
+// complex.
+extern "C" void evenflow_layers(const Model* model, int64_t num_rows, float* hidden, const float* rotations,
                                 const Span* spans, int64_t num_spans) {
-    Step(*model, num_rows, hidden, turns).run(spans, num_spans);
+    Step(*model, num_rows, hidden, rotations).run(spans, num_spans);
 }

@@ -17,16 +17,13 @@ class _LayerStruct(ctypes.Structure):
     """`Layer` of decode.cpp."""
 
     _fields_ = (
-        ("qkv", MatrixStruct),
-        ("output", MatrixStruct),
-        ("gate_up", MatrixStruct),
-        ("down", MatrixStruct),
-        ("attention_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("query_key_norm", ctypes.c_void_p),
-        ("uses_rope", ctypes.c_int64),
-        ("window", ctypes.c_int64),
+        *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_key_norm")),
+        *((name, ctypes.c_int64) for name in ("uses_rope", "window")),
     )
+
+
+_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_rotary_pairs")
 
 
 class _ModelStruct(ctypes.Structure):
@@ -34,14 +31,8 @@ class _ModelStruct(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.c_void_p),
-        ("num_layers", ctypes.c_int64),
-        ("hidden_size", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("num_pairs", ctypes.c_int64),
-        ("norm_eps", ctypes.c_float),
-        ("attention_scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("norm_eps", "attention_scale")),
     )
 
 
@@ -60,8 +51,8 @@ class NativeLayer:
     window: int | None
 
     @property
-    def most_rows(self) -> int:
-        return min(matrix.most_rows for matrix in (self.qkv, self.output, self.gate_up, self.down))
+    def max_rows(self) -> int:
+        return min(matrix.max_rows for matrix in (self.qkv, self.output, self.gate_up, self.down))
 
     @property
     def struct(self) -> _LayerStruct:
@@ -79,7 +70,7 @@ class NativeLayer:
 
 
 class NativeLayers:
-    """Runs up to `most_rows` rows through all layers."""
+    """Runs up to `max_rows` rows through all layers."""
 
     def __init__(
         self,
@@ -93,24 +84,21 @@ class NativeLayers:
         attention_scale: float,
     ) -> None:
         kernels = library()
-        assert kernels is not None, "there are no native kernels here"
+        assert kernels is not None, "check library() first"
         self._run = kernels.evenflow_layers
-        self.most_rows = min(layer.most_rows for layer in layers)
-        self._weights = layers  # what the structures point to must live as long as they do
+        self.max_rows = min(layer.max_rows for layer in layers)
+        self._weights = layers  # keeps alive what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(layer.struct for layer in layers))
-        hidden_size = len(layers[0].attention_norm)
-        self._model = _ModelStruct(
-            ctypes.addressof(self._layers),
-            *(len(layers), hidden_size, num_heads, num_kv_heads, head_dim, num_rotary_pairs, norm_eps, attention_scale),
-        )
+        sizes = len(layers), len(layers[0].attention_norm), num_heads, num_kv_heads, head_dim, num_rotary_pairs
+        self._model = _ModelStruct(ctypes.addressof(self._layers), *sizes, norm_eps, attention_scale)
 
-    def run_(self, rows: Tensor, turns: Tensor, spans: Sequence[SequenceSpan]) -> None:
-        """Replace embedded tokens by the last layer's output; `turns` are each row's complex rotary factors."""
+    def run_(self, rows: Tensor, rotations: Tensor, spans: Sequence[SequenceSpan]) -> None:
+        """Replace embedded tokens by the last layer's output; `rotations` are each row's complex rotary factors."""
         self._run(
             ctypes.byref(self._model),
             ctypes.c_int64(len(rows)),
             ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_void_p(turns.data_ptr()),
+            ctypes.c_void_p(rotations.data_ptr()),
             native_spans(spans),
             ctypes.c_int64(len(spans)),
         )

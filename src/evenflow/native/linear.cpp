@@ -1,5 +1,5 @@
-// Products of a few rows with a matrix; see linear.h. Outputs are taken in strips that stay in a cache while blocks of
-// rows pass them; of a strip and a block, tiles whose sums all fit into registers.
+// Products of a few rows with a matrix; see linear.h. Outputs are split into strips that stay in a cache for all blocks
+// of rows, and a strip and a block into tiles whose sums fit into registers.
 
 #include "linear.h"
 
@@ -13,8 +13,8 @@
 namespace {
 
 constexpr int64_t kGroup = 32, kPanel = kOutputUnit;
-constexpr int kMostRows = 6;    // of a block
-constexpr int64_t kStrip = 64;  // outputs that all blocks of rows pass, one after the other
+constexpr int kMaxRows = 6;     // of a block
+constexpr int64_t kStrip = 64;  // outputs that stay in a cache for all blocks of rows
 
 // Rows as the kernels read them, and where the products go: element [row, output] at row * stride + output - first.
 struct Block {
@@ -69,9 +69,9 @@ struct FloatTile {
     }
 };
 
-// ---- whole numbers: vectors along the outputs ----------------------------------------------------------------------
+// ---- codes: vectors along the outputs ------------------------------------------------------------------------------
 
-// A word holds the numbers of 32 / kBits inputs. Masked, one of them is number * 2^shift as an integer; the rows were
+// A word holds the codes of 32 / kBits inputs. Masked, one of them is code * 2^shift as an integer; the rows were
 // multiplied by 2^-shift, so that no weight needs shifting. The topmost would be read as negative and is shifted down.
 template <int kBits>
 constexpr int kPerWord = 32 / kBits;
@@ -81,7 +81,7 @@ constexpr int shift_of(int64_t input) {
 }
 
 template <int kBits, int kRows>
-struct NumberTile {
+struct CodeTile {
     static constexpr int kPanelVectors = kPanel / kLanes;
     static constexpr int kVectors = std::max(kRows <= 2 ? 4 : 2, kPanelVectors);
     static constexpr int kOutputs = kVectors * kLanes;
@@ -107,8 +107,8 @@ struct NumberTile {
                     for (int v = 0; v < kCount; v++) {
                         const Ints bits = i + 1 == kPerWord<kBits> ? (Ints)((Words)packed[v] >> kBits) : packed[v];
                         const int mask = ((1 << kBits) - 1) << shift_of<kBits>(i);
-                        const Floats numbers = __builtin_convertvector(bits & mask, Floats);
-                        for (int r = 0; r < kRows; r++) sums[r][v] += numbers * x[r * inputs + i];
+                        const Floats codes = __builtin_convertvector(bits & mask, Floats);
+                        for (int r = 0; r < kRows; r++) sums[r][v] += codes * x[r * inputs + i];
                     }
             }
             for (int v = 0; v < kCount; v++) {
@@ -132,9 +132,9 @@ struct NumberTile {
 };
 
 template <int kRows>
-using Int4Tile = NumberTile<4, kRows>;
+using Int4Tile = CodeTile<4, kRows>;
 template <int kRows>
-using Int8Tile = NumberTile<8, kRows>;
+using Int8Tile = CodeTile<8, kRows>;
 
 // ---- strips and blocks ---------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ void run_block(int64_t num_rows, const Matrix& matrix, int64_t first, int64_t la
 
 template <template <int> class Tile>
 void run_strips(const Matrix& matrix, int64_t first, int64_t last, int64_t num_rows, const Block& all) {
-    const int64_t blocks = (num_rows + kMostRows - 1) / kMostRows;
+    const int64_t blocks = (num_rows + kMaxRows - 1) / kMaxRows;
     for (int64_t o = first; o < last; o += kStrip)
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t row = num_rows * b / blocks, end = num_rows * (b + 1) / blocks;
@@ -165,7 +165,7 @@ void run_strips(const Matrix& matrix, int64_t first, int64_t last, int64_t num_r
         }
 }
 
-// Rows times the powers of two that the numbers lack, and each group's sum, which its zero is multiplied by.
+// Rows times 2^-shift of their codes, and each group's sum, to be multiplied by its zero.
 template <int kBits>
 void prepare(const float* rows, int64_t count, float* scaled, float* group_sums) {
     for (int64_t group = 0; group < count / kGroup; group++) {

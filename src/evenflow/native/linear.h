@@ -1,13 +1,13 @@
-// Products of a few rows with a matrix, each weight read once for all of them. Knows nothing of the model.
+// Products of a few rows with a matrix; each weight is read once for all rows.
 
 #pragma once
 
 #include <cstdint>
 
 // weight: bits == 32: float32, [outputs, inputs].
-//         bits == 4, 8: whole numbers, weight = number * scale + zero, each group of 32 inputs with a scale and a zero.
-//         Panels of 16 outputs: numbers [panel, inputs * bits / 32, 16] of 32-bit words that hold neighbouring inputs,
-//         lowest bits first; scales, zeros [panel, inputs / 32, 16]. The last panel is filled up with zeros.
+//         bits == 4, 8: codes, weight = code * scale + zero, with a scale and a zero per group of 32 inputs.
+//         Panels of 16 outputs: codes [panel, inputs * bits / 32, 16] in 32-bit words that hold neighbouring inputs,
+//         lowest bits first; scales, zeros [panel, inputs / 32, 16]. The last panel is padded with zeros.
 struct Matrix {
     const void* weight;
     const float* scales;
@@ -16,7 +16,7 @@ struct Matrix {
     int64_t outputs, inputs, bits;
 };
 
-// The part of `count` that thread `number` of `threads` does, in whole units of `unit`.
+// The share of `count` for thread `number` of `threads`, in multiples of `unit`.
 struct Part {
     int64_t first, last;
     Part(int64_t count, int64_t unit, int64_t number, int64_t threads) {

@@ -1,5 +1,4 @@
-// Vectors of the widest registers that this CPU has, by the compiler's vector extensions: one source for AVX-512, AVX2
-// and NEON. Knows arithmetic only.
+// Vectors of this CPU's widest registers, by the compiler's vector extensions: one source for AVX-512, AVX2 and NEON.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 """Attention of one step on a CPU, over each sequence's contiguous keys and values.
 
-A step is prepared once and then run layer by layer: by the native kernel, or where there is none by torch's operations.
-Must not know: weights, sampling, where the memory comes from. `benchmarks/cpu_ops.py` measures what is chosen here.
+A step is prepared once, then run layer by layer by the native kernel, or by torch if there is none.
+`benchmarks/cpu_ops.py` measures the choices made here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from evenflow.native.attention import NativeStepAttention, has_native_attention
 
 logger = logging.getLogger("evenflow")
 
-# Writes the new keys and values of a step's rows in one layer and attends: rows of [queries, keys, values] in, attended
-# rows out, in memory that the next layer uses again.
+# (layer, rows of [queries, keys, values]) -> attended rows. Writes the new keys and values first. The next layer reuses
+# the memory of the result.
 StepAttention = Callable[[int, Tensor], Tensor]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttention]:
-    """What prepares the attention of this model's steps."""
+    """Prepares the attention of this model's steps."""
     return functools.partial(native_attention if runs_natively(config) else TorchStepAttention, config)
 
 
@@ -57,7 +57,7 @@ def native_attention(config: ModelConfig, spans: Sequence[Span]) -> NativeStepAt
 
 
 def _native_agrees(config: ModelConfig) -> bool:
-    """Compare both on one small step of a decode and a chunk: a miscompiled kernel must not answer."""
+    """Compare both on one small step of a decode and a chunk, to catch a miscompiled kernel."""
     config = replace(config, num_layers=1, layer_windows=config.layer_windows[:1], layer_uses_rope=(True,))
     generator = torch.Generator().manual_seed(0)
     num_heads = config.num_heads + 2 * config.num_kv_heads
@@ -69,7 +69,7 @@ def _native_agrees(config: ModelConfig) -> bool:
         found.append((prepare(config, spans)(0, packed), spans[0].kv, spans[1].kv))
     agrees = all(torch.allclose(native, other, rtol=0, atol=1e-4) for native, other in zip(*found, strict=True))
     if not agrees:
-        logger.warning("Running attention on torch: the native kernel gives other results.")
+        logger.warning("Running attention on torch: the native kernel gives different results.")
     return agrees
 
 
@@ -81,14 +81,14 @@ class TorchStepAttention:
         self._head_dim = config.head_dim
         self._lengths = [span.length for span in spans]
         self._num_rows = sum(self._lengths)
-        new_kv = [_by_layer(span.kv[:, :, :, span.start : span.end].permute(0, 3, 1, 2, 4)) for span in spans]
+        # unbind() gives the views of all layers: slicing them one by one costs more than a decode's attention.
+        new_kv = [span.kv[:, :, :, span.start : span.end].permute(0, 3, 1, 2, 4).unbind() for span in spans]
         self._new_kv = list(zip(*new_kv, strict=True))
         self._sequences = [(_Decode if span.length == 1 else _Chunk)(config, span) for span in spans]
         self._attended = torch.empty(self._num_rows, config.num_heads, config.head_dim)
         self._outputs = torch.split_with_sizes(self._attended, self._lengths)
 
     def __call__(self, layer: int, packed: Tensor) -> Tensor:
-        """Rows of [queries, keys, values] in, attended rows out; the memory returned is reused by the next layer."""
         heads = packed.view(self._num_rows, -1, self._head_dim)
         new_kv = heads[:, self._num_heads :].view(self._num_rows, 2, self._num_kv_heads, -1)
         torch._foreach_copy_(self._new_kv[layer], torch.split_with_sizes(new_kv, self._lengths))
@@ -98,13 +98,8 @@ class TorchStepAttention:
         return self._attended.view(self._num_rows, -1)
 
 
-def _by_layer(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of all layers in one call: cutting them out one by one costs more than a decode's attention."""
-    return tensor.unbind(0)
-
-
 class _Decode:
-    """One row sees everything, or its whole window: no mask, and the query heads of a KV head are one matrix."""
+    """One row sees everything, or its whole window: no mask, and a KV head's query heads form one matrix."""
 
     def __init__(self, config: ModelConfig, span: Span) -> None:
         self._scale = config.attention_scale
@@ -113,7 +108,7 @@ class _Decode:
         views: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for window in set(config.layer_windows):
             seen = span.kv[:, :, :, 0 if window is None else max(0, span.end - window) : span.end]
-            views[window] = _by_layer(seen[:, 0].transpose(2, 3)), _by_layer(seen[:, 1])
+            views[window] = seen[:, 0].transpose(2, 3).unbind(), seen[:, 1].unbind()
         self._keys = [views[window][0][layer] for layer, window in enumerate(config.layer_windows)]
         self._values = [views[window][1][layer] for layer, window in enumerate(config.layer_windows)]
 
@@ -125,11 +120,11 @@ class _Decode:
 
 
 class _Chunk:
-    """Several rows, each of which sees what lies before it.
+    """Several rows, each of which sees itself and the positions before it.
 
-    A chunk [start, end) sees all of [0, start) and, of itself, what lies before each row. The first part needs no
-    mask, so that the query heads sharing a KV head can be folded into rows; the second is the square causal case. The
-    two are joined by their log-sum-exp: 10-40% faster than one call with a mask, which computes what it then hides.
+    Rows of a chunk [start, end) all see [0, start), which needs no mask, so the query heads that share a KV head are
+    folded into rows. The chunk itself is the square causal case. Joining the two by their log-sum-exp is 10-40% faster
+    than one call with a mask, which computes scores only to hide them.
     """
 
     def __init__(self, config: ModelConfig, span: Span) -> None:
@@ -139,11 +134,11 @@ class _Chunk:
         self._grouped = (span.length, config.num_kv_heads, self._group, config.head_dim)
         self._windows = [None if window is None or window >= span.end else window for window in config.layer_windows]
         seen = span.kv[:, :, :, None, : span.end]
-        self._keys, self._values = _by_layer(seen[:, 0]), _by_layer(seen[:, 1])
+        self._keys, self._values = seen[:, 0].unbind(), seen[:, 1].unbind()
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         """query, output: [rows, heads, head_dim]."""
-        # From here on [KV heads, query heads of one, rows, head_dim]; keys and values have 1 for the second.
+        # [KV heads, query heads per KV head, rows, head_dim]; keys and values have 1 in the second dimension.
         query = query.view(self._grouped).permute(1, 2, 0, 3)
         output = output.view(self._grouped).permute(1, 2, 0, 3)
         keys, values, window = self._keys[layer], self._values[layer], self._windows[layer]
@@ -165,7 +160,7 @@ class _Chunk:
         torch.lerp(own, past.reshape(own.shape), share.unsqueeze(-1), out=output)
 
     def _windowed(self, window: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-        """Blocks of queries, so that keys before every row's window are not read."""
+        """In blocks of queries, to skip keys that lie before all of a block's windows."""
         start, length = self._span.start, self._span.length
         for first in range(0, length, _WINDOW_BLOCK):
             last = min(first + _WINDOW_BLOCK, length)
@@ -177,7 +172,7 @@ class _Chunk:
             output[:, :, first:last].copy_(attended)
 
     def _shared(self, keys_or_values: Tensor) -> Tensor:
-        """The same memory for each query head of a KV head: not every torch takes fewer KV heads than query heads."""
+        """The same memory for each query head: not every torch supports fewer KV heads than query heads."""
         return keys_or_values.expand(-1, self._group, -1, -1)
 
 
