@@ -142,7 +142,8 @@ _PROBLEMS = _Patterns(
     ("unknown flags", "unrecognized arguments", r"unrecognized arguments: (.+)"),
     ("partial prefills", "oncurrent", r"[Cc]oncurrent [Pp]artial [Pp]refill"),
     ("chunking off is not supported", "disabling chunked", r"does not officially support disabling chunked"),
-    ("target too low", "infeasible", r"(?:target|Policy) .*(?:is infeasible|cannot be kept)"),
+    ("target too low", "is infeasible", r"(?:target|Policy) .*is infeasible"),
+    ("target too low", "cannot be kept", r"(?:target|Policy) .*cannot be kept"),
     ("preemption", "preempted by", r"is preempted by"),
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evenflow.errors import InvalidConfig
-from evenflow.server.api.errors import ApiError, overloaded
+from evenflow.server.errors import ApiError, overloaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from fastapi.security import HTTPBearer
 
 from evenflow import __version__
 from evenflow.server.access import ApiKeys
-from evenflow.server.api.errors import add_error_handlers
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_models import BODIES
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
+from evenflow.server.errors import add_error_handlers
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.live.feed import router as live_router
 from evenflow.server.metrics.observer import Observer

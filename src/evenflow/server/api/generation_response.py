@@ -17,10 +17,10 @@ from evenflow.core.request import FinishReason, Request
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
-from evenflow.server.api.errors import ApiError, as_api_error
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import DONE, ResponseWriter, encode_json, event_of
 from evenflow.server.api.service import ModelService
+from evenflow.server.errors import ApiError, as_api_error
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from evenflow.server.api.errors import ApiError, invalid_body
+from evenflow.server.errors import ApiError, invalid_body
 
 _THREAD_BYTES = 1 << 16  # parsing larger bodies on the event loop would delay other streams
 

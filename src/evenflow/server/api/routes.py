@@ -13,7 +13,6 @@ from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_messages
 from evenflow.server.api.completions import CompletionWriter
-from evenflow.server.api.errors import ApiError, overloaded
 from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
@@ -28,6 +27,7 @@ from evenflow.server.api.request_models import (
 )
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
+from evenflow.server.errors import ApiError, overloaded
 
 logger = logging.getLogger("evenflow")
 

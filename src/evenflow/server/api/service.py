@@ -10,8 +10,8 @@ from evenflow.core.policies import PolicySpec
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
-from evenflow.server.api.errors import ApiError
 from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.errors import ApiError
 
 
 class Engine(Protocol):

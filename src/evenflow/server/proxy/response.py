@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import Gate
-from evenflow.server.api.errors import as_api_error
 from evenflow.server.api.generation_response import client_disconnected
 from evenflow.server.api.request_body import read_bytes
 from evenflow.server.api.response_writer import DONE, encode_json, event_of
+from evenflow.server.errors import as_api_error
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.vllm_engine import VllmEngine
 
