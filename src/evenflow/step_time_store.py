@@ -1,7 +1,4 @@
-"""What was learned of step times, kept for the next start of the same model on the same machine.
-
-Must not know: how it was learned, what an executor or vLLM is.
-"""
+"""Learned step times, stored for the next start of the same model on the same machine."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ logger = logging.getLogger("evenflow")
 
 
 def step_times_path(*key: object) -> Path:
-    """The file for all that a step's time depends on."""
+    """The file for everything that a step's time depends on."""
     return cache_folder() / "step-times" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
 
 
 def load_step_times(path: Path) -> StepTimeModel | None:
-    """What an earlier start learned; None where there is nothing of use."""
+    """What an earlier start learned; None if there is nothing usable."""
     try:
         return StepTimeModel.from_record(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, InvalidInput):

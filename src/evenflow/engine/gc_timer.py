@@ -1,7 +1,4 @@
-"""Seconds that Python's garbage collector took: it stops every thread, and so every stream.
-
-Must not know: engines, steps.
-"""
+"""Seconds spent in Python's garbage collector, which stops every thread and so every stream."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 
 class GcTimer:
-    """Counts for as long as somebody holds it."""
+    """Counts for as long as it is referenced."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
@@ -20,14 +17,14 @@ class GcTimer:
         self._started = 0.0
         timer = weakref.ref(self)
 
-        def notice(phase: str, info: dict[str, Any]) -> None:
+        def on_collection(phase: str, info: dict[str, Any]) -> None:
             if (alive := timer()) is not None:
-                alive._notice(phase)
+                alive._on_collection(phase)
 
-        gc.callbacks.append(notice)
-        weakref.finalize(self, gc.callbacks.remove, notice)
+        gc.callbacks.append(on_collection)
+        weakref.finalize(self, gc.callbacks.remove, on_collection)
 
-    def _notice(self, phase: str) -> None:
+    def _on_collection(self, phase: str) -> None:
         if phase == "start":
             self._started = self._clock()
         else:

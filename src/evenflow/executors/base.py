@@ -1,4 +1,4 @@
-"""What every executor offers. The scheduler plans, an executor computes, and nothing else passes between them."""
+"""The interface of executors: plans in, results out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 class Executor(Protocol):
     """Runs steps in the order they were submitted.
 
-    `submit` returns at once where the executor can run beside its caller; `wait` returns the oldest submitted step's
+    `submit` returns at once if the executor runs beside its caller; `wait` returns the oldest submitted step's
     result. An error of one sequence goes into `StepResult.errors`; an exception from `wait` fails the whole step and
     leaves the executor able to run the next.
     """

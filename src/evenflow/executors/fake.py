@@ -2,7 +2,7 @@
 
 Each cell of its KV memory holds a digest of all tokens up to there, read and written through the block tables. A block
 handed out while still in use, a prefix hit on the wrong block or a chunk at the wrong place therefore changes the
-tokens, just as it would in a real model. Must not know: how plans are made.
+tokens, just as it would in a real model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _token_of(digest: int, vocab_size: int) -> int:
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """Time that passes only when it is set."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""evenflow's latency target inside vLLM, and all that starts and explains vLLM. Nothing here imports vLLM by itself."""
+"""evenflow's latency target inside vLLM, and how vLLM is started. Importing this package does not import vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`--scheduler-cls evenflow.vllm.LatencyTargetScheduler`: only vLLM, asking for it, pays for its import."""
+    """For `--scheduler-cls evenflow.vllm.LatencyTargetScheduler`, imported only inside vLLM."""
     if name == "LatencyTargetScheduler":
         from evenflow.vllm.plugin import LatencyTargetScheduler
 
