@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.plan import RowLogprobs, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
-from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport
+from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport, StepTimes
 from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Committed, Scheduler
 from evenflow.engine.gc_timer import GcTimer
@@ -140,20 +140,12 @@ class Engine:
     def _report(self, committed: Committed, now: float) -> StepReport:
         plan, result, scheduler = committed.plan, committed.result, self.scheduler
         num_decodes = len(plan.decodes)
-        gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
-        times = self._attribution.split(
-            now,
-            result.seconds,
-            committed.predicted_seconds,
-            [*(plan.shape(scheduler.caps, num_chunks) for num_chunks in range(len(plan.chunks))), committed.shape],
-            [(chunk.request_id, chunk.length) for chunk in plan.chunks],
-            gc_seconds,
-        )
-        gave = [(request, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
-        rows = {request.id: row for row, (request, _, _) in enumerate(gave)}
-        without_token = [request.id for request in committed.finished if request.id not in rows]
-        rows |= {request_id: len(rows) + place for place, request_id in enumerate(without_token)}
-        sequences_with_token = {sequence for _, sequence, _ in gave}
+        times = self._split_time(committed, now)
+        given = [(request.id, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
+        num_decoded = sum(1 for _, sequence, _ in given if sequence < num_decodes)
+        sampled = {sequence for _, sequence, _ in given[num_decoded:]}
+        failed = [request.id for request in committed.finished if request.error is not None]
+        ids = [request_id for request_id, _, _ in given] + failed
         return StepReport(
             step_id=plan.step_id,
             at=now,
@@ -162,8 +154,10 @@ class Engine:
             decode_seconds=times.decode_seconds,
             num_decodes=num_decodes,
             chunks=[
-                ChunkReport(c.request_id, c.start, c.length, c.reason, seconds, sequence in sequences_with_token)
-                for sequence, (c, seconds) in enumerate(zip(plan.chunks, times.chunk_seconds, strict=True), num_decodes)
+                ChunkReport(chunk.request_id, chunk.start, chunk.length, chunk.reason, seconds, place in sampled)
+                for place, (chunk, seconds) in enumerate(
+                    zip(plan.chunks, times.chunk_seconds, strict=True), num_decodes
+                )
             ],
             admissions=[
                 AdmissionReport(one.request_id, len(one.token_ids), one.num_cached_tokens, one.epoch > 0)
@@ -178,17 +172,33 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
             kv_cache_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            ids=list(rows),
-            tokens=[tokens for _, _, tokens in gave] + [()] * len(without_token),
-            num_decoded=sum(1 for _, sequence, _ in gave if sequence < num_decodes),
-            ended={rows[r.id]: Ended(r.finish_reason or "", r.error) for r in committed.finished},
-            logprobs={row: result.logprobs[s] for row, (_, s, _) in enumerate(gave) if s in result.logprobs}
-            if result.logprobs
-            else {},
-            prompt_logprobs={s - num_decodes: found for s, found in result.prompt_logprobs.items()},
+            ids=ids,
+            tokens=[tokens for _, _, tokens in given] + [()] * len(failed),
+            num_decoded=num_decoded,
+            ended={ids.index(one.id): Ended(one.finish_reason or "", one.error) for one in committed.finished},
+            logprobs=_by_row(result.logprobs, [sequence for _, sequence, _ in given]) if result.logprobs else {},
+            prompt_logprobs={place - num_decodes: rows for place, rows in result.prompt_logprobs.items()},
+        )
+
+    def _split_time(self, committed: Committed, now: float) -> StepTimes:
+        plan, caps = committed.plan, self.scheduler.caps
+        gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
+        return self._attribution.split(
+            now,
+            committed.result.seconds,
+            committed.predicted_seconds,
+            [*(plan.shape(caps, num_chunks) for num_chunks in range(len(plan.chunks))), committed.shape],
+            [(chunk.request_id, chunk.length) for chunk in plan.chunks],
+            gc_seconds,
         )
 
     def close(self) -> None:
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
+
+
+def _by_row(
+    logprobs: Mapping[int, tuple[RowLogprobs, ...]], sequences: Sequence[int]
+) -> dict[int, tuple[RowLogprobs, ...]]:
+    return {row: logprobs[sequence] for row, sequence in enumerate(sequences) if sequence in logprobs}
