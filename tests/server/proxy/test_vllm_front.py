@@ -25,6 +25,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.cli.main import main
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.server.access import ServerLimits
 from evenflow.server.proxy.vllm_engine import start_guard
@@ -54,7 +55,7 @@ def front(python: str, flags: list[str] | None = None, wait: bool = True, **sett
     found: list[Server] = []
     limits = ServerLimits(**settings.pop("limits", {}))
     chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
-    started = VllmLaunch(python=python, model=MODEL, policy="target:50ms", flags=flags or [])
+    started = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=flags or [])
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -300,7 +301,7 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
         assert server.get("/version").status_code == 200
         server.until(lambda: server.get("/ready").status_code == 200)
     listener = bind("127.0.0.1", 0)
-    failing = VllmLaunch(python=python, model=MODEL, policy="target:50ms", flags=["--fail"])
+    failing = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=["--fail"])
     with listener, pytest.raises(EngineFailed, match=r"before it was ready \(exit code 3\)"):
         asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
 
