@@ -57,7 +57,9 @@ class Scheduler:
 
     def step(self, request_id: str, num_prompt_tokens: int) -> None:
         self._steering.follow_policy_file()
-        step = InFlightStep(time.perf_counter() - TOKEN_S, key=object())
+        now = time.perf_counter()
+        self._steering.clock = lambda: now  # type: ignore[method-assign]
+        step = InFlightStep(now - TOKEN_S, key=object())
         if num_prompt_tokens:
             step.chunks = [(request_id, 0, num_prompt_tokens)]
             step.reasons = {request_id: ChunkReason.END_OF_PROMPT}
