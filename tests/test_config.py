@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evenflow import EngineConfig
-from evenflow.engine.llm import as_batch, make_config
+from evenflow.engine.llm import LLM, as_batch
 from evenflow.errors import InvalidConfig
 
 
@@ -64,7 +64,7 @@ def test_without_chunks_the_budget_must_hold_the_longest_prompt() -> None:
 
 def test_an_unknown_knob_is_named() -> None:
     with pytest.raises(TypeError, match="'max_tokens'"):
-        make_config("default", {"max_tokens": 3})
+        LLM("default", max_tokens=3)
 
 
 def test_one_prompt_or_several() -> None:

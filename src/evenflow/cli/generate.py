@@ -13,7 +13,8 @@ from typer import Argument, Option
 from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, takes_options
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
-from evenflow.engine.llm import LLM, Prompt
+from evenflow.engine.llm import LLM
+from evenflow.engine.loaded_model import Prompt
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 

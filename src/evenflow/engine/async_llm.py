@@ -9,25 +9,22 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from evenflow import errors
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.build import build_engine
 from evenflow.engine.client import EngineClient
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
-from evenflow.engine.llm import GREEDY, Conversation, Prompt, encode_chat, make_config
+from evenflow.engine.loaded_model import GREEDY, LoadedModel, Prompt
 from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Command, Event, Failed, Refused, SetPolicy, Stepped, Stop
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EngineFailed, EvenflowError
 
 
-class AsyncLLM:
+class AsyncLLM(LoadedModel):
     """The engine for servers and other concurrent callers.
 
         async with AsyncLLM("default") as llm:
@@ -37,22 +34,8 @@ class AsyncLLM:
     Leaving the `async for`, or cancelling the task, aborts the request. Settings are those of LLM.
     """
 
-    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
-        self.config = make_config(model, settings)
-        built = build_engine(self.config, record)
-        self.tokenizer = built.tokenizer
-        self._start(built.engine, built.intake)
-
-    @classmethod
-    def over(cls, engine: Engine, intake: Intake) -> AsyncLLM:
-        """Around an existing engine, such as one with a fake executor."""
-        llm = cls.__new__(cls)
-        llm._start(engine, intake)
-        return llm
-
     def _start(self, engine: Engine, intake: Intake) -> None:
-        self._intake = intake
-        self._policy = engine.policy
+        super()._start(engine, intake)
         self._commands: Commands = Commands()
         self._client = EngineClient(intake.codec, self._send)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
@@ -73,17 +56,6 @@ class AsyncLLM:
         async with aclosing(self.run(request)) as deltas:
             async for delta in deltas:
                 yield delta
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams = GREEDY,
-        *,
-        request_id: str | None = None,
-        tenant: str = "",
-    ) -> Request:
-        """Check and tokenise a request without running it; it arrives now. May be called on any thread."""
-        return self._intake.prepare(prompt, sampling_params, policy=self._policy, request_id=request_id, tenant=tenant)
 
     async def run(self, request: Request) -> AsyncGenerator[Delta]:
         """The output of a prepared request, which is queued at once."""
@@ -112,22 +84,6 @@ class AsyncLLM:
             output = delta.output
         assert output is not None
         return output
-
-    def encode_chat(self, messages: Conversation) -> list[int]:
-        """The token ids of a conversation, up to where the reply begins."""
-        return encode_chat(self.tokenizer, messages)
-
-    @property
-    def policy(self) -> str:
-        return str(self._policy)
-
-    def set_policy(self, policy: str | PolicySpec) -> None:
-        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
-        self._set_policy(self.config.with_policy(policy).resolve_policy(self._intake.limits.max_model_len))
-
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
-        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
-        self._set_policy(self._policy.with_target(seconds, paced))
 
     def _set_policy(self, policy: PolicySpec) -> None:
         self._policy = policy

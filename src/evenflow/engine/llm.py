@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
-from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Request, SamplingParams
-from evenflow.engine.build import build_engine
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
+from evenflow.engine.loaded_model import GREEDY, Conversation, LoadedModel, Prompt
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput
 from evenflow.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from evenflow.model.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, Any]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
-
-
-class LLM:
+class LLM(LoadedModel):
     """Loads a model and serves it with chunked prefill.
 
         llm = LLM("default", policy="fixed:256")
@@ -34,35 +25,14 @@ class LLM:
     Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line.
     """
 
-    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
-        self.config = make_config(model, settings)
-        built = build_engine(self.config, record)
-        self.tokenizer = built.tokenizer
-        self._start(built.engine, built.intake)
-
-    @classmethod
-    def over(cls, engine: Engine, intake: Intake) -> LLM:
-        """Around an existing engine, such as one with a fake executor."""
-        llm = cls.__new__(cls)
-        llm._start(engine, intake)
-        return llm
-
     def _start(self, engine: Engine, intake: Intake) -> None:
+        super()._start(engine, intake)
         self.engine = engine
-        self._intake = intake
         self._outputs = Outputs(intake.codec, engine.stop)
 
-    @property
-    def policy(self) -> str:
-        return str(self.engine.policy)
-
-    def set_policy(self, policy: str | PolicySpec) -> None:
-        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
-        self.engine.set_policy(self.config.with_policy(policy).resolve_policy(self.engine.limits.max_model_len))
-
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
-        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
-        self.engine.set_target(seconds, paced)
+    def _set_policy(self, policy: PolicySpec) -> None:
+        self.engine.set_policy(policy)
+        self._policy = policy
 
     def generate(
         self,
@@ -96,22 +66,6 @@ class LLM:
         batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
         prompts = [self.encode_chat(messages) for messages in batch]
         return self.generate(prompts, sampling_params, on_delta=on_delta)
-
-    def encode_chat(self, messages: Conversation) -> list[int]:
-        """The token ids of a conversation, up to where the reply begins."""
-        return encode_chat(self.tokenizer, messages)
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams = GREEDY,
-        *,
-        request_id: str | None = None,
-        tenant: str = "",
-    ) -> Request:
-        """Check and tokenise a request without running it; it arrives now. May be called on any thread."""
-        policy = self.engine.policy
-        return self._intake.prepare(prompt, sampling_params, policy=policy, request_id=request_id, tenant=tenant)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
         """One output as it is generated. Closing the iterator early aborts the request."""
@@ -168,22 +122,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def make_config(model: str | Path, settings: Mapping[str, Any]) -> EngineConfig:
-    """An EngineConfig from keyword arguments; an unknown one is an error that lists the known ones."""
-    known = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
-    return EngineConfig(model=str(model), **settings)
-
-
-def encode_chat(tokenizer: Tokenizer, messages: Conversation) -> list[int]:
-    """The token ids of a conversation, up to where the reply begins."""
-    if not messages:
-        raise InvalidRequest("Got an empty conversation but expected at least one message.")
-    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

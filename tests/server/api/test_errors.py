@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 
-from evenflow.engine.llm import encode_chat
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.tokenizer import Tokenizer
@@ -126,7 +125,7 @@ def test_a_role_that_openais_api_does_not_have_is_named(server: RunningServer) -
         "code": None,
     }
     with pytest.raises(InvalidRequest, match=r"'robot' but expected one of system, .*, function\."):
-        encode_chat(small_tokenizer(), messages)
+        small_tokenizer().apply_chat_template(messages)
 
 
 def test_a_role_that_the_template_refuses_is_a_bad_request() -> None:

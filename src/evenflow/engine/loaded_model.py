@@ -1,0 +1,77 @@
+"""What `LLM` and `AsyncLLM` share: a model that is loaded, its settings, its requests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from evenflow.config import EngineConfig
+from evenflow.core.policies import PolicySpec
+from evenflow.core.request import Request, SamplingParams
+from evenflow.engine.build import build_engine
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Intake
+from evenflow.errors import InvalidRequest
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
+
+
+class LoadedModel(ABC):
+    """Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line."""
+
+    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
+        known = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
+        if unknown := sorted(set(settings) - set(known)):
+            raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
+        self.config = EngineConfig(model=str(model), **settings)
+        built = build_engine(self.config, record)
+        self.tokenizer = built.tokenizer
+        self._start(built.engine, built.intake)
+
+    @classmethod
+    def over(cls, engine: Engine, intake: Intake) -> Self:
+        """Around an existing engine, such as one with a fake executor."""
+        model = cls.__new__(cls)
+        model._start(engine, intake)
+        return model
+
+    def _start(self, engine: Engine, intake: Intake) -> None:
+        self._intake = intake
+        self._policy = engine.policy
+
+    @property
+    def policy(self) -> str:
+        return str(self._policy)
+
+    def set_policy(self, policy: str | PolicySpec) -> None:
+        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
+        self._set_policy(self.config.with_policy(policy).resolve_policy(self._intake.limits.max_model_len))
+
+    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        self._set_policy(self._policy.with_target(seconds, paced))
+
+    @abstractmethod
+    def _set_policy(self, policy: PolicySpec) -> None: ...
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams = GREEDY,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+    ) -> Request:
+        """Check and tokenise a request without running it; it arrives now. May be called on any thread."""
+        policy = self._policy
+        return self._intake.prepare(prompt, sampling_params, policy=policy, request_id=request_id, tenant=tenant)
+
+    def encode_chat(self, messages: Conversation) -> list[int]:
+        """The token ids of a conversation, up to where the reply begins."""
+        if not messages:
+            raise InvalidRequest("Got an empty conversation but expected at least one message.")
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
