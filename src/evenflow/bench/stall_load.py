@@ -218,7 +218,7 @@ class _Runner:
         if counts:
             seen.pending_s += report.at - self._last_commit
         self._last_commit = report.at
-        if report.is_mixed:
+        if report.is_mixed and report.seconds:  # a step that failed took none
             seen.step_errors.append(abs(report.predicted_seconds - report.seconds) / report.seconds)
         long_rows = sum(chunk.length for chunk in report.chunks if chunk.request_id in self._pending)
         if long_rows:
