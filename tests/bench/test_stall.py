@@ -9,7 +9,8 @@ import pytest
 
 from evenflow.bench.plots import draw_curves, draw_tokens
 from evenflow.bench.stall import Comparison, compare_policies, interval_to_keep_up, measure
-from evenflow.bench.stall_load import StallLoad, english_prompts, run_load
+from evenflow.bench.stall_load import StallLoad, english_prompts
+from evenflow.bench.stall_steps import run_load
 from evenflow.config import EngineConfig
 from evenflow.core.plan import StepPlan, StepResult, StepShape
 from evenflow.core.policies import PolicySpec
@@ -59,7 +60,7 @@ def test_a_run_counts_the_gaps_while_a_long_prompt_waits() -> None:
     assert {round(token.gap, 6) for token in counted[:12]} == {0.118}
     idle = [token for token in run.tokens if not token.counts]
     assert max(token.gap for token in idle) < 0.040  # decodes, and now and then a chat's own prompt
-    assert len({token.step_id for token in counted}) == len(run.prefills)
+    assert len({token.at for token in counted}) == len(run.prefills)
     assert run.pending_s == pytest.approx(sum(chunk.end - chunk.start for chunk in run.prefills))
 
 

@@ -135,7 +135,7 @@ async def compare(
 
 async def _warm_up(endpoint: Endpoint, ask: Ask) -> None:
     await endpoint.begin_round()
-    answer = await endpoint.answer(replace(ask, max_tokens=2))
+    await endpoint.stream(replace(ask, max_tokens=2), answer := Answer())
     if answer.error is not None:
         raise EndpointFailed(f"{endpoint.name}: {answer.error}")
 
@@ -145,8 +145,9 @@ async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
     start = time.perf_counter()
 
     async def send(ask: Ask) -> Answer:
-        await asyncio.sleep(max(0.0, start + ask.at - time.perf_counter()))
-        return await endpoint.answer(ask)
+        await asyncio.sleep(start + ask.at - time.perf_counter())
+        await endpoint.stream(ask, answer := Answer())
+        return answer
 
     answers = await asyncio.gather(*(send(ask) for ask in asks))
     return Round(answers, time.perf_counter() - start)

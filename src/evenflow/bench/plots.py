@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenflow.bench.stall import StallFigures
-from evenflow.bench.stall_load import StallRun
+from evenflow.bench.stall_run import StallRun
 from evenflow.errors import MissingDependency
 
 
