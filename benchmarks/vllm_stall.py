@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from stall_client import run_clients  # noqa: E402
 from stall_curve import table, to_json  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask, HttpEndpoint  # noqa: E402
-from evenflow.bench.stall_client import run_clients  # noqa: E402
 from evenflow.bench.stall_load import StallLoad, english_prompts  # noqa: E402
 from evenflow.bench.stall_run import ClientFigures, StallRun  # noqa: E402
 from evenflow.core.policies import PolicySpec  # noqa: E402

@@ -21,10 +21,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from record_vllm_steps import LLAMA_8B  # noqa: E402
+from stall_client import run_clients, running_chats  # noqa: E402
 from stall_curve import table, to_json  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
-from evenflow.bench.stall_client import run_clients, running_chats  # noqa: E402
 from evenflow.bench.stall_load import StallLoad  # noqa: E402
 from evenflow.bench.stall_run import ClientFigures, is_pending, step_time_error  # noqa: E402
 from evenflow.core.policies import PolicySpec  # noqa: E402

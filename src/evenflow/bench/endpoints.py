@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from evenflow.core.request import SamplingParams
 from evenflow.errors import EndpointFailed
@@ -23,11 +23,15 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One greedy completion."""
+    """One greedy completion of exactly `max_tokens`."""
 
     prompt: str | Sequence[int]
     max_tokens: int
     at: float = 0.0  # when to send it, in seconds since the round began
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -75,7 +79,6 @@ class HttpEndpoint:
     name: str  # its address, such as http://127.0.0.1:8000
     model: str | None = None  # None: the first that the server lists
     api_key: str | None = None
-    ignore_eos: bool = True
     timeout_s: float = 600.0
     _client: httpx.AsyncClient | None = None
 
@@ -115,16 +118,15 @@ class HttpEndpoint:
         import httpx
 
         assert self._client is not None, "the endpoint is not open"
-        body: dict[str, Any] = {
+        body = {
             "model": self.model,
             "prompt": ask.prompt,
             "max_tokens": ask.max_tokens,
             "temperature": 0,
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
-            body["ignore_eos"] = True
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -167,8 +169,7 @@ class PolicyEndpoint:
         self.llm.set_policy(self.name)
 
     async def stream(self, ask: Ask, answer: Answer) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True)
-        async for delta in self.llm.stream(ask.prompt, sampling):
+        async for delta in self.llm.stream(ask.prompt, ask.sampling):
             if delta.token_ids:
                 answer.add_piece(delta.text, len(delta.token_ids))
             else:

@@ -8,10 +8,10 @@ from itertools import count, groupby
 
 from evenflow.bench.endpoints import Ask
 from evenflow.bench.stall_load import StallLoad
-from evenflow.bench.stall_run import PrefillSpan, StallRun, TokenSeen, longest_gaps, observe, step_time_error
+from evenflow.bench.stall_run import PrefillSpan, StallRun, longest_gaps, observe, step_time_error
 from evenflow.core.deadlines import LateToken
 from evenflow.core.report import StepReport
-from evenflow.core.request import Request, SamplingParams
+from evenflow.core.request import Request
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
 from evenflow.errors import EngineFailed
@@ -69,8 +69,7 @@ class _Runner:
             self._engine.step()
 
     def _prepare(self, ask: Ask, name: str) -> Request:
-        sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True)
-        return self._intake.prepare(ask.prompt, sampling, policy=self._engine.policy, request_id=name)
+        return self._intake.prepare(ask.prompt, ask.sampling, policy=self._engine.policy, request_id=name)
 
     def _start_chats(self) -> None:
         while len(self._chats) < self._load.num_chats:
@@ -101,14 +100,9 @@ def _add_reports(run: StallRun, reports: Sequence[StepReport], long_ids: Sequenc
         chunks = [chunk for chunk in report.chunks if chunk.request_id in waits and waits[chunk.request_id].covers(at)]
         if chunks:
             run.prefills.append(PrefillSpan(at - report.seconds, at, sum(chunk.length for chunk in chunks)))
-        _add_late(run, report, counted.get(at, []))
-
-
-def _add_late(run: StallRun, report: StepReport, tokens: Sequence[TokenSeen]) -> None:
-    if not tokens:
-        return
-    late = {token.request_id: token.seconds for token in report.late}
-    run.num_late += sum(token.request_id in late for token in tokens)
-    longest = max(tokens, key=lambda token: token.gap)
-    stall = report.explain(LateToken(longest.request_id, longest.gap, late.get(longest.request_id, 0.0)))
-    run.worst = longest_gaps([*run.worst, stall])
+        if tokens := counted.get(at):
+            late = {token.request_id: token.seconds for token in report.late}
+            run.num_late += sum(token.request_id in late for token in tokens)
+            request_id, _, gap, _ = max(tokens, key=lambda token: token.gap)
+            stall = report.explain(LateToken(request_id, gap, late.get(request_id, 0.0)))
+            run.worst = longest_gaps([*run.worst, stall])

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from stall_client import run_clients, running_chats
 
 from evenflow.bench.endpoints import Answer, Ask, HttpEndpoint, PolicyEndpoint
-from evenflow.bench.stall_client import run_clients, running_chats
 from evenflow.bench.stall_load import StallLoad
 from evenflow.bench.stall_run import ClientFigures, StallRun, Wait, join, observe
 from evenflow.engine.async_llm import AsyncLLM
@@ -109,7 +109,7 @@ class StepByStep:
 
 
 def test_the_driver_keeps_the_chats_going_and_sees_their_stalls() -> None:
-    server, load = StepByStep(), replace(LOAD, interval=0.05)
+    server, load = StepByStep(), replace(LOAD, long_answer_tokens=40, interval=0.05)
     run = asyncio.run(server.run(load))
     chats = [ask for ask in server.asks if len(ask.prompt) == 4]
     assert chats == [load.chat(number) for number in range(len(chats))]
