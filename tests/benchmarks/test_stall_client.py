@@ -85,7 +85,9 @@ class StepByStep:
     async def stream(self, ask: Ask, answer: Answer) -> None:
         self.asks.append(ask)
         number = len(self.asks)
-        self.is_long_prompt_new |= len(ask.prompt) > 50
+        if len(ask.prompt) > 50:
+            self.is_long_prompt_new = True
+            await asyncio.sleep(0.02)  # so that the chats' next tokens come before its first
         for _ in range(ask.max_tokens):
             await asyncio.sleep(0.002)
             if number > self.fail_after:

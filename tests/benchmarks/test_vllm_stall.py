@@ -137,4 +137,4 @@ def test_one_run_on_the_gpu_benchmarks_engine(bench: vllm_stall_gpu.Bench) -> No
 
 
 def test_chats_alone_on_the_gpu_benchmarks_engine(bench: vllm_stall_gpu.Bench) -> None:
-    assert 50 < asyncio.run(bench.decode_alone("fixed:512", 0.1)) < 510
+    assert 5 < asyncio.run(bench.decode_alone("fixed:512", 0.1)) < 510
