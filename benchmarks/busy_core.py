@@ -1,6 +1,6 @@
-"""A neighbour takes one core for a minute, then leaves: how soon gaps are back under the target, and chunks as before.
+"""Another process takes one core for a minute: how soon gaps are back under the target, and how soon chunks recover.
 
-Chats decode and long prompts keep coming all the while. Run: python benchmarks/busy_core.py [--target 400ms]
+Chats decode and long prompts keep arriving throughout. Run: python benchmarks/busy_core.py [--target 400ms]
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NUM_CHATS, NUM_LONG, LONG_TOKENS = 6, 8, 3000
 
 
 class Step(NamedTuple):
-    """A step that held prefill beside decodes."""
+    """A step with prefill and decodes."""
 
     at: float
-    gap: float  # since the step before
+    gap: float  # since the previous step
     num_prefill_tokens: int
 
 
 def spin(core: int) -> None:
-    """A neighbour who wants all of one core."""
+    """Keep one core busy."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     while True:
@@ -43,7 +43,7 @@ def spin(core: int) -> None:
 
 
 class Load:
-    """Chats that never end and a long prompt that is always there, on a real engine."""
+    """Chats that never end, and always one long prompt, on a real engine."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._engine = llm, llm.engine
@@ -69,7 +69,7 @@ class Load:
         self._last_commit = report.at
 
     def run(self, until: Callable[[], bool]) -> list[Step]:
-        """The steps with prefill until then."""
+        """The steps with prefill and decodes until `until()` is true."""
         self._steps.clear()
         while not until():
             running = self._engine.scheduler.requests
@@ -87,7 +87,7 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
 
 
 def steps_until_kept(gaps: Sequence[float], target: float) -> int:
-    """Steps until nine of ten that follow are within 1.1 times the target."""
+    """Steps until 90% of the next 60 are within 1.1 times the target."""
     for first in range(len(gaps)):
         rest = gaps[first : first + 60]
         if sum(gap <= 1.1 * target for gap in rest) >= 0.9 * len(rest):
@@ -96,7 +96,7 @@ def steps_until_kept(gaps: Sequence[float], target: float) -> int:
 
 
 def steps_until_recovered(sizes: Sequence[int], before: float) -> int:
-    """Steps until the median of the next five chunks is nine tenths of what it was."""
+    """Steps until the median of the next five chunks is at least 90% of what it was."""
     recovered = (place for place in range(len(sizes) - 5) if median(sizes[place : place + 5]) >= 0.9 * before)
     return next(recovered, len(sizes))
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     kept = report["steps_until_kept_with_neighbour"], report["steps_until_chunks_recover_after"]
-    print(f"Asked for: both within {WITHIN_STEPS} steps. Seen: {kept[0]} and {kept[1]}.", file=sys.stderr)
+    print(f"Goal: both within {WITHIN_STEPS} steps. Measured: {kept[0]} and {kept[1]}.", file=sys.stderr)
     return 0
 
 

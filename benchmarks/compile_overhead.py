@@ -1,6 +1,6 @@
-"""What the chunked wrapper costs on inputs that it does not cut: microseconds a call, beside the model's own call.
+"""What the chunked wrapper costs on inputs that it does not cut, in microseconds per call.
 
-The wrapped call does nothing, so that what remains is the wrapper. Rounds alternate; the fastest of each counts.
+The wrapped module does nothing, so that only the wrapper is timed. Rounds alternate; the fastest of each counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What compiling a model ahead of time costs and gives on this CPU: first start, second start, decoding against eager.
+"""What ahead-of-time compilation costs and gains on this CPU: first start, second start, decoding against eager.
 
-The default model, dequantised to float32 by transformers' own reader. Steps of both alternate; medians count.
+The default model, dequantised to float32 by transformers. Eager and compiled steps alternate; medians count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step_seconds(run: Any, token: torch.Tensor, cache: Any) -> float:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache-dir", type=Path, help="keep packages here; the first start may then find one")
+    parser.add_argument("--cache-dir", type=Path, help="keep compiled packages here; the first start may then find one")
     options = parser.parse_args()
     path = default_model_path()
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

@@ -1,9 +1,9 @@
-"""The small measurements behind the choices in evenflow.model: each way of doing one thing, as a ratio to the plainest.
+"""Microbenchmarks behind the choices in evenflow.model: each variant of an operation against the simplest one.
 
-    python benchmarks/cpu_ops.py                 # all, on one thread, by CPU time: steady on a busy machine too
+    python benchmarks/cpu_ops.py                 # all, on one thread, by CPU time: stable on a busy machine too
     python benchmarks/cpu_ops.py --threads 2 linears attention
 
-The ways of one row are run in turn, round after round, and the median round counts. Shapes are SmolLM2-135M's.
+Variants of a row run in turn, round after round; medians count. Shapes are SmolLM2-135M's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from evenflow.model.linear import can_pack, pack, packed_linear
 from evenflow.native.build import library
 from evenflow.native.matrix import float_matrix
 
-Ways = dict[str, Callable[[], object]]
+Variants = dict[str, Callable[[], object]]
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 576, 1536, 9, 3, 64
 _LAYER_SHAPES = ((960, _HIDDEN), (_HIDDEN, _HIDDEN), (2 * _INNER, _HIDDEN), (_HIDDEN, _INNER))
-_COPIES = 8  # of a layer's weights, so that none is read from a small cache
+_COPIES = 8  # of a layer's weights, too large together for the small caches
 
 
 def _config(num_layers: int = 1) -> ModelConfig:
@@ -60,14 +60,14 @@ def _config(num_layers: int = 1) -> ModelConfig:
     )
 
 
-def _compare(label: str, ways: Ways, rounds: int) -> None:
-    """Print the plainest way's time, and how many times as fast each other one is."""
+def _compare(label: str, variants: Variants, rounds: int) -> None:
+    """Print the first variant's time, and how many times as fast each other one is."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(rounds + 1):
-        for name, way in ways.items():
+        for name, run in variants.items():
             began = clock()
-            way()
+            run()
             if round_number:
                 seconds[name].append(clock() - began)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -92,12 +92,12 @@ def _linears() -> None:
     forms["int4"] = [int4_linear(weight, None) for weight in weights]
     for count in (1, 2, 4, 6, 8, 16, 32, 64, 256, 512):
         rows = [torch.randn(count, weight.shape[1]) for weight in weights]
-        ways: Ways = {
+        variants: Variants = {
             name: partial(_run_all, linears, rows)
             for name, linears in forms.items()
             if count <= 64 or not name.startswith("native")
         }
-        _compare(f"linears, {count} rows", ways, rounds=9 if count < 64 else 3)
+        _compare(f"linears, {count} rows", variants, rounds=9 if count < 64 else 3)
 
 
 def _bfloat16_linear(rows: Tensor, packed: Tensor) -> Tensor:
@@ -115,15 +115,15 @@ def _head() -> None:
     int4, int8 = WeightOnlyInt4Linear(weight, None), DynamicInt8Linear(weight, None)
     for count in (1, 6, 16):
         rows = torch.randn(count, _HIDDEN)
-        ways: Ways = {
+        variants: Variants = {
             "F.linear": partial(F.linear, rows, weight),
             "input-major": partial(F.linear, rows, input_major),
             "int4": partial(int4, rows),
             "int8": partial(int8, rows),
         }
         if library():
-            ways["native int8"] = partial(NativeInt8Linear(weight, None).native, rows)
-        _compare(f"output head, {count} rows", ways, rounds=9)
+            variants["native int8"] = partial(NativeInt8Linear(weight, None).native, rows)
+        _compare(f"output head, {count} rows", variants, rounds=9)
 
 
 def _attention() -> None:
@@ -138,20 +138,20 @@ def _attention() -> None:
         folded = query.reshape(1, _KV_HEADS, -1, _HEAD_DIM)
         folded_mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(_HEADS // _KV_HEADS, 1)
         masked = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-        ways: Ways = {
+        variants: Variants = {
             "masked SDPA": partial(masked, query, keys, values),
             "folded, masked": partial(flash, folded, keys, values, attn_mask=folded_mask),
             "on torch (and KV written)": partial(TorchStepAttention(_config(), [Span(kv, start, count)]), 0, packed),
             "as chosen": partial(attention_for(_config())([Span(kv, start, count)]), 0, packed),
         }
-        _compare(f"attention, {count} rows at {start}", ways, rounds=30 if count == 1 else 5)
+        _compare(f"attention, {count} rows at {start}", variants, rounds=30 if count == 1 else 5)
     for name, places in {
         "6 decodes at 500": [(500, 1)] * 6,
         "and 256 rows at 1000": [(500, 1)] * 6 + [(1000, 256)],
     }.items():
         spans = [Span(torch.randn(1, 2, _KV_HEADS, 1280, _HEAD_DIM), start, count) for start, count in places]
         packed = torch.randn(sum(count for _, count in places), (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM)
-        mixed: Ways = {
+        mixed: Variants = {
             "on torch": partial(TorchStepAttention(_config(), spans), 0, packed),
             "as chosen": partial(attention_for(_config())(spans), 0, packed),
         }
@@ -163,23 +163,26 @@ def _norms() -> None:
     for count in (1, 6, 512):
         rows = [torch.randn(count, _HIDDEN)] * 100
         plain = partial(F.rms_norm, normalized_shape=(_HIDDEN,), weight=weight, eps=1e-5)
-        ways: Ways = {
+        variants: Variants = {
             "100 x F.rms_norm": partial(_run_all, [plain] * 100, rows),
             "as chosen": partial(_run_all, [RmsNorm(weight, 1e-5)] * 100, rows),
         }
-        _compare(f"RMSNorm, {count} rows", ways, rounds=9)
+        _compare(f"RMSNorm, {count} rows", variants, rounds=9)
 
 
 def _kv_memory() -> None:
-    """A sequence's memory: new for each, or kept and written again."""
+    """A sequence's memory: newly allocated, or reused."""
     config, count = _config(num_layers=30), 512
     kept = new_sequence_kv(config, 4096)
 
     def write(kv: Tensor) -> None:
         kv[:, :, :, :count].fill_(1.0)
 
-    ways: Ways = {"new memory": lambda: write(new_sequence_kv(config, 4096)), "kept memory": lambda: write(kept)}
-    _compare(f"writing the KV of {count} tokens", ways, rounds=9)
+    variants: Variants = {
+        "new memory": lambda: write(new_sequence_kv(config, 4096)),
+        "kept memory": lambda: write(kept),
+    }
+    _compare(f"writing the KV of {count} tokens", variants, rounds=9)
 
 
 _BENCHMARKS = {"linears": _linears, "head": _head, "attention": _attention, "norms": _norms, "kv": _kv_memory}

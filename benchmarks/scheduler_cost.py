@@ -1,6 +1,7 @@
 """What planning costs: schedule() + commit() with 64 to 1,024 decoding requests, and a long prompt's prefix lookup.
 
 Run: python benchmarks/scheduler_cost.py
+To compare with another checkout, set PYTHONPATH to its `src`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import statistics
 import time
 
 from evenflow.core.plan import StepPlan, StepResult
-from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -19,7 +19,7 @@ LONG_PROMPT = 100_000
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """The cheapest possible executor: token 1 for everybody."""
+    """The cheapest executor: token 1 for every request."""
     tokens = ((1,),) * len(plan.decodes) + tuple((1,) if chunk.samples else () for chunk in plan.chunks)
     return StepResult(plan.step_id, tokens, 0.0)
 
@@ -61,8 +61,8 @@ def step_cost(num_requests: int) -> float:
 
 
 def lookup_cost() -> tuple[float, float]:
-    """Seconds to hash, and to look up, a long prompt that is cached whole."""
-    scheduler = Scheduler(SchedulerConfig(num_blocks=LONG_PROMPT // 16 + 2, policy=PolicySpec("unchunked")))
+    """Seconds to hash a long prompt, and to look it up when all of it is cached."""
+    scheduler = Scheduler(SchedulerConfig(num_blocks=LONG_PROMPT // 16 + 2))
     prompt = [token % 50_000 for token in range(LONG_PROMPT)]
     sampling = SamplingParams(max_tokens=1)
     start = time.perf_counter()
@@ -70,7 +70,8 @@ def lookup_cost() -> tuple[float, float]:
     hashed = time.perf_counter()
     request = Request("long", prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
     scheduler.add(request)
-    step(scheduler)
+    while not request.is_finished:
+        step(scheduler)
     again = Request("again", prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes)
     found_start = time.perf_counter()
     blocks = scheduler.prefix_cache.find(again)
@@ -84,7 +85,7 @@ def main() -> None:
     for num_requests in (64, 256, 1024):
         seconds = step_cost(num_requests)
         each = seconds / num_requests
-        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {each * 1e6:5.2f} µs a request")
+        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {each * 1e6:5.2f} µs per request")
     hashing, lookup = lookup_cost()
     print(f"prefix of {LONG_PROMPT} tokens: hashing {hashing * 1e3:.1f} ms, lookup {lookup * 1e3:.1f} ms")
 

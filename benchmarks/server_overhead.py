@@ -1,10 +1,11 @@
-"""What the server costs a token: tokens a second through it, and the time from a step's end to the client.
+"""What the server costs per token: throughput, time from a step's end to the client, and CPU time.
 
     python benchmarks/server_overhead.py
 
-The executor computes nothing and ends a step at every tick of a clock, each step with a token for every stream; the
-server and its engine are two processes, the client is a third, with a plain socket a stream. A server that cannot keep
-up puts several tokens into one event, and its latency grows: rows with less than one event a token are not sustained.
+The executor computes nothing and finishes a step at every tick of a clock, with a token for every stream. Server,
+engine and client are three processes; the client has a plain socket per stream. A server that cannot keep up merges
+tokens into fewer events and its latency grows: it does not sustain a load with less than one event per token.
+To compare with another checkout, set PYTHONPATH to its `src`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ _MAX_MODEL_LEN = 20_000
 
 
 def word_tokenizer() -> Tokenizer:
-    """Every token is a word of four letters and a space."""
+    """Every token is a word of four characters and a space."""
     backend = tokenizers.Tokenizer(BPE({f"Ġw{number:03}": number for number in range(_NUM_WORDS)}, []))
     backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend, bos_token_id=None, eos_token_ids=(), chat_template=None)
 
 
 class TickingExecutor(FakeExecutor):
-    """Ends a step at every tick, and writes down when each request got its tokens."""
+    """Finishes a step at every tick, and logs when each request got its tokens."""
 
     def __init__(self, period_s: float, log: Path) -> None:
         super().__init__(vocab_size=_NUM_WORDS)
@@ -100,7 +101,7 @@ def run_server(port: int, period_s: float, num_streams: int, log: Path) -> None:
 
 @dataclass
 class StreamReader(asyncio.Protocol):
-    """One stream: sends its request, and notes when each token came."""
+    """One stream: sends its request and records when each token arrives."""
 
     body: bytes
     request_id: str = ""
@@ -154,7 +155,7 @@ def wait_for(port: int) -> None:
 
 
 def measure(rate: float, num_streams: int, seconds: float) -> dict[str, float]:
-    """Offer so many tokens a second in all, and see what arrives."""
+    """Offer `rate` tokens per second in total, and measure what arrives."""
     num_tokens = min(int(seconds * rate / num_streams), _MAX_MODEL_LEN - 100)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -189,15 +190,15 @@ def measure(rate: float, num_streams: int, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per load")
     parser.add_argument(
         "--loads",
         nargs="+",
         default=["64@20000", "64@30000", "16@5000", "64@5000"],
-        help="streams@tokens a second in all: a quarter of 64@20000 is fewer streams, or the same at a slower pace",
+        help="streams@tokens per second in total",
     )
     options = parser.parse_args()
-    print(f"{os.cpu_count()} cores; CPU in microseconds a token, the engine's with its start")
+    print(f"{os.cpu_count()} cores; CPU in microseconds per token, the engine's including its start")
     print("      load received/s events/token  p50 ms  p99 ms  front engine")
     for load in options.loads:
         num_streams, rate = map(int, load.split("@"))

@@ -1,10 +1,10 @@
-"""Keeps a server busy for minutes, then treats it badly, and sees whether anything is lost, starved or left behind.
+"""A soak test of the server: a steady load for minutes, then clients that misbehave; nothing may be lost or leak.
 
     python benchmarks/server_soak.py --model PATH [--streams 200] [--minutes 10] [--requests 5000]
 
-First so many streams at all times: every answer must be as long as was asked; the longest wait of any stream and the
-memory of the server's processes are told. Then requests that mostly go wrong: clients leave before, during and after
-the answer, or send what is refused. In the end every request must be accounted for and every block free.
+First a constant number of streams: every answer must have the requested length. Prints the longest wait of any stream
+and the memory of the server's processes. Then requests that mostly go wrong: clients disconnect before, during and
+after the answer, or send invalid requests. At the end every request must be accounted for and every block free.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import Any
 import httpx
 
 _SAMPLE_S = 5.0
-_WARM_UP = 0.2  # of the run, before memory is compared: pools and caches fill first
+_WARM_UP = 0.2  # of the run, while pools and caches fill; then memory is compared
 _MAX_PROMPT, _MAX_ANSWER = 150, 100
-_MOST_GROWTH = 0.02  # of a process's memory over the rest of the run
+_MAX_GROWTH = 0.02  # of a process's memory over the rest of the run
 _NUM_KV_BLOCKS_SPARE = 2
 
 
 @dataclass
 class Load:
-    """What came of the streams."""
+    """Results of the streams."""
 
     num_answers: int = 0
     num_tokens: int = 0
-    waits: list[float] = field(default_factory=list)  # for the next event: the longest of each, from its request on
+    waits: list[float] = field(default_factory=list)  # the longest wait for an event, of each stream
     failures: list[str] = field(default_factory=list)
 
 
@@ -62,12 +62,12 @@ class Memory:
         self.children.append(sum(1024 * rss for _, parent, rss in rows if parent == pid))
 
 
-# ---- the server and its figures ----
+# ---- the server and its metrics ----
 
 
 @contextmanager
 def running_server(model: str, kv_cache_memory: str) -> Iterator[tuple[int, str]]:
-    """`evenflow serve`: its process and its address."""
+    """Run `evenflow serve`; yields its process id and address."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         program = Path(sys.executable).with_name("evenflow")
@@ -88,7 +88,7 @@ def running_server(model: str, kv_cache_memory: str) -> Iterator[tuple[int, str]
 
 
 def figures(address: str) -> dict[str, float]:
-    """Metrics by name; those with several labels are added up."""
+    """Metrics by name, summed over their labels."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in httpx.get(f"{address}/metrics").text.splitlines():
         if not line.startswith("#"):
@@ -104,7 +104,7 @@ def figures(address: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def events_of(address: str, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The lines of an answer; whoever leaves the context early closes the connection."""
+    """The lines of an answer. Leaving the context closes the connection."""
     host, _, port = address.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
@@ -135,7 +135,7 @@ def random_body(source: random.Random) -> dict[str, Any]:
 
 
 async def read_whole(address: str, body: dict[str, Any], load: Load) -> None:
-    """One stream from its first to its last event."""
+    """Read one stream to its end."""
     last, longest, usage = time.monotonic(), 0.0, None
     async with events_of(address, body) as lines:
         async for line in lines:
@@ -147,18 +147,18 @@ async def read_whole(address: str, body: dict[str, Any], load: Load) -> None:
             if line.startswith(b"data: [DONE]"):
                 break
     if usage is None or usage["completion_tokens"] != body["max_tokens"]:
-        load.failures.append(f"asked for {body['max_tokens']} tokens, got {usage}")
+        load.failures.append(f"expected {body['max_tokens']} tokens, got {usage}")
         return
     load.num_answers += 1
     load.num_tokens += usage["completion_tokens"]
     load.waits.append(longest)
 
 
-# ---- the two parts ----
+# ---- the two loads ----
 
 
 async def keep_busy(address: str, pid: int, num_streams: int, minutes: float) -> tuple[Load, Memory]:
-    """So many streams at all times."""
+    """Keep `num_streams` streams open."""
     load, memory = Load(), Memory()
     end = time.monotonic() + 60 * minutes
 
@@ -176,19 +176,19 @@ async def keep_busy(address: str, pid: int, num_streams: int, minutes: float) ->
     return load, memory
 
 
-async def treat_badly(address: str, num_requests: int, concurrency: int) -> Counter[str]:
-    """Requests whose clients leave at any moment, give up, or send what is refused. How each ended."""
+async def misbehave(address: str, num_requests: int, concurrency: int) -> Counter[str]:
+    """Requests whose clients disconnect, give up or send invalid requests; counts how each ended."""
     source, ended, places = random.Random(1), Counter[str](), asyncio.Semaphore(concurrency)
 
     async def one() -> None:
         async with places:
-            ended[await _one_way(address, source)] += 1
+            ended[await _one_request(address, source)] += 1
 
     await asyncio.gather(*(one() for _ in range(num_requests)))
     return ended
 
 
-async def _one_way(address: str, source: random.Random) -> str:
+async def _one_request(address: str, source: random.Random) -> str:
     body = random_body(source)
     way = source.choice(["whole", "leaves", "leaves", "leaves at once", "gives up", "is refused", "several"])
     if way == "whole":
@@ -217,11 +217,11 @@ async def _one_way(address: str, source: random.Random) -> str:
     return "lost"
 
 
-# ---- what must be so in the end ----
+# ---- checks at the end ----
 
 
 def check_accounts(address: str) -> list[str]:
-    """What does not add up, once nothing runs any more."""
+    """Differences in the metrics once nothing runs."""
     for _ in range(100):
         found = figures(address)
         if not found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]:
@@ -232,7 +232,7 @@ def check_accounts(address: str) -> list[str]:
     reasons = {name.rpartition(":")[2]: int(value) for name, value in found.items() if "success_total:" in name}
     print(f"  answers started {started:.0f}, finished {finished:.0f}: {reasons}")
     if started != finished:
-        wrong.append(f"{started:.0f} answers were started and {finished:.0f} finished")
+        wrong.append(f"{started:.0f} answers were started but {finished:.0f} finished")
     if reasons["error"]:
         wrong.append(f"{reasons['error']} answers failed")
     zero = ("vllm:num_requests_running", "vllm:num_requests_waiting", "evenflow:engine_restarts_total")
@@ -240,7 +240,7 @@ def check_accounts(address: str) -> list[str]:
 
 
 async def check_blocks(address: str, num_blocks: int) -> list[str]:
-    """The engine's own word: beside one request that runs alone, no block may be in use."""
+    """By the engine's own metric: with one request running, only its own blocks may be in use."""
     num_tokens, seen = 200, 0.0
     body = {"prompt": [5] * 16, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     async with events_of(address, body) as lines:
@@ -252,10 +252,10 @@ async def check_blocks(address: str, num_blocks: int) -> list[str]:
                 break
     own = math.ceil((16 + num_tokens) / 16) + _NUM_KV_BLOCKS_SPARE
     print(f"  blocks in use while one request runs alone: at most {seen:.0f} of {num_blocks}")
-    return [] if 0 < seen <= own else [f"{seen:.0f} blocks are in use, and one request needs at most {own}"]
+    return [] if 0 < seen <= own else [f"{seen:.0f} blocks are in use but one request needs at most {own}"]
 
 
-def tell_memory(memory: Memory) -> list[str]:
+def check_memory(memory: Memory) -> list[str]:
     grown = []
     start = int(_WARM_UP * len(memory.times))
     minutes = [(at - memory.times[start]) / 60 for at in memory.times[start:]]
@@ -266,9 +266,9 @@ def tell_memory(memory: Memory) -> list[str]:
         growth = slope * minutes[-1] / sizes[0]
         print(
             f"  memory of the {name}: {sizes[0] / 2**20:.1f} MiB after the warm-up, "
-            f"{sizes[-1] / 2**20:.1f} at the end, {slope / 2**20:+.3f} MiB a minute"
+            f"{sizes[-1] / 2**20:.1f} at the end, {slope / 2**20:+.3f} MiB per minute"
         )
-        if growth > _MOST_GROWTH:
+        if growth > _MAX_GROWTH:
             grown.append(f"the {name} grew by {growth:.1%} in {minutes[-1]:.1f} minutes")
     return grown
 
@@ -284,9 +284,9 @@ async def soak(options: argparse.Namespace, pid: int, address: str) -> list[str]
     print(f"  {load.num_answers} answers, {load.num_tokens / seconds:.0f} tokens/s, {len(load.failures)} lost")
     if waits:
         print(f"  longest wait of a stream: median {waits[len(waits) // 2]:.2f} s, worst {waits[-1]:.2f} s")
-    wrong = [*load.failures[:5], *tell_memory(memory), *check_accounts(address)]
+    wrong = [*load.failures[:5], *check_memory(memory), *check_accounts(address)]
     print(f"{options.requests} requests that mostly go wrong:")
-    ended = await treat_badly(address, options.requests, options.streams // 2)
+    ended = await misbehave(address, options.requests, options.streams // 2)
     print("  " + ", ".join(f"{way}: {count}" for way, count in sorted(ended.items())))
     wrong += [f"{ended[way]} requests: {way}" for way in ("lost", "wrongly taken") if ended[way]]
     return [*wrong, *check_accounts(address), *await check_blocks(address, int(sizes[1]))]
@@ -295,14 +295,14 @@ async def soak(options: argparse.Namespace, pid: int, address: str) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--kv-cache-memory", default="64MiB", help="little, so that the streams compete for it")
+    parser.add_argument("--kv-cache-memory", default="64MiB", help="small, so that the streams compete for it")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=5000)
     options = parser.parse_args()
     with running_server(options.model, options.kv_cache_memory) as (pid, address):
         wrong = asyncio.run(soak(options, pid, address))
-    print("\n".join(f"FAILED {line}" for line in wrong) or "Nothing was lost, starved or left behind.")
+    print("\n".join(f"FAILED {line}" for line in wrong) or "Nothing was lost or leaked.")
     sys.exit(bool(wrong))
 
 

@@ -1,4 +1,4 @@
-"""Draws README's picture: four chats decode, a long prompt arrives; once in one piece, once in chunks.
+"""Draws the README's plot: four chats decode and a long prompt arrives, first in one piece, then in chunks.
 
 Run: python benchmarks/stall_picture.py docs/images/stall.png
 """
@@ -25,7 +25,7 @@ TOKENS_BEFORE, TOKENS_AFTER = 8, 8
 
 
 def run(policy: str, record: Path) -> list[dict[str, Any]]:
-    """Every step that ran, as recorded."""
+    """All recorded steps."""
     with LLM("default", policy=policy, record=record) as llm:
         engine = llm.engine
         chats = [
@@ -60,7 +60,7 @@ def draw(axis: Any, steps: list[dict[str, Any]], title: str) -> None:
     for row, name in enumerate(chats):
         axis.plot(gaps[name], [row] * len(gaps[name]), "o", markersize=3, color="tab:blue")
     worst = max(b - a for name in chats for a, b in zip(gaps[name], gaps[name][1:], strict=False))
-    axis.set_title(f"{title}: the longest a chat waits for its next token is {worst:.1f} s", loc="left", fontsize=10)
+    axis.set_title(f"{title}: longest wait of a chat for a token {worst:.1f} s", loc="left", fontsize=10)
     axis.set_yticks(range(len(chats)), [f"chat {row + 1}" for row in range(len(chats))])
     axis.set_ylim(-0.6, len(chats) - 0.4)
 
@@ -74,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for axis, (policy, title) in zip(axes, POLICIES.items(), strict=True):
             draw(axis, run(policy, Path(folder) / "run.jsonl"), f"A prompt of {LONG_PROMPT_TOKENS} tokens {title}")
-    axes[-1].set_xlabel("seconds since the long prompt began (each dot a token, prefill shaded)")
+    axes[-1].set_xlabel("seconds since the long prompt began (dots: tokens, shaded: prefill)")
     figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "stall.png", dpi=130)
 
 

@@ -1,7 +1,7 @@
 """Memory of a prefill with and without chunks, and decoding eager, compiled and with CUDA graphs, on one GPU.
 
-Needs torch, transformers and this checkout: `PYTHONPATH=src python benchmarks/gpu/compile_h200.py`. Weights are random,
-of the shape of a Llama with one billion. Prints one JSON object. `--tiny` runs everything in seconds, on a CPU too.
+Needs torch, transformers and this checkout: `PYTHONPATH=src python benchmarks/gpu/compile_h200.py`. Random weights in
+the shape of a Llama with one billion parameters. Prints one JSON object. `--tiny` runs in seconds, on a CPU too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tokens_of(model: Any, length: int) -> torch.Tensor:
 
 
 def prefill(run: Callable[..., Any], tokens: torch.Tensor) -> dict[str, Any]:
-    """Seconds, and the most memory beyond what was taken before; the KV cache is part of it."""
+    """Seconds and peak additional memory, KV cache included."""
     device = tokens.device.type
     try:
         if device == "cuda":
@@ -82,7 +82,7 @@ def memory_table(sizes: dict[str, Any], device: str, lengths: tuple[int, ...]) -
     for attention in ("sdpa", "eager"):
         model = make_model(sizes, device, attention)
         chunked = ChunkedPrefillWrapper(model, ChunkedPrefillOptimizer(enable_threshold=0), "model")
-        prefill(model, tokens_of(model, 64))  # libraries take their workspaces
+        prefill(model, tokens_of(model, 64))  # libraries allocate their workspaces
         for length in lengths:
             for name, run in (("whole", model), ("chunked", chunked)):
                 figures = prefill(run, tokens_of(model, length))
@@ -92,7 +92,7 @@ def memory_table(sizes: dict[str, Any], device: str, lengths: tuple[int, ...]) -
 
 
 def generated(model: Any, tokens: torch.Tensor, num_new: int) -> tuple[list[int], float]:
-    """The answer, and milliseconds of a decoding step: those of all tokens less those of the first two."""
+    """The answer, and milliseconds per decoding step: all tokens less the first two."""
     synchronize(tokens.device.type)
     seconds = []
     for count in (2, num_new):
@@ -121,7 +121,7 @@ def decode_rates(sizes: dict[str, Any], device: str, num_new: int, seconds_left:
 
 
 def compiled_twice(model: Any, tokens: torch.Tensor, mode: str) -> tuple[Any, dict[str, Any]]:
-    """The compiled model, and what the first start took, and the second, which finds on disk what the first left."""
+    """The compiled model, and the reports of a first start and of a second one that finds its files on disk."""
     starts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for start in ("first start", "second start"):
@@ -132,7 +132,7 @@ def compiled_twice(model: Any, tokens: torch.Tensor, mode: str) -> tuple[Any, di
 
 
 def measure_decoding(result: dict[str, Any], name: str, run: Any, tokens: torch.Tensor, num_new: int) -> None:
-    """Note under `name` what a step takes; the first answer of all is the one that others are held against."""
+    """Record a step's time under `name`; answers are compared with the first one."""
     generated(run, tokens, 4)
     answer, step_ms = min((generated(run, tokens, num_new) for _ in range(3)), key=lambda pair: pair[1])
     wanted = result.setdefault("answer", answer)
@@ -143,8 +143,8 @@ def measure_decoding(result: dict[str, Any], name: str, run: Any, tokens: torch.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run at all?")
-    parser.add_argument("--time-limit", type=float, default=280.0, help="seconds after which nothing new is started")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the script")
+    parser.add_argument("--time-limit", type=float, default=280.0, help="seconds after which no further part starts")
     parser.add_argument("--parts", default="memory,decode")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, force=True)
@@ -156,7 +156,7 @@ def main() -> None:
     with torch.inference_mode():
         if "memory" in options.parts:
             result["memory"] = memory_table(sizes, device, lengths)
-            print(json.dumps(result), file=sys.stderr, flush=True)  # should the rest fail
+            print(json.dumps(result), file=sys.stderr, flush=True)  # in case the rest fails
         if "decode" in options.parts:
             num_new = 8 if options.tiny else _NEW_TOKENS
             left = lambda: options.time_limit - (time.perf_counter() - started)  # noqa: E731

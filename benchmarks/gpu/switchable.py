@@ -1,6 +1,6 @@
-"""A scheduler for measurements: vLLM's own with a budget, or steered to a target, switched between runs by a file.
+"""A scheduler for benchmarks: vLLM's own with a budget, or steered to a target, switched between runs by a file.
 
-One engine then serves all runs, so that they differ in nothing else. The file holds `fixed:N` or `target:MSms`.
+All runs then share one engine and differ in nothing else. The file holds `fixed:N` or `target:MSms`.
 """
 
 from __future__ import annotations

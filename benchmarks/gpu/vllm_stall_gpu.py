@@ -1,7 +1,7 @@
 """vLLM on one GPU under the stall load: fixed budgets and latency targets, on one engine, in one process.
 
-Random weights in the shape of Llama 3.1 8B. Chats decode while long prompts arrive at a fixed interval; then the chats
-decode alone, plain and steered in turn. Needs vLLM with CUDA; `--tiny` tries the script itself on any machine.
+Random weights in the shape of Llama 3.1 8B. Each mode serves chats and long prompts; then the chats decode alone,
+without steering and with it in turn. Needs vLLM with CUDA; `--tiny` tests the script itself on any machine with vLLM.
 """
 
 from __future__ import annotations
@@ -13,36 +13,23 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from stall_curve import StallPoint, is_pending, pending_gaps, summarise, table  # noqa: E402
+from record_vllm_steps import LLAMA_8B  # noqa: E402
+from stall_client import run_clients, running_chats  # noqa: E402
+from stall_curve import table, to_json  # noqa: E402
 
+from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
+from evenflow.bench.stall_load import StallLoad  # noqa: E402
+from evenflow.bench.stall_run import ClientFigures, is_pending, step_time_error  # noqa: E402
 from evenflow.core.policies import PolicySpec  # noqa: E402
+from evenflow.core.report import StepReport  # noqa: E402
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
 TINY = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -55,144 +42,102 @@ TINY = LLAMA_8B | {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-
 WARM_UP_ROWS = 16
+SECONDS_TO_ABORT = 0.5
+STEP_COLUMNS = ["at", "seconds", "predicted_seconds", "num_decodes", "chunks", "num_late_tokens", "is_own_time"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    num_chats: int
-    chat_prompt_tokens: int
-    num_long: int
-    long_prompt_tokens: int
-    interval_s: float
-    decode_seconds: float  # of the chats alone
-
-
-@dataclass(slots=True)
-class Seen:
-    """What the clients of one run saw."""
-
-    token_times: dict[str, list[float]] = field(default_factory=dict)
-    long_spans: list[tuple[float, float]] = field(default_factory=list)  # arrival and first token of each
+def stall_load(vocab_size: int, chats: tuple[int, int], long: tuple[int, int], interval: float) -> StallLoad:
+    """Chats that outlast a run, and prompts that share no beginning; both given as number and prompt tokens."""
+    prompts = [
+        [(number * 7919 + 31 * i) % (vocab_size - 16) + 8 for i in range(num_tokens)]
+        for number, num_tokens in enumerate([chats[1]] * chats[0] + [long[1]] * long[0])
+    ]
+    return StallLoad(chats[0], prompts[: chats[0]], 30_000, prompts[chats[0] :], 2, interval)
 
 
 class Bench:
-    """One engine, and what its steps tell."""
+    """One engine, and the step reports of its plug-in."""
 
-    def __init__(self, engine: Any, load: Load, mode_path: Path, vocab_size: int) -> None:
-        self.engine, self.load, self.mode_path, self.vocab_size = engine, load, mode_path, vocab_size
-        self._number = 0
-        self._runs = 0
-        self._told: list[bytes] = []  # what steps told, read after a run: reading takes time from the clients
+    def __init__(self, engine: Any, load: StallLoad, mode_path: Path) -> None:
+        self.engine, self.load, self.mode_path = engine, load, mode_path
+        self._num_requests = 0
+        self._num_runs = 0
+        self._frames: list[bytes] = []  # decoded after a run, to take no time from the clients
 
-    async def _generate(self, num_tokens: int, max_tokens: int, moments: list[float]) -> None:
+    async def generate(self, ask: Ask, answer: Answer) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._number += 1
-        number = self._number
-        prompt = [(number * 7919 + 31 * i) % (self.vocab_size - 16) + 8 for i in range(num_tokens)]
+        self._num_requests += 1
         sampling = SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=ask.max_tokens,
             ignore_eos=True,
             temperature=0.0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        async for output in self.engine.generate({"prompt_token_ids": prompt}, sampling, f"request-{number}"):
-            moments.extend([time.perf_counter()] * len(output.outputs[0].token_ids))
-
-    async def _chats(self, seen: Seen) -> list[asyncio.Task[None]]:
-        """Start the chats and wait until all of them decode."""
-        tasks = []
-        for number in range(self.load.num_chats):
-            moments = seen.token_times.setdefault(f"chat-{number}", [])
-            tasks.append(asyncio.create_task(self._generate(self.load.chat_prompt_tokens, 30_000, moments)))
-        while any(len(moments) < 8 for moments in seen.token_times.values()):
-            await asyncio.sleep(0.01)
-        return tasks
-
-    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.5)  # the engine core drops them
+        prompt, request_id = {"prompt_token_ids": ask.prompt}, f"request-{self._num_requests}"
+        async for output in self.engine.generate(prompt, sampling, request_id):
+            answer.add_piece("", len(output.outputs[0].token_ids))
 
     async def warm_up(self) -> None:
-        """Run steps of all sizes once, alone: CUDA loads a kernel when it is first used, and all wait for that."""
-        for num_tokens in range(WARM_UP_ROWS, self.load.long_prompt_tokens // 16 + 1, WARM_UP_ROWS):
-            await self._generate(num_tokens, 1, [])
+        """Run steps of all sizes once: CUDA loads each kernel on first use, and everything waits for that."""
+        long_prompt = self.load.long_prompts[0]
+        for num_tokens in range(WARM_UP_ROWS, len(long_prompt) // 16 + 1, WARM_UP_ROWS):
+            await self.generate(Ask(long_prompt[:num_tokens], 1), Answer())
 
-    def _switch(self, mode: str) -> None:
-        self._runs += 1
-        self.mode_path.write_text(mode)
-        os.utime(self.mode_path, ns=(self._runs, self._runs))
-        self._told = []
-
-    async def read_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in what the plug-in tells of its steps."""
+    async def read_reports(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from evenflow.framing import FrameReader
 
         frames = FrameReader()
         while content := await reader.read(1 << 20):
-            self._told.extend(frames.feed(content))
+            self._frames.extend(frames.feed(content))
         writer.close()
 
-    def _steps(self) -> list[Any]:
+    def _reports(self) -> list[StepReport]:
         import msgspec
 
         from evenflow.hosts.messages import HostStep
 
-        return [msgspec.msgpack.decode(frame, type=HostStep).report for frame in self._told]
+        return [msgspec.msgpack.decode(frame, type=HostStep).report for frame in self._frames]
 
-    async def stall(self, mode: str) -> tuple[StallPoint, list[Any], list[Any]]:
-        """One run under a mode: its figures and, if they were steered, its steps and those beside a long prompt."""
+    def _switch(self, mode: str) -> None:
+        self._num_runs += 1
+        self.mode_path.write_text(mode)
+        os.utime(self.mode_path, ns=(self._num_runs, self._num_runs))
+        self._frames = []
+
+    async def stall(self, mode: str) -> tuple[ClientFigures, list[StepReport], list[StepReport]]:
+        """One run under a mode: its figures, its steered steps, and those of them beside a long prompt."""
         self._switch(mode)
-        seen = Seen()
-        tasks = await self._chats(seen)
-        began = time.perf_counter()
-        long_tasks = []
-        for number in range(self.load.num_long):
-            while time.perf_counter() < began + number * self.load.interval_s:
-                await asyncio.sleep(0.005)
-            long_tasks.append(asyncio.create_task(self._long(seen)))
-        await asyncio.gather(*long_tasks)
-        total = time.perf_counter() - began
-        await self._end(tasks)
-        ttfts = [end - start for start, end in seen.long_spans]
-        steps = self._steps()
-        pending = [step for step in steps if is_pending(seen.long_spans, step.at)]
-        gaps = pending_gaps(seen.token_times.values(), seen.long_spans)
-        return summarise(mode, PolicySpec.parse(mode).target, gaps, ttfts, total), steps, pending
+        run = await run_clients(self.generate, self.load)
+        await asyncio.sleep(SECONDS_TO_ABORT)
+        steps = self._reports()
+        pending = [step for step in steps if is_pending(run.waits, step.at - run.began)]
+        return ClientFigures.of(mode, PolicySpec.parse(mode).target, [run]), steps, pending
 
-    async def _long(self, seen: Seen) -> None:
-        start, moments = time.perf_counter(), list[float]()
-        span = len(seen.long_spans)
-        seen.long_spans.append((start, float("inf")))
-        await self._generate(self.load.long_prompt_tokens, 2, moments)
-        seen.long_spans[span] = (start, moments[0])
-
-    async def decode_alone(self, mode: str) -> float:
-        """Tokens a second of each chat while nothing else runs."""
+    async def decode_alone(self, mode: str, seconds: float) -> float:
+        """Tokens per second of each chat while nothing else runs."""
         self._switch(mode)
-        seen = Seen()
-        tasks = await self._chats(seen)
-        await asyncio.sleep(0.5)
-        began, before = time.perf_counter(), sum(map(len, seen.token_times.values()))
-        await asyncio.sleep(self.load.decode_seconds)
-        tokens, seconds = sum(map(len, seen.token_times.values())) - before, time.perf_counter() - began
-        await self._end(tasks)
-        return tokens / seconds / self.load.num_chats
+        async with running_chats(self.generate, self.load) as chats:
+            await asyncio.sleep(0.5)
+            began, before = time.perf_counter(), sum(chat.num_tokens for chat in chats)
+            await asyncio.sleep(seconds)
+            num_tokens, seconds = sum(chat.num_tokens for chat in chats) - before, time.perf_counter() - began
+        await asyncio.sleep(SECONDS_TO_ABORT)
+        return num_tokens / seconds / self.load.num_chats
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    config = TINY if args.tiny else LLAMA_8B
-    (folder / "config.json").write_text(json.dumps(config))
-    load = Load(4, 64, 3, 2000, 1.0, 1.0) if args.tiny else Load(64, 1024, args.num_long, 32768, args.interval, 4.0)
+    (folder / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
+    if args.tiny:
+        load = stall_load(4096, (4, 64), (3, 2000), 1.0)
+    else:
+        load = stall_load(128_256, (64, 1024), (args.num_long, 32_768), args.interval)
     mode_path = Path(os.environ["EVENFLOW_BENCH_MODE_FILE"])
     mode_path.write_text("fixed:8192")
     started = time.perf_counter()
@@ -211,9 +156,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             scheduler_cls="switchable.Switchable",
         )
     )
-    bench = Bench(engine, load, mode_path, int(config["vocab_size"]))  # type: ignore[call-overload]
-    listener = await asyncio.start_unix_server(bench.read_steps, os.environ["EVENFLOW_STEP_SOCKET"])
-    print(f"ready in {time.perf_counter() - started:.0f} s", flush=True)
+    bench = Bench(engine, load, mode_path)
+    listener = await asyncio.start_unix_server(bench.read_reports, os.environ["EVENFLOW_STEP_SOCKET"])
+    print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     await bench.warm_up()
     points, errors, steps_of_runs = [], {}, {}
     for mode in args.modes.split(","):
@@ -222,13 +167,13 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"{time.perf_counter() - started:.0f} s: {point}", flush=True)
         if steps:
             run = f"{len(points)} {mode}"
-            errors[run] = mean_error(pending)
+            errors[run] = fmean([error for step in pending if (error := step_time_error(step)) is not None] or [0.0])
             steps_of_runs[run] = [step_row(step) for step in steps]
     speeds: dict[str, list[float]] = {}
     for mode in [args.modes.split(",")[0], "fixed:8192"] * 3:
-        speeds.setdefault(mode, []).append(await bench.decode_alone(mode))
+        speeds.setdefault(mode, []).append(await bench.decode_alone(mode, 1.0 if args.tiny else 4.0))
     engine.shutdown()
-    await asyncio.sleep(0.1)  # the plug-in's connection ends
+    await asyncio.sleep(0.1)  # the plug-in's connection closes
     listener.close()
     return {
         "points": points,
@@ -239,38 +184,21 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-STEP_COLUMNS = ["at", "seconds", "predicted_seconds", "num_decodes", "chunks", "num_late_tokens", "is_own_time"]
-
-
-def step_row(step: Any) -> list[Any]:
-    """A step as `STEP_COLUMNS` says."""
+def step_row(step: StepReport) -> list[Any]:
+    """A step's values for STEP_COLUMNS."""
     chunks = [[chunk.start, chunk.length, chunk.reason] for chunk in step.chunks]
-    return [
-        step.at,
-        step.seconds,
-        step.predicted_seconds,
-        step.num_decodes,
-        chunks,
-        step.num_late_tokens,
-        step.is_own_time,
-    ]
-
-
-def mean_error(steps: list[Any]) -> float:
-    """Mean of |predicted - actual| / actual over steps with prefill and decodes whose time is known apart."""
-    mixed = [step for step in steps if step.chunks and step.num_decodes and step.is_own_time]
-    total: float = sum(abs(step.predicted_seconds - step.seconds) / step.seconds for step in mixed)
-    return total / max(1, len(mixed))
+    times = [step.at, step.seconds, step.predicted_seconds]
+    return [*times, step.num_decodes, chunks, len(step.late), step.is_own_time]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     modes = "target:50ms,fixed:512,target:25ms,fixed:1024,target:50ms,fixed:2048,target:25ms,fixed:256,fixed:8192"
-    parser.add_argument("--modes", default=modes, help="runs, in this order; the first starts without any step times")
+    parser.add_argument("--modes", default=modes, help="runs, in this order; the first has no step times to start from")
     parser.add_argument("--num-long", type=int, default=8)
     parser.add_argument("--interval", type=float, default=2.5, help="seconds between long prompts")
     parser.add_argument("--json", type=Path, default=None, help="write all figures there")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and load: tries the script, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and load, to test the script")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -286,7 +214,7 @@ def main() -> None:
     for mode, speeds in figures["decode_tokens_per_s"].items():
         print(f"chats alone, {mode}: " + ", ".join(f"{speed:.2f}" for speed in speeds) + " tokens/s each")
     if args.json is not None:
-        args.json.write_text(json.dumps(figures | {"points": [asdict(p) for p in figures["points"]]}))
+        args.json.write_text(json.dumps(figures | {"points": [to_json(point) for point in figures["points"]]}))
 
 
 if __name__ == "__main__":

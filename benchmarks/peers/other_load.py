@@ -1,6 +1,6 @@
-"""How much of the machine other programs use: before a measurement, to wait for quiet, and during it, to report it.
+"""How much of the machine other programs use: to wait for a quiet moment, and to report it with a measurement.
 
-Reads Linux's /proc and says zero where there is none. It must not know what is being measured.
+Reads Linux's /proc; zero on other systems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROC = Path("/proc")
 
 
 class OtherLoad:
-    """Watches, from its creation on, the processors' time that goes to others than one session of processes."""
+    """CPU time of all processes outside one session, since this was created."""
 
     def __init__(self, session_id: int | None = None) -> None:
         self._session_id = session_id
@@ -23,7 +23,7 @@ class OtherLoad:
         self._others_before = self._others_seconds()
 
     def share(self) -> float:
-        """The share of all cores that others used so far, from 0 to 1."""
+        """The share of all cores that others have used, 0 to 1."""
         core_seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
         return min(1.0, max(0.0, (self._others_seconds() - self._others_before) / core_seconds))
 
@@ -35,7 +35,7 @@ class OtherLoad:
 
 
 def wait_until_quiet(patience_s: float) -> None:
-    """Return as soon as others leave the machine alone for a moment, or when patience ends."""
+    """Return as soon as the machine is quiet, or after `patience_s`."""
     deadline = time.perf_counter() + patience_s
     while time.perf_counter() < deadline:
         watch = OtherLoad()
@@ -57,7 +57,7 @@ def _session_seconds(session_id: int) -> float:
         try:
             # The name before the parenthesis may hold spaces; after it come state, parent, group, session, ...
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it ended between the listing and the look
+        except OSError:  # the process has ended
             continue
         if int(fields[3]) == session_id:
             ticks += int(fields[11]) + int(fields[12])

@@ -1,7 +1,6 @@
-"""An adapter process as the driver sees it: start it, give it a job, get the answer.
+"""An engine's process as the driver sees it: start it, give it a job, get the answer.
 
-A process is stopped whenever it has no job, so that one engine's idle threads never run beside another's work.
-It must not know which engine runs in it.
+A process without a job is stopped, so that its idle threads take nothing from the engine that is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SECONDS_TO_END = 10
 
 
 class AdapterFailedError(Exception):
-    """The process ended without an answer; the message holds the last lines it wrote."""
+    """The process ended without an answer; the message holds the last lines of its log."""
 
 
 class AdapterProcess:
@@ -32,7 +31,7 @@ class AdapterProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path = log_path
         with log_path.open("w") as log:
-            # A session of its own: what the engine spawns is stopped and ended together with it.
+            # A session of its own, so that its children are stopped and ended with it.
             self._process = subprocess.Popen(
                 [python, "-m", adapter],
                 stdin=subprocess.PIPE,
@@ -46,22 +45,22 @@ class AdapterProcess:
 
     @property
     def session_id(self) -> int:
-        """The session that the engine and all its children belong to."""
+        """Of the engine and all its children."""
         return self._process.pid
 
     def run(self, job: Job) -> Answer:
-        """The answer to one job; the process runs only for as long as that takes."""
+        """The answer to one job; the process is stopped before and after."""
         self._signal(signal.SIGCONT)
         self._send(asdict(job))
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise AdapterFailedError(self._last_words())
+            raise AdapterFailedError(self._log_tail())
         self._signal(signal.SIGSTOP)
         return Answer(**json.loads(line))
 
     def close(self) -> None:
-        """End the engine and all that it spawned, leaving it time to give back its shared memory."""
+        """End the engine and its children, with time to release shared memory."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
@@ -79,14 +78,14 @@ class AdapterProcess:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise AdapterFailedError(self._last_words()) from error
+            raise AdapterFailedError(self._log_tail()) from error
 
     def _signal(self, number: signal.Signals) -> None:
-        # The group is the engine and its children: it may be gone, or live on without the engine.
+        # The group holds the engine and its children; it may be gone, or outlive the engine.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
         return "\n".join(lines[-NUM_LOG_LINES_IN_ERRORS:]) or f"no output; log: {self._log_path}"
 

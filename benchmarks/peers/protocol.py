@@ -1,6 +1,6 @@
-"""What an adapter process says on its standard streams: JSON lines in, JSON lines out.
+"""What an engine's process reads and writes on its standard streams: JSON lines in, JSON lines out.
 
-Standard library only, since it runs in every peer's own environment; it must not know any engine.
+Standard library only, because it runs in every peer's own environment.
 
     in   {"model": path, "weights": "float32", "threads": 2}         once
     in   {"prompts": [[token id, ...], ...], "max_tokens": 64}       any number of times, until end of file
@@ -28,7 +28,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts to be continued together, greedily, to exactly `max_tokens` tokens each."""
+    """Prompts to continue together, greedily, by exactly `max_tokens` tokens each."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """How long a job took, from prompts to the last token, and what came out."""
+    """How long a job took, from prompts to the last token, and its output."""
 
     seconds: float
     token_ids: list[list[int]]
@@ -46,8 +46,8 @@ Generate = Callable[[Job], list[list[int]]]
 
 
 def serve(load: Callable[[Setup], Generate]) -> None:
-    """Load the engine that the first line describes, then answer every job that follows."""
-    # Engines print to standard output, some from native code: keep it for answers and send the rest to stderr.
+    """Load the engine as the first line says, then answer every job."""
+    # Engines print to standard output, some from native code: reserve it for answers and send the rest to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     generate = load(Setup(**json.loads(sys.stdin.readline())))

@@ -1,7 +1,6 @@
 """Turns measured seconds into rates, ratios, tables and one JSON object.
 
-Every figure rests on the fastest repeat: what disturbs a run on a shared machine only ever slows it down.
-It must not know how the seconds were measured.
+Figures use the fastest repeat, because disturbances on a shared machine only ever slow a run down.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FIGURES = {
     "start_up_s": "start-up s",
 }
 LOWER_IS_BETTER = {"start_up_s"}
-Figures = dict[str, float | None]  # None: the measurements were too disturbed to say
+Figures = dict[str, float | None]  # None: the measurements were too noisy
 
 
 def figures_of(contestant: Contestant, effort: Effort) -> Figures:
@@ -39,7 +38,7 @@ def figures_of(contestant: Contestant, effort: Effort) -> Figures:
 
 
 def _rate(num_tokens: int, seconds: float) -> float | None:
-    """Tokens a second; None where 64 tokens came sooner than the first of them did alone, as noise can have it."""
+    """Tokens per second; None if all tokens took less time than the first alone, which is noise."""
     return num_tokens / seconds if seconds > 0 else None
 
 
@@ -50,7 +49,7 @@ def _fastest(contestant: Contestant) -> dict[str, Sample]:
 
 
 def times_faster(ours: Figures, theirs: Figures) -> Figures:
-    """How many times faster we are, figure by figure."""
+    """How many times faster we are, by figure."""
     ratios: Figures = {}
     for figure in FIGURES:
         our_value, their_value = ours[figure], theirs[figure]
@@ -62,7 +61,7 @@ def times_faster(ours: Figures, theirs: Figures) -> Figures:
 
 
 def build_report(contestants: Sequence[Contestant], effort: Effort, machine: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object: what was measured, on what, and evenflow against each peer and against the best of them."""
+    """The JSON object: machine, samples and figures, and evenflow against each peer and the best of them."""
     measured = {contestant.name: contestant for contestant in contestants if contestant.problem is None}
     figures = {name: figures_of(contestant, effort) for name, contestant in measured.items()}
     reference = next(iter(measured.values()), None)
@@ -102,7 +101,7 @@ def _num_same_tokens(contestant: Contestant, reference: Contestant | None) -> in
 
 
 def _against_peers(ours: Contestant, measured: dict[str, Contestant], figures: dict[str, Figures]) -> dict[str, Any]:
-    """Exact weights are compared with exact weights; 4-bit weights must beat whatever a peer does fastest."""
+    """float32 against float32; 4-bit weights against whatever a peer does fastest."""
     peers = {
         name: figures[name]
         for name, peer in measured.items()
@@ -115,13 +114,13 @@ def _against_peers(ours: Contestant, measured: dict[str, Contestant], figures: d
 
 
 def _lowest(ratios: Iterable[float | None]) -> float | None:
-    """The best peer is known only where every peer is."""
+    """None unless every peer has a figure."""
     known = list(ratios)
     return None if None in known else min(ratio for ratio in known if ratio is not None)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Figures, ratios, and what is known of each contestant that has no figures.
+    """Figures, ratios, and the problems of contestants without figures.
 
     `disturbed` is the largest share of the machine that other programs had during a measurement that counts.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face transformers behind the protocol: its plain `generate`, several prompts as one padded batch."""
+"""Hugging Face transformers behind the protocol: `generate`, with several prompts as one padded batch."""
 
 from __future__ import annotations
 

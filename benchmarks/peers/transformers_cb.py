@@ -1,4 +1,4 @@
-"""Hugging Face transformers behind the protocol: its continuous batching, whatever the number of prompts."""
+"""Hugging Face transformers behind the protocol: continuous batching, for any number of prompts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from peers.protocol import Generate, Job, Setup, serve
 
 NO_TOKEN_ID = -1
-# Sized by hand: left open, both are sized to fill the memory of a GPU, or of the whole machine.
+# By default, both are sized to fill the memory of the GPU or of the whole machine.
 NUM_BLOCKS = 64
 MAX_BATCH_TOKENS = 4096
 
 
 def load(setup: Setup) -> Generate:
-    """The model in float32; the manager with its cache is made by the first job and kept."""
+    """The model in float32; the first job creates the manager with its cache."""
     torch.set_num_threads(setup.threads)
     model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32, attn_implementation="sdpa")
     batching = ContinuousBatchingConfig(

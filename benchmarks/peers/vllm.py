@@ -1,4 +1,4 @@
-"""vLLM on CPU behind the protocol, as it is by default but for prefix caching: that would answer repeats for free."""
+"""vLLM on CPU behind the protocol, with its defaults except prefix caching, which would answer repeats for free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from peers.protocol import Generate, Job, Setup, serve
 
 
 def load(setup: Setup) -> Generate:
-    """The engine in this very process, compiled as vLLM does by default, its threads bound to the first cores."""
+    """The engine in this process, with its threads bound to the first cores."""
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",

@@ -34,9 +34,10 @@ class Scripted:
     async def begin_round(self) -> None:
         self.log.append((self.name, ""))
 
-    async def answer(self, ask: Ask) -> Answer:
+    async def stream(self, ask: Ask, answer: Answer) -> None:
+        assert isinstance(ask.prompt, str)
         self.log.append((self.name, ask.prompt))
-        return Answer(ask.prompt, [0.5, 0.6], 2, self.error)
+        answer.text, answer.piece_times_s, answer.num_tokens, answer.error = ask.prompt, [0.5, 0.6], 2, self.error
 
 
 def answers(generator: random.Random, slowness: float, count: int = 12) -> list[Answer]:

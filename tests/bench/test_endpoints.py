@@ -64,7 +64,8 @@ def ask(endpoint: HttpEndpoint, prompt: str) -> Answer:
     async def run() -> Answer:
         async with endpoint.open():
             await endpoint.begin_round()
-            return await endpoint.answer(Ask(prompt, 3))
+            await endpoint.stream(Ask(prompt, 3), answer := Answer())
+            return answer
 
     return asyncio.run(run())
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from evenflow.bench.plots import draw_curves, draw_tokens
-from evenflow.bench.stall import Comparison, compare_policies, interval_to_keep_up, measure, set_policy
-from evenflow.bench.stall_load import StallLoad, english_prompts, run_load
+from evenflow.bench.stall import Comparison, compare_policies, interval_to_keep_up, measure
+from evenflow.bench.stall_load import StallLoad, english_prompts
+from evenflow.bench.stall_steps import run_load
+from evenflow.config import EngineConfig
 from evenflow.core.plan import StepPlan, StepResult, StepShape
+from evenflow.core.policies import PolicySpec
+from evenflow.core.report import CauseKind
 from evenflow.engine.engine import Engine
-from evenflow.engine.stalls import CauseKind
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 from tests.engine.fakes import VOCAB, fake_engine
@@ -28,6 +31,10 @@ LOAD = StallLoad(
 POLICIES = ("unchunked", "fixed:40", "target:60ms", "target:20ms", "target:80ms,paced")
 
 
+def specs(*policies: str) -> list[PolicySpec]:
+    return [PolicySpec.parse(policy) for policy in policies]
+
+
 def cost(shape: StepShape) -> float:
     """At the least 34 ms with 16 tokens of prefill and 3 decodes."""
     return 0.015 + 0.001 * shape.prefill_rows + 0.001 * shape.decode_sequences
@@ -40,30 +47,30 @@ def engine(policy: str = "fixed:64") -> Engine:
 def compare() -> Comparison:
     it = engine()
     feasible = measure(it, LOAD)
-    return compare_policies(it, LOAD, POLICIES, 2, feasible)
+    return compare_policies(it, LOAD, specs(*POLICIES), 2, feasible)
 
 
 def test_a_run_counts_the_gaps_while_a_long_prompt_waits() -> None:
     run = run_load(engine("fixed:103"), LOAD)
     # Each prompt takes four steps of 100 tokens; the chats' prompts that fall among them take some of that.
-    assert [chunk.num_tokens for chunk in run.chunks[:4]] == [100] * 4
-    assert sum(chunk.num_tokens for chunk in run.chunks) == 1200
+    assert [chunk.num_tokens for chunk in run.prefills[:4]] == [100] * 4
+    assert sum(chunk.num_tokens for chunk in run.prefills) == 1200
     assert run.long_ttft_s[0] == pytest.approx(4 * 0.118)
     counted = [token for token in run.tokens if token.counts]
     assert {round(token.gap, 6) for token in counted[:12]} == {0.118}
     idle = [token for token in run.tokens if not token.counts]
     assert max(token.gap for token in idle) < 0.040  # decodes, and now and then a chat's own prompt
-    assert len({token.step_id for token in counted}) == len(run.chunks)
-    assert run.pending_s == pytest.approx(sum(chunk.end - chunk.start for chunk in run.chunks))
+    assert len({token.at for token in counted}) == len(run.prefills)
+    assert run.pending_s == pytest.approx(sum(chunk.end - chunk.start for chunk in run.prefills))
 
 
 def test_long_prompts_arrive_by_the_clock_and_their_wait_for_a_running_step_counts() -> None:
     run = run_load(engine("unchunked"), LOAD)
-    starts = [chunk.start for chunk in run.chunks]
+    starts = [chunk.start for chunk in run.prefills]
     assert [start // 2.0 for start in starts] == [0, 1, 2]
     for number, (start, ttft) in enumerate(zip(starts, run.long_ttft_s, strict=True)):
         assert 0 <= start - 2.0 * number < 0.040
-        assert ttft == pytest.approx(start - 2.0 * number + run.chunks[number].end - start)
+        assert ttft == pytest.approx(start - 2.0 * number + run.prefills[number].end - start)
     assert run.total_s > 4.0 + run.long_ttft_s[2]
 
 
@@ -128,11 +135,11 @@ def test_the_same_every_time() -> None:
 
 def test_at_the_chosen_interval_every_policy_ends_a_prompt_before_the_next() -> None:
     it = engine()
-    policies = ("unchunked", "fixed:8", "target:60ms")
+    policies = specs("unchunked", "fixed:8", "target:60ms")
     measure(it, LOAD)
     load = replace(LOAD, interval=interval_to_keep_up(it, LOAD, policies))
     for policy in policies:
-        set_policy(it, policy)
+        it.set_policy(EngineConfig(policy=policy).resolve_policy(max_model_len=1000))
         ttfts = run_load(it, load).long_ttft_s
         assert max(ttfts) < load.interval
     assert load.interval < 1.5 * (400 / 5) * (0.015 + 0.008)  # fixed:8 leaves 5 tokens a step to prefill
@@ -155,7 +162,7 @@ class ForgetfulExecutor(FakeExecutor):
 def test_policies_take_turns_and_each_has_the_whole_load() -> None:
     it, turns = engine(), list[str]()
     comparison = compare_policies(
-        it, LOAD, ("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_run=turns.append
+        it, LOAD, specs("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_run=turns.append
     )
     assert turns == [
         f"{policy}, long prompts {prompts}, run 1 of 1"
@@ -164,11 +171,11 @@ def test_policies_take_turns_and_each_has_the_whole_load() -> None:
     ]
     run, whole = comparison.first_runs["fixed:103"], run_load(engine("fixed:103"), LOAD)
     assert run.long_answers == whole.long_answers
-    assert sum(chunk.num_tokens for chunk in run.chunks) == 1200
+    assert sum(chunk.num_tokens for chunk in run.prefills) == 1200
     assert len(run.long_ttft_s) == 3
     moments = [token.at for token in run.tokens]
     assert moments == sorted(moments)
-    assert run.chunks[-1].start > 2.0 + 4 * 0.118  # the third begins when the second has its answer
+    assert run.prefills[-1].start > 2.0 + 4 * 0.118  # the third begins when the second has its answer
     assert len({gap.request_id for gap in run.worst}) > 0
     assert run.worst == sorted(run.worst, key=lambda gap: -gap.gap_s)
 
@@ -176,7 +183,7 @@ def test_policies_take_turns_and_each_has_the_whole_load() -> None:
 def test_an_answer_that_differs_is_reported_where_it_begins_to() -> None:
     it = engine("unchunked")
     it.executor = ForgetfulExecutor(vocab_size=VOCAB, cost=cost, clock=it.executor.clock)  # type: ignore[attr-defined]
-    figures = compare_policies(it, LOAD, ("unchunked", "fixed:100"), 1, 0.03).figures
+    figures = compare_policies(it, LOAD, specs("unchunked", "fixed:100"), 1, 0.03).figures
     assert figures[0].identical_outputs
     assert figures[1].divergence is not None
     assert (figures[1].divergence.prompt, figures[1].divergence.token) == (0, 0)

@@ -1,4 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(_BENCHMARKS / "gpu"), str(_BENCHMARKS)]

@@ -1,7 +1,7 @@
-"""Two endpoints or settings under the same requests, in pairs of rounds; what differs, and how sure that is.
+"""Two endpoints under the same requests, in pairs of rounds: what differs, and how certain that is.
 
-In each pair both sides answer the same requests, one after the other, in an order drawn by lot, so that a machine that
-grows slower or a neighbour that comes hits both alike. Must not know: how endpoints work, how figures are shown.
+Both sides of a pair answer the same requests, one side after the other, in random order, so that a machine that slows
+down affects both alike.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class Goals:
     tbt_s: float  # for 99 of 100 of its gaps
 
     def are_met(self, answer: Answer) -> bool:
-        if answer.error is not None or answer.ttft_s is None or answer.ttft_s > self.ttft_s:
+        if answer.error is not None or answer.ttft_s is None:
             return False
-        gaps = sorted(answer.gaps_s)
-        return not gaps or percentile(gaps, 99) <= self.tbt_s
+        return answer.ttft_s <= self.ttft_s and percentile(sorted(answer.gaps_s), 99) <= self.tbt_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure on both sides, and the ratio b/a with its confidence interval where a side is not zero."""
+    """A figure of both sides, and the confidence interval of its ratio b/a; None if a side is zero too often."""
 
     name: str
     a: float
@@ -67,13 +66,13 @@ class Estimate:
 
     @property
     def differs(self) -> bool:
-        """The interval leaves no room for "no difference"."""
+        """The interval excludes 1."""
         return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A request whose greedy answers differ: where, and how each goes on."""
+    """A request whose greedy answers differ: from which character on, and how each continues."""
 
     pair: int
     request: int
@@ -86,13 +85,13 @@ class Difference:
 class Outcome:
     pairs: Sequence[Pair]
     estimates: Sequence[Estimate]
-    num_answers: int  # pairs of answers, both without error
+    num_answers: int  # pairs of answers without an error
     differences: Sequence[Difference]
     errors: Sequence[str]
 
 
 def make_asks(prompts: Sequence[str], max_tokens: int, rate: float, seed: int) -> list[Ask]:
-    """Prompts that arrive at random, so many a second on average; a rate of 0 sends all at once."""
+    """Requests at random times, `rate` per second on average; 0: all at once."""
     if not prompts:
         raise InvalidConfig("Got no prompts but expected at least one.")
     generator, at, asks = random.Random(seed), 0.0, []
@@ -113,16 +112,18 @@ async def compare(
     keep_prompts: bool = False,
     on_round: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Run all pairs and sum up.
+    """Run all pairs and summarise them.
 
-    Unless prompts are to be kept, each pair's begin with a line of their own: answers must not come from a cache that
-    the pair before has filled.
+    Unless `keep_prompts`, the prompts of each pair begin with a line of their own, so that no answer comes from a cache
+    that an earlier pair has filled.
     """
     order, pairs = random.Random(seed), []
     async with a.open(), b.open():
         for endpoint in (a, b):
             on_round(f"warming up {endpoint.name}")
-            await _warm_up(endpoint, asks[0])
+            [answer] = (await _run_round(endpoint, [replace(asks[0], max_tokens=2, at=0.0)])).answers
+            if answer.error is not None:
+                raise EndpointFailed(f"{endpoint.name}: {answer.error}")
         for number in range(num_pairs):
             own = asks if keep_prompts else [replace(ask, prompt=f"[{seed}-{number}]\n{ask.prompt}") for ask in asks]
             rounds = {}
@@ -133,27 +134,21 @@ async def compare(
     return summarise(pairs, goals, seed)
 
 
-async def _warm_up(endpoint: Endpoint, ask: Ask) -> None:
-    await endpoint.begin_round()
-    answer = await endpoint.answer(replace(ask, max_tokens=2))
-    if answer.error is not None:
-        raise EndpointFailed(f"{endpoint.name}: {answer.error}")
-
-
 async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
     await endpoint.begin_round()
     start = time.perf_counter()
 
     async def send(ask: Ask) -> Answer:
-        await asyncio.sleep(max(0.0, start + ask.at - time.perf_counter()))
-        return await endpoint.answer(ask)
+        await asyncio.sleep(start + ask.at - time.perf_counter())
+        await endpoint.stream(ask, answer := Answer())
+        return answer
 
-    answers = await asyncio.gather(*(send(ask) for ask in asks))
+    answers = await asyncio.gather(*map(send, asks))
     return Round(answers, time.perf_counter() - start)
 
 
 def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
-    """The figures, and confidence intervals by resampling pairs, and in each pair the requests."""
+    """The figures, with confidence intervals from resampled pairs, and resampled requests within each."""
     both = [
         (number, request, a, b)
         for number, pair in enumerate(pairs)
@@ -172,9 +167,9 @@ def _difference(pair: int, request: int, a: str, b: str) -> Difference:
 
 
 class _Served(NamedTuple):
-    """What counts of one answer, worked out once: it is resampled a thousand times."""
+    """What counts of one answer, worked out once because it is resampled a thousand times."""
 
-    ttfts: list[float]  # one or, after an error, none
+    ttfts: list[float]  # one; none after an error
     gaps: list[float]
     num_tokens: int
     is_good: bool
@@ -184,24 +179,21 @@ _Side = tuple[Sequence[_Served], float]  # a round's answers, and its seconds
 
 
 def _side(one: Round, goals: Goals) -> _Side:
-    served = [
-        _Served(
-            ttfts=[answer.ttft_s] if answer.error is None and answer.ttft_s is not None else [],
-            gaps=answer.gaps_s if answer.error is None else [],
-            num_tokens=answer.num_tokens,
-            is_good=goals.are_met(answer),
-        )
-        for answer in one.answers
-    ]
-    return served, one.seconds
+    def served(answer: Answer) -> _Served:
+        has_failed = answer.error is not None
+        ttfts, gaps = ([], []) if has_failed else (answer.piece_times_s[:1], answer.gaps_s)
+        return _Served(ttfts, gaps, answer.num_tokens, goals.are_met(answer))
+
+    return [served(answer) for answer in one.answers], one.seconds
 
 
 def _estimates(pairs: Sequence[Pair], goals: Goals, generator: random.Random) -> list[Estimate]:
     sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]
-    seen_a, seen_b = _both_figures(sides)
+    seen_a, seen_b = map(_figures, zip(*sides, strict=True))
     ratios: dict[str, list[float]] = {name: [] for name in seen_a}
     for _ in range(RESAMPLES):
-        a, b = _both_figures([_resample(pair, generator) for pair in generator.choices(sides, k=len(sides))])
+        resampled = [_resample(pair, generator) for pair in generator.choices(sides, k=len(sides))]
+        a, b = map(_figures, zip(*resampled, strict=True))
         for name, values in ratios.items():
             if a[name] and b[name]:
                 values.append(b[name] / a[name])
@@ -217,28 +209,24 @@ def _interval(values: list[float]) -> tuple[float, float] | None:
 
 
 def _resample(pair: tuple[_Side, _Side], generator: random.Random) -> tuple[_Side, _Side]:
-    """Requests drawn with replacement, the same ones on both sides: what they have in common drops out of the ratio."""
+    """Requests drawn with replacement, the same on both sides, so that what they share cancels out in the ratio."""
     (a, a_seconds), (b, b_seconds) = pair
     places = generator.choices(range(len(a)), k=len(a))
     return ([a[place] for place in places], a_seconds), ([b[place] for place in places], b_seconds)
 
 
-def _both_figures(sides: Sequence[tuple[_Side, _Side]]) -> tuple[dict[str, float], dict[str, float]]:
-    return _figures([a for a, _ in sides]), _figures([b for _, b in sides])
-
-
 def _figures(rounds: Sequence[_Side]) -> dict[str, float]:
-    """Of one side; 0 where there is nothing to measure."""
+    """One side's; 0 if there is nothing to measure."""
     answers = [answer for served, _ in rounds for answer in served]
     ttfts = sorted(chain.from_iterable(answer.ttfts for answer in answers))
     gaps = sorted(chain.from_iterable(answer.gaps for answer in answers))
     seconds = sum(seconds for _, seconds in rounds)
     return {
-        "TTFT p50, s": percentile(ttfts, 50) if ttfts else 0.0,
-        "TTFT p99, s": percentile(ttfts, 99) if ttfts else 0.0,
-        "TTFT mean, s": fmean(ttfts) if ttfts else 0.0,
-        "TBT p50, s": percentile(gaps, 50) if gaps else 0.0,
-        "TBT p99, s": percentile(gaps, 99) if gaps else 0.0,
+        "TTFT p50, s": percentile(ttfts, 50),
+        "TTFT p99, s": percentile(ttfts, 99),
+        "TTFT mean, s": fmean(ttfts or [0.0]),
+        "TBT p50, s": percentile(gaps, 50),
+        "TBT p99, s": percentile(gaps, 99),
         "output tokens/s": sum(answer.num_tokens for answer in answers) / seconds,
         "requests/s served well": sum(answer.is_good for answer in answers) / seconds,
     }

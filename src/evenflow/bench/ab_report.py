@@ -1,7 +1,4 @@
-"""An A/B comparison as a page or a picture: the figures with their intervals, and how the answers' gaps are spread.
-
-matplotlib is imported when the first picture is wanted. Must not know: how figures are measured.
-"""
+"""An A/B comparison as a page or a plot: the figures with their intervals, and the distribution of gaps."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from evenflow.bench.ab import CONFIDENCE, Estimate, Outcome
-from evenflow.bench.plots import pyplot
+from evenflow.bench.plots import pyplot, save
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
@@ -26,14 +23,11 @@ img { max-width: 100%; background: white }
 
 
 def draw(target: Path | BinaryIO, names: tuple[str, str], outcome: Outcome) -> None:
-    """Left: each figure's ratio with its interval. Right: the share of gaps longer than so many seconds."""
-    plt = pyplot()
-    figure, (ratios, tails) = plt.subplots(1, 2, figsize=(12, 4.5))
+    """Left: each figure's ratio with its interval. Right: the share of gaps above each length."""
+    figure, (ratios, tails) = pyplot().subplots(1, 2, figsize=(12, 4.5))
     _draw_ratios(ratios, names, outcome.estimates)
     _draw_tails(tails, names, outcome)
-    figure.tight_layout()
-    figure.savefig(target, dpi=130, format="png")
-    plt.close(figure)
+    save(figure, target, format="png")
 
 
 def _draw_ratios(axis: Any, names: tuple[str, str], estimates: Sequence[Estimate]) -> None:
@@ -50,22 +44,20 @@ def _draw_ratios(axis: Any, names: tuple[str, str], estimates: Sequence[Estimate
 
 
 def _draw_tails(axis: Any, names: tuple[str, str], outcome: Outcome) -> None:
-    for name, rounds in zip(
-        names, ([pair.a for pair in outcome.pairs], [pair.b for pair in outcome.pairs]), strict=True
-    ):
+    for name, side in zip(names, ("a", "b"), strict=True):
+        rounds = [getattr(pair, side) for pair in outcome.pairs]
         gaps = sorted(gap for one in rounds for answer in one.answers for gap in answer.gaps_s)
         axis.plot(gaps, [1 - place / len(gaps) for place in range(len(gaps))], label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("gap between pieces of an answer, s")
-    axis.set_ylabel("share of gaps longer than that")
+    axis.set_ylabel("share of longer gaps")
     axis.legend(fontsize=8)
 
 
 def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
-    """One file that needs nothing else."""
-    picture = BytesIO()
-    draw(picture, names, outcome)
+    """One self-contained file."""
+    draw(picture := BytesIO(), names, outcome)
     encoded = base64.b64encode(picture.getvalue()).decode()
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(estimate)) + "</tr>"
@@ -79,7 +71,7 @@ def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
 <h1>{a} against {b}</h1>
 <p>{len(outcome.pairs)} pairs of rounds; A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
 <table><tr><th>figure<th>A<th>B<th>B / A<th>{CONFIDENCE:.0%} interval<th>differ</tr>{rows}</table>
-<img alt="Ratios with their intervals, and the spread of gaps on both sides" src="data:image/png;base64,{encoded}">
+<img alt="Ratios with intervals, and the distribution of gaps on both sides" src="data:image/png;base64,{encoded}">
 </html>
 """,
         encoding="utf-8",
@@ -90,18 +82,12 @@ def cells(estimate: Estimate) -> list[str]:
     """A row of the table: name, A, B, ratio, interval, whether they differ."""
     ratio = "-" if estimate.ratio is None else f"{estimate.ratio:.3f}"
     interval = "-" if estimate.interval is None else "{:.3f} to {:.3f}".format(*estimate.interval)
-    return [
-        estimate.name,
-        f"{estimate.a:.4g}",
-        f"{estimate.b:.4g}",
-        ratio,
-        interval,
-        "yes" if estimate.differs else "no",
-    ]
+    values = f"{estimate.a:.4g}", f"{estimate.b:.4g}"
+    return [estimate.name, *values, ratio, interval, "yes" if estimate.differs else "no"]
 
 
 def same_outputs(outcome: Outcome) -> str:
-    """One sentence on whether both sides said the same."""
+    """A sentence on whether both sides gave the same answers."""
     num_same = outcome.num_answers - len(outcome.differences)
     failed = f" {len(outcome.errors)} requests failed." if outcome.errors else ""
     if not outcome.differences:

@@ -1,7 +1,4 @@
-"""A target against fixed budgets at equal p99: what it costs the long prompts, read off the fixed policies' curve.
-
-Must not know: how figures are measured or shown.
-"""
+"""A target against fixed budgets at an equal p99 gap: what it costs the long prompts, read off the budgets' curve."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from evenflow.bench.stall import StallFigures
+from evenflow.bench.stall_run import ClientFigures
 from evenflow.core.policies import PolicySpec
 
 
 @dataclass(frozen=True, slots=True)
 class AgainstFixed:
-    """A policy with a target, and what a fixed budget of the same p99 gap would give."""
+    """A policy with a target, and what a fixed budget with the same p99 gap would give."""
 
     policy: str
     tbt_p99_s: float
@@ -27,7 +24,7 @@ class AgainstFixed:
 
     @property
     def ttft_ratio(self) -> float:
-        """Under 1: the long prompts' first tokens come sooner than with a fixed budget."""
+        """Under 1: long prompts get their first tokens sooner than with a fixed budget."""
         return self.long_ttft_s / self.fixed_long_ttft_s
 
     @property
@@ -36,29 +33,22 @@ class AgainstFixed:
         return self.prefill_tokens_per_s / self.fixed_prefill_tokens_per_s
 
 
-def against_fixed(figures: Sequence[StallFigures]) -> list[AgainstFixed]:
-    """Each target whose p99 lies between those of two fixed budgets, beside the curve drawn through these."""
+def against_fixed(figures: Sequence[ClientFigures]) -> list[AgainstFixed]:
+    """Each target whose p99 gap lies within the curve of the fixed budgets."""
     fixed = [f for f in figures if PolicySpec.parse(f.policy).name == "fixed"]
     found = []
     for target in figures:
-        ttft = read_off(((f.tbt_p99_s, f.long_ttft_p50_s) for f in fixed), target.tbt_p99_s)
-        rate = read_off(((f.tbt_p99_s, f.prefill_tokens_per_s) for f in fixed), target.tbt_p99_s)
+        p99 = target.tbt_p99_s
+        ttft = read_off(((f.tbt_p99_s, f.long_ttft_p50_s) for f in fixed), p99)
+        rate = read_off(((f.tbt_p99_s, f.prefill_tokens_per_s) for f in fixed), p99)
         if target.target_s is not None and ttft is not None and rate is not None:
-            found.append(
-                AgainstFixed(
-                    policy=target.policy,
-                    tbt_p99_s=target.tbt_p99_s,
-                    long_ttft_s=target.long_ttft_p50_s,
-                    fixed_long_ttft_s=ttft,
-                    prefill_tokens_per_s=target.prefill_tokens_per_s,
-                    fixed_prefill_tokens_per_s=rate,
-                )
-            )
+            own = target.long_ttft_p50_s, target.prefill_tokens_per_s
+            found.append(AgainstFixed(target.policy, p99, own[0], ttft, own[1], rate))
     return found
 
 
 def read_off(points: Iterable[tuple[float, float]], p99: float) -> float | None:
-    """A curve's value at a p99 gap, straight between its points (gap, value) on logarithmic axes; None beyond them."""
+    """A curve's value at a p99 gap, straight between its points (gap, value) on logarithmic axes; None outside them."""
     ordered = sorted(points)
     if ordered and p99 == ordered[0][0]:
         return ordered[0][1]

@@ -1,13 +1,11 @@
-"""The demo's requests, and the figures of running them: what chunking changes for small requests beside large ones.
-
-Must not know: how figures are shown.
-"""
+"""The demo: what chunking changes for small requests beside large ones."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean
 from typing import Any, Literal
 
@@ -15,20 +13,19 @@ from evenflow.bench.long_texts import GARDEN_DIARY, HARBOUR_LOG
 from evenflow.config import EngineConfig
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
-from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EngineFailed, InvalidConfig
 
 Size = Literal["small", "large"]
 
-DEMO_POLICY = "fixed:96"  # the smaller, the sooner small requests are through, and the longer all of them take
-_MOST_OF_ONE_PROMPT = 64  # tokens in a step
+DEMO_POLICY = "fixed:96"  # with a smaller budget, small requests finish sooner and all together later
+_MAX_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
     name: str
     size: Size
-    text: str  # what the user says, without the chat template
+    text: str  # without the chat template
     max_tokens: int = 32
 
 
@@ -41,13 +38,13 @@ class DemoAnswer:
     num_chunks: int
     ttft_s: float
     latency_s: float
-    finish_place: int  # 1: the first of its run to be finished
+    finish_place: int  # 1: first of its run to finish
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """Requests submitted at once, in this order, and what became of them."""
+    """The answers to requests submitted at once, in their order."""
 
     policy: str
     answers: tuple[DemoAnswer, ...]
@@ -62,7 +59,7 @@ class DemoRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompts and answers together."""
+        """Of prompts and answers."""
         return sum(answer.prompt_tokens + answer.output_tokens for answer in self.answers) / self.total_s
 
 
@@ -94,20 +91,16 @@ def _change(with_chunking: float, without: float) -> str:
     return f"{with_chunking:.1f} s instead of {without:.1f} s ({change})"
 
 
-def with_demo_defaults(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under which small prompts share their steps with large ones, where the user has not chosen others."""
-    chosen = dict(knobs)
+def with_demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's settings, completed so that small prompts share steps with large ones."""
+    chosen = dict(settings)
     if not {"policy", "tbt_target", "max_num_batched_tokens", "enable_chunked_prefill"} & set(chosen):
         chosen["policy"] = DEMO_POLICY
-    config = EngineConfig(**chosen)
-    if config.resolve_policy(max_model_len=1).name == "unchunked":
-        raise InvalidConfig(
-            "Got no chunking for the demo, which compares it with a policy: give one that cuts prompts."
-        )
-    policy = config.resolve_policy(max_model_len=1)
-    if policy.target is not None:  # short prompts pass long ones by rank
-        return chosen
-    chosen.setdefault("long_prefill_token_threshold", max(1, min(_MOST_OF_ONE_PROMPT, policy.budget // 2)))
+    policy = EngineConfig(**chosen).resolve_policy(max_model_len=1)
+    if policy.name == "unchunked":
+        raise InvalidConfig("Got a policy without chunking but the demo compares chunking with none: give another.")
+    if policy.target is None:  # with a target, short prompts go first anyway
+        chosen.setdefault("long_prefill_token_threshold", max(1, min(_MAX_CHUNK, policy.budget // 2)))
     return chosen
 
 
@@ -144,7 +137,7 @@ def _token_counter(llm: AsyncLLM) -> Callable[[str], int]:
 async def compare_chunking(
     llm: AsyncLLM, prompts: Sequence[DemoPrompt], on_answer: Callable[[str], None] = lambda name: None
 ) -> Comparison:
-    """Run the prompts under the engine's policy, and then unchunked."""
+    """Run the prompts under the engine's policy, then unchunked."""
     chunked = await run_at_once(llm, prompts, on_answer)
     llm.set_policy("unchunked")
     return Comparison(chunked, await run_at_once(llm, prompts, on_answer))
@@ -153,38 +146,33 @@ async def compare_chunking(
 async def run_at_once(
     llm: AsyncLLM, prompts: Sequence[DemoPrompt], on_answer: Callable[[str], None] = lambda name: None
 ) -> DemoRun:
-    """Submit all prompts in their order without waiting between them. `on_answer` is told of each that is finished."""
-    finished: list[str] = []
+    """Submit all prompts in order, without a pause. `on_answer` gets the name of each as it finishes."""
+    count_tokens, places = _token_counter(llm), count(1)
 
-    async def answer(prompt: DemoPrompt, request: Request) -> RequestOutput:
+    async def answer(prompt: DemoPrompt, request: Request, prompt_tokens: int) -> DemoAnswer:
         async for delta in llm.run(request):
             output = delta.output
         if output.finish_reason == "error":
             raise EngineFailed(f"{prompt.name}: {output.error}")
-        finished.append(prompt.name)
         on_answer(prompt.name)
-        return output
-
-    # The policy as the tenant: what one run leaves in the prefix cache is of no use to the next.
-    requests = [_prepare(llm, prompt, tenant=llm.policy) for prompt in prompts]
-    outputs = await asyncio.gather(*map(answer, prompts, requests))
-    ends = [request.arrival_time + _latency(output) for request, output in zip(requests, outputs, strict=True)]
-    count_tokens = _token_counter(llm)
-    answers = tuple(
-        DemoAnswer(
+        return DemoAnswer(
             name=prompt.name,
             size=prompt.size,
-            prompt_tokens=count_tokens(prompt.text),
+            prompt_tokens=prompt_tokens,
             output_tokens=len(output.token_ids),
             num_chunks=len(output.chunks),
             ttft_s=output.token_times_s[0],
-            latency_s=_latency(output),
-            finish_place=finished.index(prompt.name) + 1,
+            latency_s=output.token_times_s[-1],
+            finish_place=next(places),
             text=output.text.strip(),
         )
-        for prompt, output in zip(prompts, outputs, strict=True)
-    )
-    return DemoRun(llm.policy, answers, max(ends) - requests[0].arrival_time)
+
+    sizes = [count_tokens(prompt.text) for prompt in prompts]
+    # With the policy as the tenant, a run finds nothing of an earlier one in the prefix cache.
+    requests = [_prepare(llm, prompt, tenant=llm.policy) for prompt in prompts]
+    answers = await asyncio.gather(*map(answer, prompts, requests, sizes))
+    ends = [request.arrival_time + answer.latency_s for request, answer in zip(requests, answers, strict=True)]
+    return DemoRun(llm.policy, tuple(answers), max(ends) - requests[0].arrival_time)
 
 
 def _prepare(llm: AsyncLLM, prompt: DemoPrompt, tenant: str) -> Request:
@@ -192,7 +180,3 @@ def _prepare(llm: AsyncLLM, prompt: DemoPrompt, tenant: str) -> Request:
     if llm.tokenizer.has_chat_template:
         text_or_ids = llm.encode_chat([{"role": "user", "content": prompt.text}])
     return llm.prepare(text_or_ids, SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens), tenant=tenant)
-
-
-def _latency(output: RequestOutput) -> float:
-    return output.token_times_s[-1]

@@ -1,18 +1,16 @@
-"""Where a benchmark's requests go: an OpenAI-compatible server, or the embedded engine under one policy.
-
-A request's answer comes back with the moment of each of its pieces. Must not know: what is compared, how figures are
-shown.
-"""
+"""Where a benchmark sends its requests: an OpenAI-compatible server, or the embedded engine under one policy."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
+from evenflow.core.request import SamplingParams
 from evenflow.errors import EndpointFailed
 
 if TYPE_CHECKING:
@@ -25,21 +23,31 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One greedy completion; `at` is when it is sent, in seconds since the round began."""
+    """One greedy completion of exactly `max_tokens`."""
 
-    prompt: str
+    prompt: str | Sequence[int]
     max_tokens: int
-    at: float = 0.0
+    at: float = 0.0  # when to send it, in seconds since the round began
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are seconds since it was sent."""
+    """What has come of one request so far. A piece is a token, or several that came at once."""
 
     text: str = ""
-    piece_times_s: list[float] = field(default_factory=list)  # a piece is a token, or several that came at once
+    piece_times_s: list[float] = field(default_factory=list)  # since the request was sent
     num_tokens: int = 0
     error: str | None = None
+    sent_at: float = field(default_factory=time.perf_counter)
+
+    def add_piece(self, text: str, num_tokens: int = 0) -> None:
+        self.piece_times_s.append(time.perf_counter() - self.sent_at)
+        self.text += text
+        self.num_tokens += num_tokens
 
     @property
     def ttft_s(self) -> float | None:
@@ -47,31 +55,30 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.piece_times_s, self.piece_times_s[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.piece_times_s)]
 
 
 class Endpoint(Protocol):
-    """Answers requests; `open` is entered once, around all rounds."""
+    """Answers requests while it is open."""
 
     name: str
 
     def open(self) -> AbstractAsyncContextManager[None]: ...
 
-    async def begin_round(self) -> None:
-        """Be ready for requests: what is left of other work does not disturb them."""
-        ...
+    async def begin_round(self) -> None: ...
 
-    async def answer(self, ask: Ask) -> Answer: ...
+    async def stream(self, ask: Ask, answer: Answer) -> None:
+        """Fill in a new answer as its pieces come."""
+        ...
 
 
 @dataclass(slots=True)
 class HttpEndpoint:
-    """A server that speaks OpenAI's completions API: evenflow's, vLLM's, or another."""
+    """A server with OpenAI's completions API: evenflow's, vLLM's, or another."""
 
     name: str  # its address, such as http://127.0.0.1:8000
     model: str | None = None  # None: the first that the server lists
     api_key: str | None = None
-    ignore_eos: bool = True
     timeout_s: float = 600.0
     _client: httpx.AsyncClient | None = None
 
@@ -105,37 +112,34 @@ class HttpEndpoint:
         self.model = self.model or models[0]
 
     async def begin_round(self) -> None:
-        """Each request is a connection's own; there is nothing to prepare."""
+        """Nothing to prepare."""
 
-    async def answer(self, ask: Ask) -> Answer:
+    async def stream(self, ask: Ask, answer: Answer) -> None:
         import httpx
 
-        assert self._client is not None, "an endpoint answers only while it is open"
-        body: dict[str, Any] = {
+        assert self._client is not None, "the endpoint is not open"
+        body = {
             "model": self.model,
             "prompt": ask.prompt,
             "max_tokens": ask.max_tokens,
             "temperature": 0,
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
-            body["ignore_eos"] = True
-        answer, start = Answer(), time.perf_counter()
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     answer.error = f"status {response.status_code}: {' '.join(text.split())[:200]}"
-                    return answer
+                    return
                 async for line in response.aiter_lines():
-                    _take_line(answer, line, start)
+                    _take_line(answer, line)
         except httpx.HTTPError as error:
             answer.error = str(error) or type(error).__name__
-        return answer
 
 
-def _take_line(answer: Answer, line: str, start: float) -> None:
+def _take_line(answer: Answer, line: str) -> None:
     """One line of a server-sent event stream."""
     if not line.startswith("data:") or line.endswith("[DONE]"):
         return
@@ -143,37 +147,31 @@ def _take_line(answer: Answer, line: str, start: float) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
     for choice in event.get("choices") or ():
-        # A token may add no text: half of a character, or what could still become a stop string.
+        # A token may add no text: half of a character, or the beginning of a possible stop string.
         if choice.get("text") or choice.get("finish_reason") is None:
-            answer.piece_times_s.append(time.perf_counter() - start)
-            answer.text += choice.get("text") or ""
+            answer.add_piece(choice.get("text") or "")
     if event.get("usage"):
         answer.num_tokens = event["usage"]["completion_tokens"]
 
 
 @dataclass(slots=True)
 class PolicyEndpoint:
-    """The embedded engine under one policy; several of these share one engine, and take turns."""
+    """The embedded engine under one policy; several share one engine and take turns."""
 
     name: str  # the policy
     llm: AsyncLLM
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        yield  # whoever made the engine closes it
+        yield  # the caller closes the engine
 
     async def begin_round(self) -> None:
         self.llm.set_policy(self.name)
 
-    async def answer(self, ask: Ask) -> Answer:
-        from evenflow.core.request import SamplingParams
-
-        answer, start = Answer(), time.perf_counter()
-        sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True)
-        async for delta in self.llm.stream(ask.prompt, sampling):
+    async def stream(self, ask: Ask, answer: Answer) -> None:
+        async for delta in self.llm.stream(ask.prompt, ask.sampling):
             if delta.token_ids:
-                answer.piece_times_s.append(time.perf_counter() - start)
-            answer.num_tokens += len(delta.token_ids)
-            answer.text += delta.text
+                answer.add_piece(delta.text, len(delta.token_ids))
+            else:
+                answer.text += delta.text
             answer.error = delta.output.error
-        return answer

@@ -1,15 +1,15 @@
-"""Sums up samples. Must not know: what was measured."""
+"""Percentiles of samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a set of samples is spread; all zero where there are none."""
+    """All zero if there are no samples."""
 
     count: int
     p50: float
@@ -17,13 +17,11 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
-        if not samples:
-            return cls(0, 0.0, 0.0, 0.0)
+    def of(cls, samples: Iterable[float]) -> Spread:
         ordered = sorted(samples)
-        return cls(len(ordered), percentile(ordered, 50), percentile(ordered, 99), ordered[-1])
+        return cls(len(ordered), *(percentile(ordered, percent) for percent in (50, 99, 100)))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest sample that so many percent of them do not exceed: always one that was seen."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+    """The smallest sample that at least this share of all samples does not exceed; 0 if there are none."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0

@@ -1,7 +1,6 @@
-"""Long English texts of a wanted number of tokens, each ending in a question that its text answers.
+"""Long English texts of any number of tokens, each ending in a question that the text answers.
 
-They are put together from short lists with strides that do not divide their lengths, so that no entry repeats another.
-Must not know: models, engines.
+Entries are built from short lists, with strides that do not divide their lengths, so that none repeats another.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-CountTokens = Callable[[str], int]
-
 
 class LongText(NamedTuple):
-    """An opening, entries without end, and what is asked after the last of them."""
+    """An opening, endless entries, and the question after the last one."""
 
     opening: str
     entries: Callable[[], Iterator[str]]
     question: str
 
-    def of_length(self, num_tokens: int, count_tokens: CountTokens) -> str:
-        """As many whole entries as fit beside the opening and the question."""
+    def of_length(self, num_tokens: int, count_tokens: Callable[[str], int]) -> str:
+        """The opening, as many whole entries as fit, and the question."""
         lines = [self.opening]
         room = num_tokens - count_tokens(self.opening) - count_tokens(self.question)
         for entry in self.entries():

@@ -1,6 +1,6 @@
 """The mixed benchmark: three long prompts among ten short ones, five at a time, under several policies.
 
-Tests an expectation: smaller chunks, lower decode latency, slightly longer total. Must not know: how figures are shown.
+Tests an expectation: smaller chunks give lower decode latency and a slightly longer total.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from evenflow.bench.endpoints import Ask
 from evenflow.bench.figures import Spread
 from evenflow.core.policies import PolicySpec
-from evenflow.core.request import SamplingParams
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EngineFailed
@@ -24,20 +24,13 @@ EXPECTATION = "smaller chunks: lower decode latency, slightly longer total"
 
 _SLIGHTLY = 0.25  # of the total
 
-# The short ones come first and end one after the other, so that each long prompt starts beside streams that decode:
-# prompts that start together are prefilled before anyone decodes, and nobody would feel a thing.
+# The short ones come first and end one by one, so that each long prompt starts beside streams that decode.
 _ORDER = "SSSSS" + "L" + "SS" + "L" + "SS" + "L" + "S"
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRequest:
-    prompt: str
-    max_tokens: int
-
-
-def mixed_load() -> list[MixedRequest]:
+def mixed_load() -> list[Ask]:
     return [
-        MixedRequest(LONG_PROMPT if kind == "L" else SHORT_PROMPT, max_tokens=12 + 6 * (number % BATCH_SIZE))
+        Ask(LONG_PROMPT if kind == "L" else SHORT_PROMPT, max_tokens=12 + 6 * (number % BATCH_SIZE))
         for number, kind in enumerate(_ORDER)
     ]
 
@@ -49,8 +42,8 @@ class MixedRun:
     total_s: float
     prefill_tokens: int
     output_tokens: int
-    gaps_with_prefill: tuple[float, ...]  # somebody else's prefill ran between the two tokens
-    gaps_without: tuple[float, ...]
+    gaps_with_prefill: list[float]  # another request's prefill ran between the two tokens
+    gaps_without: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +63,8 @@ class PolicyFigures:
         return cls(
             policy=policy,
             total_s=total_s,
-            gap_with_prefill_s=Spread.of([gap for run in runs for gap in run.gaps_with_prefill]),
-            gap_without_s=Spread.of([gap for run in runs for gap in run.gaps_without]),
+            gap_with_prefill_s=Spread.of(gap for run in runs for gap in run.gaps_with_prefill),
+            gap_without_s=Spread.of(gap for run in runs for gap in run.gaps_without),
             output_tokens_per_s=runs[0].output_tokens / total_s,
             runs_s=tuple(run.total_s for run in runs),
         )
@@ -118,9 +111,9 @@ def _held(held: bool) -> str:
 def compare_policies(
     llm: LLM, policies: Sequence[PolicySpec], repeat: int, on_run: Callable[[str], None] = lambda policy: None
 ) -> list[PolicyFigures]:
-    """Run the load `repeat` times under each policy, in turn, on one engine. `on_run` is told what runs next.
+    """Run the load `repeat` times under each policy, in turn. `on_run` gets a line before each run.
 
-    The engine has BATCH_SIZE slots and no prefix cache: the prompts are equal.
+    The engine must have BATCH_SIZE slots and no prefix cache, because the prompts are equal.
     """
     on_run("a run to warm up")
     run_load(llm)
@@ -134,21 +127,16 @@ def compare_policies(
 
 
 def run_load(llm: LLM) -> MixedRun:
-    """The whole load, submitted at once."""
+    """Submit the whole load at once."""
     load, totals = mixed_load(), llm.engine.stats.totals
     prefilled_before = totals.prefill_tokens
-    prefilled_at: dict[str, list[int]] = {}  # tokens prefilled for anyone, up to each token of a stream
+    prefilled_at: dict[str, list[int]] = {}  # all prefill tokens up to each token of a stream
 
     def note(delta: Delta) -> None:
         prefilled_at.setdefault(delta.request_id, []).extend([totals.prefill_tokens] * len(delta.token_ids))
 
-    outputs = llm.generate(
-        [request.prompt for request in load],
-        [SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True) for request in load],
-        on_delta=note,
-    )
-    with_prefill: list[float] = []
-    without: list[float] = []
+    outputs = llm.generate([ask.prompt for ask in load], [ask.sampling for ask in load], on_delta=note)
+    with_prefill, without = list[float](), list[float]()
     for output in outputs:
         if output.finish_reason == "error":
             raise EngineFailed(f"{output.request_id}: {output.error}")
@@ -160,6 +148,6 @@ def run_load(llm: LLM) -> MixedRun:
         total_s=max(output.token_times_s[-1] for output in outputs),
         prefill_tokens=totals.prefill_tokens - prefilled_before,
         output_tokens=sum(len(output.token_ids) for output in outputs),
-        gaps_with_prefill=tuple(with_prefill),
-        gaps_without=tuple(without),
+        gaps_with_prefill=with_prefill,
+        gaps_without=without,
     )

@@ -1,16 +1,13 @@
-"""Pictures of the stall benchmark, drawn with matplotlib, which is imported when the first one is wanted.
-
-Must not know: how figures are measured.
-"""
+"""Plots of the stall benchmark. Imports matplotlib when the first one is drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from evenflow.bench.stall import StallFigures
-from evenflow.bench.stall_load import StallRun
+from evenflow.bench.stall_run import StallRun
 from evenflow.errors import MissingDependency
 
 
@@ -26,7 +23,7 @@ def pyplot() -> Any:
 
 
 def draw_tokens(path: Path, runs: Mapping[str, StallRun], figures: Sequence[StallFigures]) -> None:
-    """One row a policy: each token a dot, by when it came and how long after the one before; prefill is shaded."""
+    """One row per policy; each token is a dot at its time and gap, and prefill is shaded."""
     plt = pyplot()
     figure, rows = plt.subplots(
         len(figures), 1, figsize=(10, 0.6 + 1.7 * len(figures)), sharex=True, sharey=True, squeeze=False
@@ -40,14 +37,14 @@ def draw_tokens(path: Path, runs: Mapping[str, StallRun], figures: Sequence[Stal
             axis.axhline(1000 * policy.target_s, color="tab:red", linewidth=0.8)
         axis.set_yscale("log")
         axis.set_ylabel("gap, ms")
-        title = f"{policy.policy}: 99 of 100 gaps beside a prefill are within {1000 * policy.tbt_p99_s:.0f} ms"
+        title = f"{policy.policy}: p99 gap beside a prefill {1000 * policy.tbt_p99_s:.0f} ms"
         axis.set_title(title, loc="left", fontsize=9)
-    rows[-1, 0].set_xlabel("seconds (each dot a token, prefill of long prompts shaded, targets in red)")
-    _save(plt, figure, path)
+    rows[-1, 0].set_xlabel("seconds (dots: tokens, shaded: prefill of long prompts, red: targets)")
+    save(figure, path)
 
 
 def draw_curves(path: Path, figures: Sequence[StallFigures]) -> None:
-    """What a lower p99 costs: the long prompts' time to first token, and the rate of prefill."""
+    """What a lower p99 gap costs: the long prompts' time to first token, and prefill rate."""
     plt = pyplot()
     figure, (ttft, rate) = plt.subplots(1, 2, figsize=(11, 4.5))
     for family, style in (("fixed", "o-"), ("target", "s-"), ("other", "x")):
@@ -61,12 +58,12 @@ def draw_curves(path: Path, figures: Sequence[StallFigures]) -> None:
             axis.plot(p99_ms, values, style, markersize=4, label=family)
             for policy, x, y in zip(members, p99_ms, values, strict=True):
                 axis.annotate(policy.policy, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
-    for axis, label in ((ttft, "time to a long prompt's first token, median, s"), (rate, "prefill, tokens/s")):
+    for axis, label in ((ttft, "a long prompt's TTFT, median, s"), (rate, "prefill, tokens/s")):
         axis.set_xscale("log")
         axis.set_xlabel("p99 gap between tokens beside a prefill, ms")
         axis.set_ylabel(label)
     ttft.legend()
-    _save(plt, figure, path)
+    save(figure, path)
 
 
 def _family(policy: str) -> str:
@@ -74,7 +71,7 @@ def _family(policy: str) -> str:
     return name if name in ("fixed", "target") else "other"
 
 
-def _save(plt: Any, figure: Any, path: Path) -> None:
+def save(figure: Any, target: Path | BinaryIO, **options: Any) -> None:
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    figure.savefig(target, dpi=130, **options)
+    pyplot().close(figure)

@@ -1,17 +1,15 @@
-"""The stall benchmark: what streams feel while long prompts are prefilled beside them, under several policies.
-
-All policies run on one engine, in turn, with the same requests.
-"""
+"""The stall benchmark: several policies under the stall load, in turn, on one engine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 
-from evenflow.bench.figures import percentile
-from evenflow.bench.stall_load import StallLoad, StallRun, join, longest_gaps, run_load
+from evenflow.bench.stall_load import StallLoad
+from evenflow.bench.stall_run import ClientFigures, StallRun, join, longest_gaps
+from evenflow.bench.stall_steps import run_load
 from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
@@ -26,7 +24,7 @@ from evenflow.executors.fake import FakeExecutor
 POLICIES = ("unchunked", "fixed:256", "fixed:512", "adaptive", "target:200ms")
 # Large chunks and small ones, up to the end of a long prompt.
 _MEASURED_POLICIES = (PolicySpec("fixed", 256), PolicySpec("fixed", 32))
-_ROOM_TO_KEEP_UP = 1.15
+_INTERVAL_MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +36,16 @@ class Divergence:
     logprob_gap: float | None  # between the two likeliest tokens there; None: the executor gives none
 
 
-@dataclass(frozen=True, slots=True)
-class StallFigures:
-    """All runs under one policy. Gaps are those of tokens that came while a long prompt waited for its first token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallFigures(ClientFigures):
+    """The clients' figures, and what the engine reported."""
 
-    policy: str
-    target_s: float | None
     feasible: bool | None  # None: the policy has no target
-    steps: int  # distinct ones in which these tokens came
-    tbt_p50_s: float
-    tbt_p90_s: float
-    tbt_p99_s: float
-    tbt_max_s: float
-    late_share: float | None  # of the tokens, after their deadline; None: the policy sets none
-    long_ttft_p50_s: float
-    prefill_tokens_per_s: float  # while a long prompt waited
-    total_s: float  # the median run's
-    output_tokens_per_s: float
+    steps: int  # in which tokens came whose gaps count
+    late_share: float | None  # of these tokens, after their deadline; None: the policy sets none
     step_time_mape: float  # of steps with prefill and decodes
     divergence: Divergence | None
-    worst: tuple[Stall, ...]  # the longest of the gaps, longest first
+    worst: tuple[Stall, ...]  # the longest gaps, longest first
 
     @property
     def identical_outputs(self) -> bool:
@@ -73,7 +61,7 @@ class Comparison:
 
 
 def measure(engine: Engine, load: StallLoad) -> float:
-    """Run one long prompt in large chunks and in small ones; returns the least target that could be kept."""
+    """Run one long prompt in large chunks and in small ones; returns the lowest feasible target."""
     for policy in _MEASURED_POLICIES:
         engine.set_policy(policy)
         run_load(engine, replace(load, long_prompts=load.long_prompts[:1]))
@@ -81,12 +69,11 @@ def measure(engine: Engine, load: StallLoad) -> float:
 
 
 def feasible_target(engine: Engine, load: StallLoad) -> float:
-    """Seconds of the chats' decodes and the least chunk at the end of a long prompt, with the model's margin."""
+    """Upper bound of a step's seconds with all chats' decodes and the smallest chunk at the end of a long prompt."""
     start = max(0, max(map(len, load.long_prompts)) - FLOOR_TOKENS)
-    context = max(map(len, load.chat_prompts)) + max(map(load.longest_chat, range(load.num_chats)))
     shape = engine.scheduler.caps.step_shape(
         num_decodes=load.num_chats,
-        decode_context=load.num_chats * context,
+        decode_context=load.num_chats * load.max_chat_length,
         chunks=[(start, FLOOR_TOKENS)],
         prefill_logit_rows=1,
     )
@@ -94,19 +81,19 @@ def feasible_target(engine: Engine, load: StallLoad) -> float:
 
 
 def interval_to_keep_up(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> float:
-    """Seconds between long prompts at which even the slowest policy ends one before the next comes.
+    """Seconds between long prompts at which even the slowest policy finishes one before the next arrives.
 
-    By a rehearsal of one prompt under each policy, in virtual time, at the step times measured so far.
+    Simulates one prompt under each policy, at the step times measured so far.
     """
-    rehearsed = replace(load, long_prompts=load.long_prompts[:1])
-    slowest = max(run_load(_rehearsal_engine(engine, policy), rehearsed).total_s for policy in policies)
-    return math.ceil(2 * _ROOM_TO_KEEP_UP * slowest) / 2
+    one_prompt = replace(load, long_prompts=load.long_prompts[:1])
+    slowest = max(run_load(_simulated(engine, policy), one_prompt).total_s for policy in policies)
+    return math.ceil(2 * _INTERVAL_MARGIN * slowest) / 2
 
 
-def _rehearsal_engine(engine: Engine, policy: PolicySpec) -> Engine:
+def _simulated(engine: Engine, policy: PolicySpec) -> Engine:
     real = engine.scheduler
-    step_time = StepTimeModel.from_record(real.step_time.to_record())
-    known = StepTimeModel.from_record(real.step_time.to_record())  # apart from the one that goes on learning
+    # Two copies: the scheduler's goes on learning, the executor's must not.
+    step_time, known = (StepTimeModel.from_record(real.step_time.to_record()) for _ in range(2))
     executor = FakeExecutor(
         vocab_size=engine.limits.vocab_size, block_size=real.block_size, caps=real.caps, cost=known.predict
     )
@@ -129,11 +116,11 @@ def compare_policies(
     prompts_per_turn: int | None = None,
     on_run: Callable[[str], None] = lambda policy: None,
 ) -> Comparison:
-    """Run the load `repeat` times under each policy. `on_run` is told what runs next.
+    """Run the load `repeat` times under each policy. `on_run` gets a line before each run.
 
-    Policies take turns after so many long prompts, so that a machine that becomes slower does so for all of them; None:
-    after the whole load, which prompts that wait for each other need. The engine has no prefix cache: the prompts are
-    the same each time.
+    Policies take turns every `prompts_per_turn` long prompts, so that a machine that slows down does so for all of
+    them. None: after the whole load, for long prompts that overlap. The engine must have no prefix cache, because the
+    prompts are the same each time.
     """
     runs: dict[PolicySpec, list[StallRun]] = {policy: [] for policy in policies}
     for number in range(repeat):
@@ -157,28 +144,18 @@ def compare_policies(
 def _figures(
     policy: PolicySpec, runs: Sequence[StallRun], feasible_target_s: float, divergence: Divergence | None
 ) -> StallFigures:
-    tokens = [token for run in runs for token in run.tokens if token.counts]
-    gaps = sorted(token.gap for token in tokens)
-    p50, p90, p99, longest = (percentile(gaps, percent) for percent in (50, 90, 99, 100))
-    target_s = policy.target
-    return StallFigures(
-        policy=str(policy),
-        target_s=target_s,
+    target_s, counted = policy.target, [run.counted for run in runs]
+    num_late, num_tokens = sum(run.num_late for run in runs), sum(map(len, counted))
+    return StallFigures.of(
+        str(policy),
+        target_s,
+        runs,
         feasible=None if target_s is None else target_s >= feasible_target_s,
-        steps=sum(len({token.step_id for token in run.tokens if token.counts}) for run in runs),
-        tbt_p50_s=p50,
-        tbt_p90_s=p90,
-        tbt_p99_s=p99,
-        tbt_max_s=longest,
-        late_share=None if target_s is None else sum(token.is_late for token in tokens) / max(1, len(tokens)),
-        long_ttft_p50_s=median(ttft for run in runs for ttft in run.long_ttft_s),
-        prefill_tokens_per_s=sum(span.num_tokens for run in runs for span in run.prefills)
-        / sum(run.pending_s for run in runs),
-        total_s=median(run.total_s for run in runs),
-        output_tokens_per_s=sum(run.output_tokens for run in runs) / sum(run.total_s for run in runs),
+        steps=sum(len({token.at for token in tokens}) for tokens in counted),
+        late_share=None if target_s is None else num_late / num_tokens,
         step_time_mape=fmean([error for run in runs for error in run.step_errors] or [0.0]),
         divergence=divergence,
-        worst=tuple(longest_gaps(stall for run in runs for stall in run.worst)),
+        worst=tuple(longest_gaps(gap for run in runs for gap in run.worst)),
     )
 
 
@@ -199,7 +176,8 @@ def _logprob_gap(engine: Engine, token_ids: list[int]) -> float | None:
     intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
     engine.add(intake.prepare(token_ids, sampling, policy=engine.policy))
+    gap = None
     while (report := engine.step()) is not None:
         for [row, *_] in report.logprobs.values():
-            return row.top[0].logprob - row.top[1].logprob
-    return None
+            gap = row.top[0].logprob - row.top[1].logprob
+    return gap
