@@ -7,8 +7,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
 from evenflow.compile.compiler import onednn_where_supported
 from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
+from tests.compile.compilers import compile_library, needs_compiler
 
-# The one that Inductor would use.
-COMPILER = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="Inductor finds no C++ compiler")
+pytestmark = needs_compiler
 
 TOLERANCE = 1e-4
 
@@ -284,10 +281,8 @@ def test_a_package_that_kills_its_process_is_not_loaded_into_this_one(
 
 
 def _crashing(package: Path, folder: Path) -> Path:
-    source, library, crashing = folder / "crash.cpp", folder / "crash.so", folder / "crashing.pt2"
-    source.write_text("#include <csignal>\n__attribute__((constructor)) static void crash() { raise(SIGSEGV); }\n")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source], check=True)
+    library, crashing = folder / "crash.so", folder / "crashing.pt2"
+    compile_library("#include <csignal>\n__attribute__((constructor)) void crash() { raise(SIGSEGV); }\n", library)
     with zipfile.ZipFile(package) as whole, zipfile.ZipFile(crashing, "w") as changed:
         for entry in whole.infolist():
             is_code = entry.filename.endswith(".so")
