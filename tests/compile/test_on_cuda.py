@@ -13,6 +13,7 @@ from evenflow.compile import ChunkedPrefillOptimizer, GraphConfig, create_enhanc
 from evenflow.compile.aot.cuda_graphs import GraphedModel
 from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
 from tests.compile.architectures import padding_mask, random_tokens, small_model
+from tests.compile.compilers import needs_compiler
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -74,6 +75,7 @@ def test_a_cache_of_the_callers_own() -> None:
 
 
 @needs_cuda
+@needs_compiler
 @torch.inference_mode()
 def test_windows_that_move_are_compiled_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = on_gpu("mistral-sliding")
@@ -85,6 +87,7 @@ def test_windows_that_move_are_compiled_without_graphs(tmp_path: Path, caplog: p
 
 
 @needs_cuda
+@needs_compiler
 @torch.inference_mode()
 def test_without_graphs_a_package_is_kept_on_disk(tmp_path: Path) -> None:
     model = on_gpu("llama")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evenflow.compile import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, create_enhanced_compiler
+from tests.compile.compilers import needs_compiler
 from tests.models import default_model_path
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,7 @@ def test_chunks() -> None:
     assert wrapped.execution_stats["chunked_calls"] == 6 + 2
 
 
+@needs_compiler
 @torch.inference_mode()
 def test_compiled(tmp_path: Path) -> None:
     model, prompt = reference(), tokens(2, 40)

@@ -27,7 +27,8 @@ _OPTIONS = {
     # kernels for matrix products, which tuning would try, need repacked copies.
     "aot_inductor.package_constants_in_so": False,
     "max_autotune_gemm_backends": "ATEN,TRITON",
-    # Fused operations round where the model's own would: its tokens stay the same in bfloat16 too.
+    # Fused operations round where the model's own would: its tokens stay the same in bfloat16 too (on a CPU since
+    # torch 2.13).
     "emulate_precision_casts": True,
 }
 
