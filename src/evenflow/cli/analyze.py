@@ -45,8 +45,8 @@ from evenflow.cli.options import JsonTarget, file_option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
+from evenflow.workload.inputs import PROMPT_FIELDS
 from evenflow.workload.reading import ReadTally, read_inputs
-from evenflow.workload.records import PROMPT_FIELDS
 
 _INPUTS_PER_PROGRESS = 1000
 _WHY_IT_STAYS_ON = (
