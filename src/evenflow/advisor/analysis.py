@@ -67,7 +67,6 @@ class DatasetAnalysis:
     tokens: LengthFigures
     characters: LengthFigures | None
     output_tokens: LengthFigures | None
-    share_over: Mapping[int, float]  # of the sequences, by threshold
     prefixes: PrefixFigures | None
     arrivals: ArrivalFigures | None
     lengths: Lengths
@@ -88,7 +87,6 @@ class Analysis:
     characters_total: int | None  # None if a dataset has no characters
     mean_of_maxima: float
     num_with_long_characters: int
-    share_over: Mapping[int, float]
     lengths: Lengths
 
     @classmethod
@@ -102,7 +100,6 @@ class Analysis:
             characters_total=sum(characters) if len(characters) == len(parts) else None,
             mean_of_maxima=sum(part.tokens.max for part in parts) / len(parts),
             num_with_long_characters=sum(part.has_long_characters for part in parts),
-            share_over=_share_over(whole),
             lengths=whole,
         )
 
@@ -174,7 +171,6 @@ class DatasetTally:
             tokens=self._tokens.figures(),
             characters=self._characters.figures() if num_texts == self.count else None,
             output_tokens=self._output_tokens.figures() if self._output_tokens else None,
-            share_over=_share_over(self._tokens),
             prefixes=self._prefixes.figures(),
             arrivals=arrivals,
             lengths=self._tokens,
@@ -190,7 +186,3 @@ def preset_dataset(name: str) -> DatasetAnalysis:
     tally = DatasetTally(f"preset {name}", EstimatedTokens())
     tally.add(TraceRequest(PRESET_TOKENS[name]))
     return tally.analysis({})
-
-
-def _share_over(lengths: Lengths) -> dict[int, float]:
-    return {threshold: lengths.share_over(threshold) for threshold in THRESHOLDS}

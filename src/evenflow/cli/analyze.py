@@ -30,12 +30,12 @@ from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memo
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, VllmAdvice
 from evenflow.advisor.vllm_flags import (
+    NEWEST_VERSION,
     EngineArgs,
     accepted_by,
     check_known,
     command_line,
     installed_version,
-    newest_version,
 )
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
@@ -183,4 +183,4 @@ def _which_vllm(python: str | None, version: str | None) -> tuple[str | None, st
         return None, version, "from a table of versions; --vllm-python checks with a vLLM"
     if found := installed_version():
         return sys.executable, found, "checked in this environment"
-    return None, newest_version(), "from a table of versions: vLLM is not installed here; --vllm-python names one"
+    return None, NEWEST_VERSION, "from a table of versions: vLLM is not installed here; --vllm-python names one"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from evenflow.advisor.analysis import LONG_CHARACTERS, Analysis, DatasetAnalysis
+from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision
 from evenflow.advisor.memory import WHAT_CHUNKS_BOUND
 from evenflow.advisor.report import Advice, VllmAdvice
@@ -36,7 +36,7 @@ def print_advice(console: Console, advice: Advice) -> None:
 
 def _lengths_table(advice: Advice) -> Table:
     analysis, context = advice.analysis, advice.shape.max_position
-    thresholds = [f"over\n{threshold:,}" for threshold in analysis.share_over]
+    thresholds = [f"over\n{threshold:,}" for threshold in THRESHOLDS]
     table = make_table("Input tokens", "dataset", "inputs", "mean", "p50", "p95", "max", *thresholds, "max of\ncontext")
     rows: list[tuple[str, Analysis | DatasetAnalysis]] = [(dataset.name, dataset) for dataset in analysis.datasets]
     if len(rows) > 1:
@@ -44,7 +44,7 @@ def _lengths_table(advice: Advice) -> Table:
     for name, part in rows:
         figures = part.tokens
         numbers = (figures.count, round(figures.mean), figures.p50, figures.p95, figures.max)
-        shares = (*part.share_over.values(), figures.max / context)
+        shares = (*map(part.lengths.share_over, THRESHOLDS), figures.max / context)
         table.add_row(name, *(f"{number:,}" for number in numbers), *(f"{share:.0%}" for share in shares))
     return table
 
