@@ -86,7 +86,7 @@ def test_the_engine_adds_no_lines_of_its_own() -> None:
     """The engine is already loaded when the prompt turns out to be too long."""
     finished = run_process("generate", "word " * 400, "--model", tiny_llama())
     assert (finished.code, finished.out, finished.err.count("\n")) == (2, "", 1)
-    assert "context of 256" in finished.err
+    assert "context length is 256 tokens" in finished.err
 
 
 @pytest.mark.parametrize(

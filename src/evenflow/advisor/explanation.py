@@ -11,9 +11,9 @@ from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
-_TARGET = "--tbt-target bounds milliseconds instead."
-_TARGET_IN_VLLM = (
-    "To bound milliseconds instead, use evenflow's scheduler for vLLM: evenflow serve --engine vllm --tbt-target 50ms, "
+_TARGET = "To bound milliseconds, give --tbt-target."
+TARGET_IN_VLLM = (
+    "To bound milliseconds, use evenflow's scheduler for vLLM: evenflow serve --engine vllm --tbt-target 50ms, "
     "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
 )
 
@@ -180,7 +180,7 @@ def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
             f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
             "lower --max-num-batched-tokens, such as 512, shortens the steps but delays a long prompt's first token. "
         )
-        target = _TARGET if facts.value("written_by") == "evenflow" else _TARGET_IN_VLLM
+        target = _TARGET if facts.value("written_by") == "evenflow" else TARGET_IN_VLLM
         yield _statement(facts, text + target, *BUDGET_SOURCES)
     if facts.value("prefix_caching") is False:
         text = "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching."

@@ -7,7 +7,7 @@ from typing import Any
 
 from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision, Trigger
-from evenflow.advisor.memory import WHAT_CHUNKS_BOUND, MemoryRow, ModelShape
+from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND, MemoryRow, ModelShape
 from evenflow.advisor.recommendation import Recommendation
 
 
@@ -34,7 +34,6 @@ class Advice:
     triggers: list[Trigger]
     recommendation: Recommendation
     shape: ModelShape
-    is_shape_default: bool
     memory: list[MemoryRow]
     vllm: VllmAdvice
 
@@ -56,7 +55,7 @@ class Advice:
             "recommendation": asdict(self.recommendation),
             "memory": {
                 "model": self.shape.name,
-                "is_default_shape": self.is_shape_default,
+                "is_default_shape": self.shape is LLAMA_3_1_8B,
                 "chunk": self.recommendation.chunk,
                 "modelled_bytes": [asdict(row) for row in self.memory],
                 "note": WHAT_CHUNKS_BOUND,

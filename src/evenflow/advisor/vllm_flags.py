@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -80,9 +80,9 @@ def check_known(text: str) -> None:
         raise InvalidInput(f"Got vLLM version {text!r} but {NEWEST_VERSION} is the newest known one.")
 
 
-def installed_version() -> str | None:
-    """The version of the vLLM in this environment, found without importing it."""
-    for package in PACKAGES:
+def installed_version(packages: Sequence[str] = PACKAGES) -> str | None:
+    """The version of the first of these packages in this environment, found without importing it."""
+    for package in packages:
         try:
             return version(package)
         except PackageNotFoundError:
