@@ -34,8 +34,8 @@ def test_texts_are_estimated_and_said_to_be() -> None:
     assert found.characters is not None
     assert (found.characters.total, found.characters.max) == (8010, 8001)
     assert found.has_long_characters
-    assert found.share_over[2048] == 0
-    assert found.share_over[1000] == pytest.approx(1 / 3)
+    assert found.lengths.share_over(2048) == 0
+    assert found.lengths.share_over(1000) == pytest.approx(1 / 3)
 
 
 def test_a_trace_is_taken_at_its_word() -> None:
@@ -58,7 +58,7 @@ def test_all_together() -> None:
     assert whole.mean_of_maxima == (10_000 + 100) / 2
     assert whole.num_with_long_characters == 1
     assert whole.characters_total == 41_200
-    assert whole.share_over[8192] == 0.25
+    assert whole.lengths.share_over(8192) == 0.25
     assert Analysis.of([long, dataset("trace", [TraceRequest(5)])]).characters_total is None
 
 

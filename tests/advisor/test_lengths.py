@@ -40,7 +40,7 @@ def test_buckets_hold_everything_once(values: list[int]) -> None:
 
 @given(VALUES, VALUES)
 def test_a_union_is_both(first: list[int], second: list[int]) -> None:
-    assert Lengths.union([Lengths(first), Lengths(second)]).figures() == Lengths(first + second).figures()
+    assert Lengths(Lengths(first) + Lengths(second)).figures() == Lengths(first + second).figures()
 
 
 @given(VALUES)

@@ -84,16 +84,16 @@ def test_a_real_log_with_settings_of_its_own() -> None:
     assert found["prefix_caching"] is False
     assert (found["highest_running"], found["highest_waiting"]) == (3, 3)
     assert "last_prefix_hit_rate" not in found
-    assert "--max-num-seqs 3 is what limits" in advice("vllm-0.32-cpu-budget-512")
+    assert "--max-num-seqs 3 is the bottleneck" in advice("vllm-0.32-cpu-budget-512")
     assert "leave out --no-enable-prefix-caching" in advice("vllm-0.32-cpu-budget-512")
-    assert "takes 16 of them" in meaning("vllm-0.32-cpu-budget-512")
+    assert "takes 16 steps" in meaning("vllm-0.32-cpu-budget-512")
 
 
 def test_a_real_log_of_a_program_without_a_server() -> None:
     found = named("vllm-0.32-cpu-offline")
     assert (found["chunk_budget"], found["chunk_budget_is"]) == (4096, "the default")
     assert found["prefix_caching"] is False
-    assert "takes 2 of them" in meaning("vllm-0.32-cpu-offline")
+    assert "takes 2 steps" in meaning("vllm-0.32-cpu-offline")
 
 
 def test_a_real_log_of_a_start_that_was_refused() -> None:
@@ -157,7 +157,7 @@ def test_the_form_of_0_26_under_pressure() -> None:
     assert found["async_scheduling"] == "enabled"
     assert found["preemptions_in_all"] == 9
     assert "data parallel 2" in meaning(log)
-    assert "The KV cache is what limits" in advice(log)
+    assert "The KV cache is the bottleneck" in advice(log)
     assert memory_pressure(facts_of(log)) == "9 preemptions in the log"
     assert "under 30%" in rules(log)
     assert "under 20%" in rules(log)

@@ -67,7 +67,6 @@ class DatasetAnalysis:
     tokens: LengthFigures
     characters: LengthFigures | None
     output_tokens: LengthFigures | None
-    share_over: Mapping[int, float]  # of the sequences, by threshold
     prefixes: PrefixFigures | None
     arrivals: ArrivalFigures | None
     lengths: Lengths
@@ -88,13 +87,12 @@ class Analysis:
     characters_total: int | None  # None if a dataset has no characters
     mean_of_maxima: float
     num_with_long_characters: int
-    share_over: Mapping[int, float]
     lengths: Lengths
 
     @classmethod
     def of(cls, datasets: Iterable[DatasetAnalysis]) -> Analysis:
         parts = tuple(datasets)
-        whole = Lengths.union(part.lengths for part in parts)
+        whole = Lengths(sum((part.lengths for part in parts), Counter()))
         characters = [part.characters.total for part in parts if part.characters is not None]
         return cls(
             datasets=parts,
@@ -102,7 +100,6 @@ class Analysis:
             characters_total=sum(characters) if len(characters) == len(parts) else None,
             mean_of_maxima=sum(part.tokens.max for part in parts) / len(parts),
             num_with_long_characters=sum(part.has_long_characters for part in parts),
-            share_over=_share_over(whole),
             lengths=whole,
         )
 
@@ -123,7 +120,7 @@ class PrefixTally:
         self._seen.update(block_ids)
         self._num_blocks += len(block_ids)
         self._num_tokens += num_tokens
-        self._uncached.add(num_tokens - num_hit)
+        self._uncached[num_tokens - num_hit] += 1
 
     def figures(self) -> PrefixFigures | None:
         """None if the trace has no block ids."""
@@ -147,24 +144,24 @@ class DatasetTally:
 
     @property
     def count(self) -> int:
-        return self._tokens.count
+        return self._tokens.total()
 
     def add(self, item: Input) -> None:
         if not isinstance(item, TraceRequest):
-            self._characters.add(len(item.text))
-            self._tokens.add(self._counter.count(item))
+            self._characters[len(item.text)] += 1
+            self._tokens[self._counter.count(item)] += 1
             return
-        self._tokens.add(item.num_prompt_tokens)
+        self._tokens[item.num_prompt_tokens] += 1
         self._prefixes.add(item.block_ids, item.num_prompt_tokens)
         if item.num_output_tokens is not None:
-            self._output_tokens.add(item.num_output_tokens)
+            self._output_tokens[item.num_output_tokens] += 1
         if item.arrival_s is not None:
             self._arrivals[int(item.arrival_s)] += 1
             self._first_s, self._last_s = min(self._first_s, item.arrival_s), max(self._last_s, item.arrival_s)
 
     def analysis(self, unusable: Mapping[str, int], *, is_cut_short: bool = False) -> DatasetAnalysis:
         """The statistics; needs at least one input."""
-        num_texts, seconds = self._characters.count, self._last_s - self._first_s
+        num_texts, seconds = self._characters.total(), self._last_s - self._first_s
         arrivals = None
         if seconds > 0:
             arrivals = ArrivalFigures(seconds, self._arrivals.total() / seconds, max(self._arrivals.values()))
@@ -173,8 +170,7 @@ class DatasetTally:
             tokens_from=self._counter.description if num_texts else "given with the data",
             tokens=self._tokens.figures(),
             characters=self._characters.figures() if num_texts == self.count else None,
-            output_tokens=self._output_tokens.figures() if self._output_tokens.count else None,
-            share_over=_share_over(self._tokens),
+            output_tokens=self._output_tokens.figures() if self._output_tokens else None,
             prefixes=self._prefixes.figures(),
             arrivals=arrivals,
             lengths=self._tokens,
@@ -190,7 +186,3 @@ def preset_dataset(name: str) -> DatasetAnalysis:
     tally = DatasetTally(f"preset {name}", EstimatedTokens())
     tally.add(TraceRequest(PRESET_TOKENS[name]))
     return tally.analysis({})
-
-
-def _share_over(lengths: Lengths) -> dict[int, float]:
-    return {threshold: lengths.share_over(threshold) for threshold in THRESHOLDS}

@@ -11,10 +11,10 @@ from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
-_TARGET = "give --tbt-target instead for a bound in milliseconds"
-_TARGET_IN_VLLM = (
-    "for a bound in milliseconds there is evenflow's own scheduler for vLLM: evenflow serve --engine vllm "
-    "--tbt-target 50ms, or --scheduler-cls evenflow.vllm.LatencyTargetScheduler"
+_TARGET = "To bound milliseconds, give --tbt-target."
+TARGET_IN_VLLM = (
+    "To bound milliseconds, use evenflow's scheduler for vLLM: evenflow serve --engine vllm --tbt-target 50ms, "
+    "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
 )
 
 
@@ -36,12 +36,8 @@ class Explanation:
     rules: list[FolkRule]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "facts": [asdict(fact) for fact in self.facts],
-            "meaning": [asdict(statement) for statement in self.meaning],
-            "advice": [asdict(statement) for statement in self.advice],
-            "rules": [{"rule": rule.rule, "verdict": rule.verdict, "truth": rule.truth} for rule in self.rules],
-        }
+        rules = [{"rule": rule.rule, "verdict": rule.verdict, "truth": rule.truth} for rule in self.rules]
+        return asdict(self) | {"rules": rules}
 
 
 def explain(facts: LogFacts, *, all_rules: bool = False) -> Explanation:
@@ -54,7 +50,7 @@ def explain(facts: LogFacts, *, all_rules: bool = False) -> Explanation:
 
 
 def memory_pressure(facts: LogFacts) -> str | None:
-    """How the log shows that memory was short, or None if it does not."""
+    """The evidence in a log that memory was short, or None."""
     for fact in facts.problems.values():
         if "memory" in fact.name or fact.name == "preemption":
             return f"{fact.name} in line {fact.line_number} of the log"
@@ -73,42 +69,42 @@ def _all_facts(facts: LogFacts) -> Iterator[Fact]:
         requested = facts.settings.get("budget_asked_for")
         yield replace(requested or budget, name="chunk_budget_is", value="asked for" if requested else "the default")
     yield from (*facts.ranks.values(), *facts.problems.values())
-    for figure, interval in facts.highest.items():
-        yield interval.fact(f"highest_{figure}", getattr(interval, figure))
-    busiest = facts.highest.get("running")
-    if busiest is not None and busiest.running:
-        yield busiest.fact("tokens_per_s_of_each_request", busiest.generation_tokens_per_s / busiest.running)
-    if facts.last is None:
-        return
-    for figure in (*facts.highest, "prefix_hit_rate"):
-        if (value := getattr(facts.last, figure)) is not None:
-            yield facts.last.fact(f"last_{figure}", value)
-    if facts.num_preemptions:
-        yield facts.last.fact("preemptions_in_all", facts.num_preemptions)
+    for figure, line in facts.highest.items():
+        yield replace(line, name=f"highest_{figure}", value=line.value[figure])
+    if facts.peak("running"):
+        busiest = facts.highest["running"]
+        rate = busiest.value["generation_tokens_per_s"] / busiest.value["running"]
+        yield replace(busiest, name="tokens_per_s_of_each_request", value=rate)
+    if facts.last is not None:
+        for figure, value in facts.last.value.items():
+            yield replace(facts.last, name=f"last_{figure}", value=value)
+        if facts.num_preemptions:
+            yield replace(facts.last, name="preemptions_in_all", value=facts.num_preemptions)
 
 
-def _lines(facts: LogFacts, *names: str) -> tuple[int, ...]:
+def _statement(facts: LogFacts, text: str, *names: str) -> Statement:
+    """A statement based on the facts with these names."""
     found = (facts.settings.get(name) or facts.problems.get(name) or facts.highest.get(name) for name in names)
-    return tuple(dict.fromkeys(fact.line_number for fact in found if fact is not None))
+    return Statement(text, tuple(dict.fromkeys(fact.line_number for fact in found if fact is not None)))
 
 
 def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
     tokens, context = facts.budget, facts.value("max_model_len")
     if (target := facts.value("latency_target")) is not None:
-        text = f"Each step holds as much prefill as keeps every stream's next token within {target}."
-        yield Statement(text, _lines(facts, "latency_target"))
+        text = f"Each step takes as much prefill as keeps every stream's next token within {target}."
+        yield _statement(facts, text, "latency_target")
     elif _is_unchunked(facts):
-        text = "Prompts are prefilled whole: meanwhile no stream gets a token."
-        yield Statement(text, _lines(facts, "chunked_prefill", "unchunked_budget", "chunking_asked_for"))
+        text = "Prompts are prefilled whole; no stream gets a token meanwhile."
+        yield _statement(facts, text, "chunked_prefill", "unchunked_budget", "chunking_asked_for")
     elif tokens is not None:
-        why = "as asked for" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
-        text = f"A step holds at most {tokens:,} tokens ({why}), decodes and chunks together."
+        source = "as configured" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
+        text = f"A step holds at most {tokens:,} tokens ({source}), decodes and chunks together."
         if context:
-            text += f" A prompt of the whole context ({context:,} tokens) takes {-(-context // tokens)} of them."
-        yield Statement(text, _lines(facts, *BUDGET_SOURCES, "max_model_len"))
+            text += f" A prompt of the whole context ({context:,} tokens) takes {-(-context // tokens)} steps."
+        yield _statement(facts, text, *BUDGET_SOURCES, "max_model_len")
     if (capacity := facts.value("kv_cache_tokens")) is not None:
         requests = f", {capacity / context:.1f} requests of the whole context" if context else ""
-        yield Statement(f"The KV cache holds {capacity:,} tokens{requests}.", _lines(facts, "kv_cache_tokens"))
+        yield _statement(facts, f"The KV cache holds {capacity:,} tokens{requests}.", "kv_cache_tokens")
 
 
 def _is_unchunked(facts: LogFacts) -> bool:
@@ -134,20 +130,19 @@ def _meaning_of_ranks(facts: LogFacts) -> Iterator[Statement]:
 
 
 def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
-    busiest = facts.highest.get("running")
-    if busiest is None:
-        return
-    if busiest.running:
-        yield Statement(
-            f"At its busiest {busiest.running} requests ran and {busiest.waiting} waited; together they got "
-            f"{busiest.generation_tokens_per_s:,.1f} tokens per second, "
-            f"{busiest.generation_tokens_per_s / busiest.running:,.1f} each.",
-            (busiest.line_number,),
+    if running := facts.peak("running"):
+        busiest = facts.highest["running"].value
+        rate = busiest["generation_tokens_per_s"]
+        text = (
+            f"At the peak, {running} requests were running and {busiest['waiting']} waiting; the server generated "
+            f"{rate:,.1f} tokens per second, {rate / running:,.1f} for each running request."
         )
+        yield _statement(facts, text, "running")
     if (usage := facts.peak("kv_cache_usage")) is not None:
-        yield Statement(f"At most {usage:.1%} of the KV cache was in use.", _lines(facts, "kv_cache_usage"))
+        yield _statement(facts, f"KV cache usage peaked at {usage:.1%}.", "kv_cache_usage")
     if facts.last is not None and facts.hit_rate is not None:
-        yield Statement(f"{facts.hit_rate:.1%} of the prompt tokens looked up were cached.", (facts.last.line_number,))
+        text = f"The prefix cache held {facts.hit_rate:.1%} of the prompt tokens looked up."
+        yield Statement(text, (facts.last.line_number,))
 
 
 _ADVICE_ON_PROBLEMS = {
@@ -164,13 +159,13 @@ _ADVICE_ON_PROBLEMS = {
     "or raise --max-num-batched-tokens.",
     "threshold over the context": "Lower --long-prefill-token-threshold to at most --max-model-len; 0, the default, "
     "is no limit.",
-    "partial prefills": "Leave --max-num-partial-prefills and --max-long-partial-prefills out: the V1 engine takes no "
-    "value but 1, and 0.27 removed them.",
+    "partial prefills": "Leave --max-num-partial-prefills and --max-long-partial-prefills out: the V1 engine accepts "
+    "only 1, and 0.27 removed them.",
     "chunking off is not supported": "Leave --no-enable-chunked-prefill out: prompts that fit into the budget are not "
     "cut anyway.",
     "unknown flags": "Leave out {value}: this vLLM does not have it.",
     "target too low": "Raise the target to the lowest feasible one, which the line names, or serve fewer streams.",
-    "preemption": "Requests lost their KV and were computed again: lower --max-num-seqs, or give the KV more room.",
+    "preemption": "Requests lost their KV cache and were recomputed: lower --max-num-seqs, or enlarge the KV cache.",
 }
 
 
@@ -181,33 +176,32 @@ def _advice_on_problems(facts: LogFacts) -> Iterator[Statement]:
 
 def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
     if facts.value("latency_target") is None and facts.budget is not None and facts.budget > 512:
-        target = _TARGET if facts.value("written_by") == "evenflow" else _TARGET_IN_VLLM
-        yield Statement(
-            f"If streams stutter while long prompts arrive: they wait for steps of {facts.budget:,} tokens. A lower "
-            "--max-num-batched-tokens (512, say) shortens the steps and lengthens the time to a long prompt's first "
-            f"token; {target}.",
-            _lines(facts, *BUDGET_SOURCES),
+        text = (
+            f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
+            "lower --max-num-batched-tokens, such as 512, shortens the steps but delays a long prompt's first token. "
         )
+        target = _TARGET if facts.value("written_by") == "evenflow" else TARGET_IN_VLLM
+        yield _statement(facts, text + target, *BUDGET_SOURCES)
     if facts.value("prefix_caching") is False:
         text = "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching."
-        yield Statement(text, _lines(facts, "prefix_caching"))
+        yield _statement(facts, text, "prefix_caching")
 
 
 def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:
     waiting, usage = facts.peak("waiting"), facts.peak("kv_cache_usage") or 0.0
     if facts.num_preemptions or usage >= _FULL:
-        yield Statement(
-            "The KV cache is what limits: give it more room (--gpu-memory-utilization, a lower --max-model-len, "
-            "--kv-cache-dtype fp8 if the GPU has it), lower --max-num-seqs so that fewer requests lose theirs, or "
-            "add replicas.",
-            _lines(facts, "kv_cache_usage"),
+        text = (
+            "The KV cache is the bottleneck: enlarge it (--gpu-memory-utilization, a lower --max-model-len, or "
+            "--kv-cache-dtype fp8 if the GPU supports it), lower --max-num-seqs to preempt fewer requests, or add "
+            "replicas."
         )
+        yield _statement(facts, text, "kv_cache_usage")
     elif waiting and usage < _ROOMY:
         max_num_seqs = facts.value("max_num_seqs")
         is_reached = max_num_seqs == facts.peak("running")
         limit = f"--max-num-seqs {max_num_seqs}" if is_reached else "--max-num-seqs or a step's tokens"
-        yield Statement(
-            f"Requests waited while the KV cache had room: {limit} is what limits. Raising it serves more requests at "
-            "once, each more slowly; another replica (--data-parallel-size) keeps their speed.",
-            _lines(facts, "waiting"),
+        text = (
+            f"Requests waited while the KV cache had room: {limit} is the bottleneck. Raising it serves more requests "
+            "at once, each more slowly; another replica (--data-parallel-size) keeps their speed."
         )
+        yield _statement(facts, text, "waiting")

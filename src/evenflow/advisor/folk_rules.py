@@ -23,8 +23,8 @@ def _has_budget(facts: LogFacts) -> bool:
 
 
 def _decodes_faster(facts: LogFacts) -> bool:
-    interval = facts.highest.get("generation_tokens_per_s")
-    return interval is not None and interval.generation_tokens_per_s > interval.prompt_tokens_per_s > 0
+    busiest = facts.highest.get("generation_tokens_per_s")
+    return busiest is not None and facts.peak("generation_tokens_per_s") > busiest.value["prompt_tokens_per_s"] > 0
 
 
 FOLK_RULES = (

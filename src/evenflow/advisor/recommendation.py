@@ -34,7 +34,7 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
     longest, p95 = analysis.tokens.max, analysis.tokens.p95
     if decision.decision is Chunking.DISABLED:
         budget = max(DEFAULT_BUDGET, _rounded_up(longest + (streams or 0)))
-        why = f"the longest input ({longest:,} tokens) fits into one step, so none needs to be cut"
+        why = f"the longest input ({longest:,} tokens) fits into one step, so no input needs to be cut"
         return Recommendation(budget, {"max_num_batched_tokens": budget}, {"max_num_batched_tokens": why})
     chunk = chunk_size_for_prompt(p95)
     is_selective = decision.decision is Chunking.SELECTIVE
@@ -45,18 +45,18 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
         "max_num_batched_tokens": _rounded_up(chunk + (streams or ASSUMED_STREAMS)),
     }
     reasons = {
-        "enable_chunked_prefill": "the default for every generative model, stated to be explicit",
+        "enable_chunked_prefill": "vLLM's default for every generative model, stated explicitly",
         "max_num_batched_tokens": (
-            f"{chunk:,} tokens of prefill (by the 95th percentile of {p95:,}, which takes "
-            f"{math.ceil(p95 / max_per_prompt)} steps) and one per decoding stream ({assumed}), "
+            f"{chunk:,} tokens of prefill (for a 95th percentile of {p95:,}, which takes "
+            f"{math.ceil(p95 / max_per_prompt)} steps) plus one per decoding stream ({assumed}), "
             f"rounded up to a multiple of {_BUDGET_MULTIPLE}"
         ),
     }
     if is_selective:
         settings["long_prefill_token_threshold"] = max_per_prompt
         reasons["long_prefill_token_threshold"] = (
-            "the most prefill that one prompt gets in a step: a quarter stays free for short prompts that arrive "
-            "meanwhile. It caps chunks; it is not the length from which prompts are cut"
+            "the maximum prefill of one prompt in a step; a quarter of the step stays free for short prompts. It caps "
+            "chunks: it is not the length above which prompts are cut"
         )
     return Recommendation(chunk, settings, reasons)
 
@@ -64,38 +64,32 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
 def find_triggers(
     analysis: Analysis, decision: Decision, *, streams: int | None = None, memory_pressure: str | None = None
 ) -> list[Trigger]:
-    """Every cause to turn chunking on, whether or not it applies. `memory_pressure` says how it showed."""
+    """Every cause to turn chunking on, whether or not it applies. `memory_pressure` is the evidence for it."""
+    long = [dataset for dataset in analysis.datasets if dataset.tokens.p95 >= LONG_CONTEXT_TOKENS]
+    long_text = ", ".join(f"{dataset.name} (p95 {dataset.tokens.p95:,} tokens)" for dataset in long)
+    not_long_text = f"no dataset's 95th percentile reaches {LONG_CONTEXT_TOKENS:,} tokens"
     return [
-        _over_threshold(analysis, decision),
-        Trigger("memory pressure", memory_pressure is not None, memory_pressure or "none found: no log was given"),
-        _long_context(analysis.datasets),
-        _parallel(analysis.datasets, streams),
+        Trigger("input over the threshold", *_over_threshold(analysis, decision.threshold)),
+        Trigger("memory pressure", memory_pressure is not None, memory_pressure or "none found; --log can show it"),
+        Trigger("long-context tasks", bool(long), long_text or not_long_text),
+        Trigger("parallel processing", *_parallel(analysis.datasets, streams)),
     ]
 
 
-def _over_threshold(analysis: Analysis, decision: Decision) -> Trigger:
-    name = "input over the threshold"
-    if decision.threshold is None:
-        return Trigger(name, False, f"all inputs are short: the longest has {analysis.tokens.max:,} tokens")
-    share = analysis.lengths.share_over(decision.threshold)
-    return Trigger(name, share > 0, f"{share:.1%} of the inputs are over {decision.threshold:,} tokens")
+def _over_threshold(analysis: Analysis, threshold: int | None) -> tuple[bool, str]:
+    if threshold is None:
+        return False, f"all inputs are short: the longest has {analysis.tokens.max:,} tokens"
+    share = analysis.lengths.share_over(threshold)
+    return share > 0, f"{share:.1%} of the inputs are over {threshold:,} tokens"
 
 
-def _long_context(datasets: Iterable[DatasetAnalysis]) -> Trigger:
-    long = [dataset for dataset in datasets if dataset.tokens.p95 >= LONG_CONTEXT_TOKENS]
-    named = ", ".join(f"{dataset.name} (p95 {dataset.tokens.p95:,} tokens)" for dataset in long)
-    reason = named or f"no dataset's 95th percentile reaches {LONG_CONTEXT_TOKENS:,} tokens"
-    return Trigger("long-context tasks", bool(long), reason)
-
-
-def _parallel(datasets: Iterable[DatasetAnalysis], streams: int | None) -> Trigger:
-    name = "parallel processing"
+def _parallel(datasets: Iterable[DatasetAnalysis], streams: int | None) -> tuple[bool, str]:
     if streams is not None:
-        return Trigger(name, streams > 1, f"{streams} concurrent requests were asked for")
-    most = max((dataset.arrivals.most_in_a_second for dataset in datasets if dataset.arrivals), default=0)
-    if most > 1:
-        return Trigger(name, True, f"up to {most} requests arrive within one second")
-    return Trigger(name, False, "not asked for, and no arrival times are known")
+        return streams > 1, f"concurrent requests: {streams}"
+    peak = max((dataset.arrivals.most_in_a_second for dataset in datasets if dataset.arrivals), default=0)
+    if peak > 1:
+        return True, f"up to {peak} requests arrive within one second"
+    return False, "no concurrency was given, and no two requests are known to arrive within one second"
 
 
 def _rounded_up(num_tokens: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evenflow.advisor.analysis import LONG_CHARACTERS, Analysis, DatasetAnalysis
+from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision, Trigger
-from evenflow.advisor.memory import WHAT_CHUNKS_BOUND, MemoryRow, ModelShape
+from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND, MemoryRow, ModelShape
 from evenflow.advisor.recommendation import Recommendation
 
 
@@ -34,7 +34,6 @@ class Advice:
     triggers: list[Trigger]
     recommendation: Recommendation
     shape: ModelShape
-    is_shape_default: bool
     memory: list[MemoryRow]
     vllm: VllmAdvice
 
@@ -56,7 +55,7 @@ class Advice:
             "recommendation": asdict(self.recommendation),
             "memory": {
                 "model": self.shape.name,
-                "is_default_shape": self.is_shape_default,
+                "is_default_shape": self.shape is LLAMA_3_1_8B,
                 "chunk": self.recommendation.chunk,
                 "modelled_bytes": [asdict(row) for row in self.memory],
                 "note": WHAT_CHUNKS_BOUND,
@@ -66,13 +65,12 @@ class Advice:
 
 
 def _dataset(dataset: DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
-    optional = {name: getattr(dataset, name) for name in ("characters", "output_tokens", "prefixes", "arrivals")}
+    groups = ("tokens", "characters", "output_tokens", "prefixes", "arrivals")
     return {
         "name": dataset.name,
         "num_sequences": dataset.tokens.count,
         "tokens_from": dataset.tokens_from,
-        "tokens": asdict(dataset.tokens),
-        **{name: None if figures is None else asdict(figures) for name, figures in optional.items()},
+        **{name: None if (figures := getattr(dataset, name)) is None else asdict(figures) for name in groups},
         f"has_over_{LONG_CHARACTERS}_characters": dataset.has_long_characters,
         **_shares(dataset, shape),
         "unusable": dict(dataset.unusable),
@@ -83,7 +81,7 @@ def _dataset(dataset: DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
 def _shares(analysis: Analysis | DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
     """The share of inputs over each threshold, and the share of the model's context that they use."""
     return {
-        "share_over": {str(threshold): share for threshold, share in analysis.share_over.items()},
+        "share_over": {str(threshold): analysis.lengths.share_over(threshold) for threshold in THRESHOLDS},
         "context_tokens": shape.max_position,
         "context_used_mean": analysis.tokens.mean / shape.max_position,
         "context_used_max": analysis.tokens.max / shape.max_position,

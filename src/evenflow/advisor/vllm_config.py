@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Decision, decide
 from evenflow.advisor.recommendation import decide_for
-from evenflow.advisor.vllm_flags import EngineArgs, accepted_by, installed_version, newest_version
+from evenflow.advisor.vllm_flags import NEWEST_VERSION, EngineArgs, accepted_by, installed_version
 from evenflow.errors import InvalidConfig
 
 DatasetStats = Mapping[str, float] | Analysis | DatasetAnalysis
@@ -45,7 +45,7 @@ class VLLMChunkedPrefillConfig:
         The default is the installed version or, if there is none, the newest known one.
         """
         settings = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return accepted_by(settings, version or installed_version() or newest_version())
+        return accepted_by(settings, version or installed_version() or NEWEST_VERSION)
 
 
 class VLLMChunkedPrefillOptimizer:

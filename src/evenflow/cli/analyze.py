@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
+from evenflow.advisor import vllm_flags
 from evenflow.advisor.analysis import (
     PRESET_TOKENS,
     Analysis,
@@ -29,24 +30,16 @@ from evenflow.advisor.explanation import memory_pressure
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, VllmAdvice
-from evenflow.advisor.vllm_flags import (
-    EngineArgs,
-    accepted_by,
-    check_known,
-    command_line,
-    installed_version,
-    newest_version,
-)
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
 from evenflow.cli.model_files import find_model, load_tokens, read_shape
-from evenflow.cli.options import JsonTarget, file_option, takes_options
+from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
 from evenflow.vllm.checking import Checked, check, version_in, write_model_config
+from evenflow.workload.inputs import PROMPT_FIELDS
 from evenflow.workload.reading import ReadTally, read_inputs
-from evenflow.workload.records import PROMPT_FIELDS
 
 _INPUTS_PER_PROGRESS = 1000
 _WHY_IT_STAYS_ON = (
@@ -56,20 +49,20 @@ _WHY_IT_STAYS_ON = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputOptions:
-    """Presets, and how files are read."""
+class AnalyzeOptions:
+    """What to analyze beside the files, how to read them, and for which vLLM."""
 
-    preset: Annotated[
-        list[str] | None, Option(metavar="KIND", help=f"Typical input lengths: {', '.join(PRESET_TOKENS)}; repeatable.")
-    ] = None
-    field: Annotated[
-        str | None,
-        Option(metavar="NAME", help="The prompt's field, such as body.text.", show_default=", ".join(PROMPT_FIELDS)),
-    ] = None
-    limit: Annotated[int | None, Option(min=1, help="Read only this many inputs of each dataset.")] = None
-    tokenizer: Annotated[
-        str | None, Option(metavar="PATH", help="Count tokens with this model folder, tokenizer.json or .gguf file.")
-    ] = None
+    preset: list[str] | None = option(f"Typical input lengths: {', '.join(PRESET_TOKENS)}; repeatable.", metavar="KIND")
+    field: str | None = option("Prompt field such as body.text.", metavar="NAME", show_default=", ".join(PROMPT_FIELDS))
+    limit: int | None = option("Read only this many inputs of each dataset.", min=1)
+    tokenizer: str | None = option("Count tokens with this model folder, tokenizer.json or .gguf file.", metavar="PATH")
+    model: str | None = option("Use this model's tokenizer, memory figures and name.", metavar="MODEL")
+    concurrency: int | None = option("Requests to serve at a time.", min=1)
+    log: str | None = option("A server's log, to look for memory pressure in.", metavar="PATH")
+    vllm_python: str | None = option("A Python that has vLLM, to check the settings with.", metavar="PATH")
+    vllm_version: str | None = option("A vLLM version, 0.10 to 0.32, that need not be installed.", metavar="X.Y")
+    plot: Path | None = file_option("Plot the distribution of lengths to this file.")
+    json: JsonTarget = None
 
 
 @takes_options
@@ -78,42 +71,30 @@ def analyze(
     data: Annotated[
         list[Path] | None, Argument(metavar="DATA", help="JSONL, JSON, CSV or Parquet files, folders of texts, traces.")
     ] = None,
-    inputs: InputOptions,
-    model: Annotated[
-        str | None, Option(metavar="MODEL", help="Use this model's tokenizer, memory figures and name.")
-    ] = None,
-    concurrency: Annotated[int | None, Option(min=1, help="Requests to serve at a time.")] = None,
-    log: Annotated[str | None, Option(metavar="PATH", help="A server's log, to look for memory pressure in.")] = None,
-    vllm_python: Annotated[
-        str | None, Option(metavar="PATH", help="A Python that has vLLM, to check the settings with.")
-    ] = None,
-    vllm_version: Annotated[
-        str | None, Option(metavar="X.Y", help="A vLLM version, 0.10 to 0.32, that need not be installed.")
-    ] = None,
-    plot: Annotated[Path | None, file_option("Plot the distribution of lengths to this file.")] = None,
-    json: JsonTarget = None,
+    options: AnalyzeOptions,
 ) -> None:
     """Show how long inputs are, and which settings suit them.
 
     Says whether to chunk prefill and why, what that saves in memory, and which settings to give vLLM.
     """
     # Everything that can be wrong is checked before the data is read.
-    presets = [preset_dataset(name) for name in inputs.preset or ()]
+    presets = [preset_dataset(name) for name in options.preset or ()]
     if not data and not presets:
         raise InvalidInput("Got nothing to analyze: give files or folders, or --preset.")
-    python, version, source = _which_vllm(vllm_python, vllm_version)
+    python, version, source = _which_vllm(options.vllm_python, options.vllm_version)
+    model, concurrency = options.model, options.concurrency
     shape = LLAMA_3_1_8B if model is None else read_shape(model)
-    tokens_of = inputs.tokenizer or model
+    tokens_of = options.tokenizer or model
     counter: TokenCounter = EstimatedTokens() if tokens_of is None else load_tokens(tokens_of)
-    pressure = None if log is None else memory_pressure(read_log(log))
-    if plot is not None:
+    pressure = None if options.log is None else memory_pressure(read_log(options.log))
+    if options.plot is not None:
         pyplot()
     with progress("Reading") as say:
-        analysis = Analysis.of([*(_analyze_file(path, inputs, counter, say) for path in data or ()), *presets])
+        analysis = Analysis.of([*(_analyze_file(path, options, counter, say) for path in data or ()), *presets])
         decision = decide_for(analysis)
         recommendation = recommend(analysis, decision, concurrency)
         say("Checking the settings with vLLM")
-        args = accepted_by(recommendation.settings, version)
+        args = vllm_flags.accepted_by(recommendation.settings, version)
         checked = Checked(version, args) if python is None else _check(python, args, model, shape)
     advice = Advice(
         analysis=analysis,
@@ -121,18 +102,17 @@ def analyze(
         triggers=find_triggers(analysis, decision, streams=concurrency, memory_pressure=pressure),
         recommendation=recommendation,
         shape=shape,
-        is_shape_default=model is None,
         memory=memory_table(shape, recommendation.chunk, {*TABLE_TOKENS, analysis.tokens.p95, analysis.tokens.max}),
         vllm=_vllm_advice(checked, source, model, decision.decision),
     )
-    if plot is not None:
-        draw_lengths(plot, analysis, decision)
-    print_advice(text_console(json), advice)
-    write_json(json, advice.as_json())
+    if options.plot is not None:
+        draw_lengths(options.plot, analysis, decision)
+    print_advice(text_console(options.json), advice)
+    write_json(options.json, advice.as_json())
 
 
 def _analyze_file(
-    path: Path, options: InputOptions, counter: TokenCounter, say: Callable[[str], None]
+    path: Path, options: AnalyzeOptions, counter: TokenCounter, say: Callable[[str], None]
 ) -> DatasetAnalysis:
     tally, read = DatasetTally(path.name or str(path), counter), ReadTally()
     found = read_inputs(path, options.field, read)
@@ -149,7 +129,7 @@ def _analyze_file(
     return tally.analysis(dict(read.unusable), is_cut_short=is_cut_short)
 
 
-def _check(python: str, args: EngineArgs, model: str | None, shape: ModelShape) -> Checked:
+def _check(python: str, args: vllm_flags.EngineArgs, model: str | None, shape: ModelShape) -> Checked:
     if model is not None:
         return check(python, find_model(model), args)
     with tempfile.TemporaryDirectory(prefix="evenflow-") as folder:
@@ -163,7 +143,7 @@ def _vllm_advice(checked: Checked, source: str, model: str | None, chunking: Chu
     return VllmAdvice(
         version=checked.version,
         source=source,
-        command=command_line(name, checked.args),
+        command=vllm_flags.command_line(name, checked.args),
         engine_args=dict(checked.args),
         notes=[*disabled, *checked.args.notes.values()],
         accepted=checked.accepted,
@@ -179,8 +159,9 @@ def _which_vllm(python: str | None, version: str | None) -> tuple[str | None, st
     if python:
         return python, version_in(python), f"checked in {python}"
     if version:
-        check_known(version)
+        vllm_flags.check_known(version)
         return None, version, "from a table of versions; --vllm-python checks with a vLLM"
-    if found := installed_version():
+    if found := vllm_flags.installed_version():
         return sys.executable, found, "checked in this environment"
-    return None, newest_version(), "from a table of versions: vLLM is not installed here; --vllm-python names one"
+    newest = vllm_flags.NEWEST_VERSION
+    return None, newest, "from a table of versions: vLLM is not installed here; --vllm-python names one"

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from evenflow.advisor.analysis import LONG_CHARACTERS, Analysis, DatasetAnalysis
+from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision
-from evenflow.advisor.memory import WHAT_CHUNKS_BOUND
+from evenflow.advisor.explanation import TARGET_IN_VLLM
+from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
 from evenflow.advisor.report import Advice, VllmAdvice
 from evenflow.bench.plots import pyplot
 from evenflow.cli.output import make_table
@@ -36,7 +37,7 @@ def print_advice(console: Console, advice: Advice) -> None:
 
 def _lengths_table(advice: Advice) -> Table:
     analysis, context = advice.analysis, advice.shape.max_position
-    thresholds = [f"over\n{threshold:,}" for threshold in analysis.share_over]
+    thresholds = [f"over\n{threshold:,}" for threshold in THRESHOLDS]
     table = make_table("Input tokens", "dataset", "inputs", "mean", "p50", "p95", "max", *thresholds, "max of\ncontext")
     rows: list[tuple[str, Analysis | DatasetAnalysis]] = [(dataset.name, dataset) for dataset in analysis.datasets]
     if len(rows) > 1:
@@ -44,7 +45,7 @@ def _lengths_table(advice: Advice) -> Table:
     for name, part in rows:
         figures = part.tokens
         numbers = (figures.count, round(figures.mean), figures.p50, figures.p95, figures.max)
-        shares = (*part.share_over.values(), figures.max / context)
+        shares = (*map(part.lengths.share_over, THRESHOLDS), figures.max / context)
         table.add_row(name, *(f"{number:,}" for number in numbers), *(f"{share:.0%}" for share in shares))
     return table
 
@@ -99,20 +100,17 @@ def _print_decision(console: Console, advice: Advice) -> None:
 
 
 def _memory_table(advice: Advice) -> Table:
-    model = f"{advice.shape.name}{', assumed because no model was given' if advice.is_shape_default else ''}"
+    assumed = ", assumed because no model was given" if advice.shape is LLAMA_3_1_8B else ""
     chunk = advice.recommendation.chunk
-    title = f"\nMemory of one prompt's prefill, whole -> in chunks of {chunk:,} (modelled; {model})"
+    title = (
+        f"\nMemory of one prompt's prefill, whole -> in chunks of {chunk:,} (modelled; {advice.shape.name}{assumed})"
+    )
     columns = ("scores of one\nhead, 32-bit", "the same,\n16-bit", "activations", "prompt_logprobs", "KV cache")
     table = make_table(title, "tokens", *columns)
     for row in advice.memory:
-        table.add_row(
-            f"{row.num_tokens:,}",
-            _change(row.scores_whole, row.scores_chunked),
-            _change(row.scores_16bit_whole, row.scores_16bit_chunked),
-            _change(row.activations_whole, row.activations_chunked),
-            _change(row.prompt_logits_whole, row.prompt_logits_chunked),
-            decimal(row.kv_cache),
-        )
+        names = ("scores", "scores_16bit", "activations", "prompt_logits")
+        cells = (_change(getattr(row, f"{name}_whole"), getattr(row, f"{name}_chunked")) for name in names)
+        table.add_row(f"{row.num_tokens:,}", *cells, decimal(row.kv_cache))
     return table
 
 
@@ -130,10 +128,7 @@ def _print_vllm(console: Console, advice: VllmAdvice, reasons: Mapping[str, str]
         console.print(f"  {name}: {reasons[name]}.")
     for note in advice.notes:
         console.print(f"  Note: {note}.")
-    console.print(
-        "A fixed budget bounds tokens, not milliseconds. For a latency target: evenflow serve --engine vllm "
-        "--tbt-target 50ms, which runs vLLM with --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
-    )
+    console.print(f"A fixed budget bounds tokens, not milliseconds. {TARGET_IN_VLLM}")
 
 
 def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:

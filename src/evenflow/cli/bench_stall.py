@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from typer import Option
 
 from evenflow.bench.curves import against_fixed
 from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
@@ -22,6 +21,7 @@ from evenflow.cli.options import (
     duration_option,
     engine_settings,
     file_option,
+    option,
     read_policies,
     takes_options,
 )
@@ -57,38 +57,31 @@ _PROMPTS_PER_TURN = 2  # if long prompts do not overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """The requests of the load."""
+class StallOptions:
+    """The policies, the requests of the load, and what to show."""
 
-    chats: Annotated[int, Option(min=1, help="Chats that decode at a time; one that ends is replaced.")] = 6
-    chat_tokens: Annotated[int, Option(min=2, help="Output tokens of a chat.")] = 200
-    long_prompts: Annotated[int, Option(min=1, help="Number of long prompts.")] = 6
-    long_tokens: Annotated[int, Option(min=16, help="Tokens of a long prompt.")] = 3000
-    long_answer_tokens: Annotated[int, Option(min=1, help="Output tokens of a long prompt.")] = 16
-    interval: Annotated[
-        float | None, duration_option("Time between long prompts.", show_default="what the slowest policy needs")
-    ] = None
-    quick: Annotated[bool, Option("--quick", help="Send half as many long prompts.")] = False
+    policies: str = option("Policies to compare.", default=",".join(POLICIES), metavar="A,B,...")
+    repeat: int = option("Runs under each policy, taken in turn.", default=3, min=1)
+    chats: int = option("Chats that decode at a time; one that ends is replaced.", default=6, min=1)
+    chat_tokens: int = option("Output tokens of a chat.", default=200, min=2)
+    long_prompts: int = option("Number of long prompts.", default=6, min=1)
+    long_tokens: int = option("Tokens of a long prompt.", default=3000, min=16)
+    long_answer_tokens: int = option("Output tokens of a long prompt.", default=16, min=1)
+    interval: float | None = duration_option("Time between long prompts.", show_default="what the slowest policy needs")
+    quick: bool = option("Send half as many long prompts.", "--quick", default=False)
+    explain: bool = option("Print the longest gaps and their causes.", "--explain", default=False)
+    plot: Path | None = file_option("Plot every token's gap over time to this file.")
+    curve: Path | None = file_option("Plot TTFT and prefill rate over the p99 gap to this file.")
 
 
 @takes_options
-def stall(
-    *,
-    policies: Annotated[str, Option(metavar="A,B,...", help="Policies to compare.")] = ",".join(POLICIES),
-    repeat: Annotated[int, Option(min=1, help="Runs under each policy, taken in turn.")] = 3,
-    options: LoadOptions,
-    explain: Annotated[bool, Option("--explain", help="Print the longest gaps and their causes.")] = False,
-    plot: Annotated[Path | None, file_option("Plot every token's gap over time to this file.")] = None,
-    curve: Annotated[Path | None, file_option("Plot TTFT and prefill rate over the p99 gap to this file.")] = None,
-    model: ModelOptions,
-    report: ReportOptions,
-) -> None:
+def stall(*, options: StallOptions, model: ModelOptions, report: ReportOptions) -> None:
     """Measure chats that decode while long prompts arrive.
 
     Shows how evenly the chats' tokens come, and what that costs the long prompts.
     """
-    names = read_policies(policies, at_least=1)
-    if plot is not None or curve is not None:
+    names = read_policies(options.policies, at_least=1)
+    if options.plot is not None or options.curve is not None:
         pyplot()  # if it is missing, fail before the runs
     console = text_console(report.json)
     # Under a target the engine has step times from the start: kept ones, or measured now.
@@ -104,20 +97,20 @@ def stall(
             load = replace(load, interval=interval_to_keep_up(llm.engine, load, names))
             console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
         comparison = compare_policies(
-            llm.engine, load, names, repeat, feasible_target_s, prompts_per_turn=prompts_per_turn, on_run=say
+            llm.engine, load, names, options.repeat, feasible_target_s, prompts_per_turn=prompts_per_turn, on_run=say
         )
     console.print(_table(comparison))
     _print_notes(console, comparison)
-    if explain:
+    if options.explain:
         _print_worst(console, comparison)
-    if plot is not None:
-        draw_tokens(plot, comparison.first_runs, comparison.figures)
-    if curve is not None:
-        draw_curves(curve, comparison.figures)
-    write_json(report.json, _report(llm.config, comparison, repeat))
+    if options.plot is not None:
+        draw_tokens(options.plot, comparison.first_runs, comparison.figures)
+    if options.curve is not None:
+        draw_curves(options.curve, comparison.figures)
+    write_json(report.json, _report(llm.config, comparison, options.repeat))
 
 
-def _load(llm: LLM, options: LoadOptions) -> StallLoad:
+def _load(llm: LLM, options: StallOptions) -> StallLoad:
     num_tokens = options.long_tokens + options.long_answer_tokens
     if num_tokens > llm.engine.limits.max_model_len:
         raise InvalidConfig(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from rich.table import Table
 
 from evenflow import __version__
+from evenflow.advisor.vllm_flags import installed_version
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import text_console, write_json
 from evenflow.config import GIB
@@ -24,7 +24,7 @@ def doctor(*, json: JsonTarget = None) -> None:
     found = {
         "evenflow": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version([name]) for name in _PACKAGES},
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(total_memory() / GIB, 1),
@@ -39,16 +39,9 @@ def doctor(*, json: JsonTarget = None) -> None:
     write_json(json, found)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _native_kernels() -> str | None:
     """Compiles the kernels if that has not been done yet, as the first step would."""
-    if _version("torch") is None:
+    if installed_version(["torch"]) is None:
         return None
     from evenflow.native.build import why_unavailable
 

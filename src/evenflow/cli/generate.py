@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument, FileBinaryRead, Option
 
-from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, takes_options
+from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, option, takes_options
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.engine.llm import LLM
@@ -25,16 +24,14 @@ _DEFAULT_MAX_TOKENS = 128  # less if the context ends before
 class SamplingOptions:
     """The fields of SamplingParams that the command offers."""
 
-    max_tokens: Annotated[
-        int | None, Option(help="Maximum tokens to generate; must fit the context.", show_default="128")
-    ] = None
-    temperature: Annotated[float, Option(help="0 always picks the likeliest token.")] = 0.0
-    top_p: Annotated[float, Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0
-    top_k: Annotated[int, Option(help="Sample from this many of the likeliest tokens; 0: from all.")] = 0
-    min_p: Annotated[float, Option(help="Minimum probability of a token, relative to the likeliest one.")] = 0.0
-    seed: Annotated[int | None, Option(help="Makes sampling repeatable.", show_default="random")] = None
-    stop: Annotated[list[str], Option(metavar="TEXT", help="Stop before this text; may be repeated.")] = ()  # type: ignore[assignment]
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after the model's end-of-text token.")] = False
+    max_tokens: int | None = option("Maximum tokens to generate; must fit the context.", show_default="128")
+    temperature: float = option("0 always picks the likeliest token.", default=0.0)
+    top_p: float = option("Sample from the likeliest tokens with this total probability.", default=1.0)
+    top_k: int = option("Sample from this many of the likeliest tokens; 0: from all.", default=0)
+    min_p: float = option("Minimum probability of a token, relative to the likeliest one.", default=0.0)
+    seed: int | None = option("Makes sampling repeatable.", show_default="random")
+    stop: list[str] = option("Stop before this text; repeatable.", default=(), metavar="TEXT")
+    ignore_eos: bool = option("Go on after the model's end-of-text token.", "--ignore-eos", default=False)
 
 
 @takes_options
@@ -42,7 +39,8 @@ def generate(
     *,
     prompt: Annotated[str | None, Argument(help="The prompt, sent unchanged.", show_default=False)] = None,
     prompt_file: Annotated[
-        str | None, Option(metavar="PATH|-", help="Read the prompt from this file, or from standard input with -.")
+        FileBinaryRead | None,
+        Option(metavar="PATH|-", help="Read the prompt from this file, or from standard input with -."),
     ] = None,
     chat: Annotated[bool, Option("--chat", help="Apply the chat template to the prompt as the user's turn.")] = False,
     sampling: SamplingOptions,
@@ -81,17 +79,12 @@ def generate(
     write_json(report.json, figures)
 
 
-def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+def _read_prompt(prompt: str | None, prompt_file: FileBinaryRead | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("Expected a prompt or a --prompt-file, and not both.", param_hint="PROMPT")
     try:
-        if prompt is not None:
-            content = prompt.encode()  # fails if the argument holds bytes that are not UTF-8
-        else:
-            content = sys.stdin.buffer.read() if prompt_file == "-" else Path(str(prompt_file)).read_bytes()
-        text = content.decode()
-    except OSError as error:
-        raise InvalidRequest(f"Got --prompt-file {prompt_file!r} but it cannot be read: {error.strerror}.") from error
+        # Bytes of an argument that are not UTF-8 are surrogates in its text, which cannot be encoded.
+        text = (prompt_file.read() if prompt_file is not None else str(prompt).encode()).decode()
     except UnicodeError as error:
         raise InvalidRequest(f"Got a prompt that is not UTF-8 text: {error}.") from error
     if not text:

@@ -5,7 +5,6 @@ Takes any architecture, because vLLM may run it. Never imports torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -92,7 +91,7 @@ def load_tokens(model: str) -> TokenizerTokens:
 def read_shape(model: str) -> ModelShape:
     """The sizes of a model, from its config.json or GGUF header."""
     path = find_model(model)
-    with _errors_with(path):
+    with engine_imports("the model's configuration"), _errors_with(path):
         config, value_bytes = _hf_config(path) if path.is_dir() else (_gguf_config(path), 2)
         sizes = _sizes(config)
     usual = {
@@ -106,22 +105,19 @@ def read_shape(model: str) -> ModelShape:
 
 
 def _hf_config(folder: Path) -> tuple[Mapping[str, Any], int]:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"config.json cannot be read: {error}") from error
-    if not isinstance(content, Mapping):
-        raise BrokenModel("config.json holds no object")
-    config = content.get("text_config", content)  # if the model also takes images
-    dtype = config.get("dtype", config.get("torch_dtype", content.get("dtype")))
+    from evenflow.model.hf_tokenizer import read_json
+
+    file = read_json(folder, "config.json")
+    if file is None:
+        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    config = file.content.get("text_config", file.content)  # if the model also takes images
+    dtype = config.get("dtype", config.get("torch_dtype", file.content.get("dtype")))
     return config, 4 if dtype == "float32" else 2
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:
-    with engine_imports("a GGUF file"):
-        from evenflow.model.gguf_file import GgufFile
+    from evenflow.model.gguf_file import GgufFile
+
     file = GgufFile(path)
     prefix = file.get("general.architecture", str) + "."
     config = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}

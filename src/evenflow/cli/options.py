@@ -10,10 +10,10 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer import Option
@@ -57,14 +57,19 @@ def _parse_json_target(text: str) -> str:
     return text if text == "-" else str(_parse_new_file(text))
 
 
+def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """A field of a group of options. Takes the settings of `typer.Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(*names, help=help, **settings)})
+
+
 def duration_option(help: str, **settings: Any) -> Any:
     """An option whose value is seconds, written as 50ms or 2s."""
-    return Option(parser=_parse_duration, metavar="DURATION", help=help, **settings)
+    return option(help, parser=_parse_duration, metavar="DURATION", **settings)
 
 
 def file_option(help: str) -> Any:
     """An option that names a file to write."""
-    return Option(parser=_parse_new_file, metavar="PATH", help=help)
+    return option(help, parser=_parse_new_file, metavar="PATH")
 
 
 def read_policies(text: str, at_least: int) -> list[PolicySpec]:
@@ -84,48 +89,33 @@ JsonTarget = Annotated[
         help="Write one JSON object to this file. With -, to standard output; text then goes to standard error.",
     ),
 ]
-RecordTarget = Annotated[Path | None, file_option("Write every step's plan and seconds to this file, as JSON lines.")]
+_RECORD_HELP = "Write every step's plan and seconds to this file, as JSON lines."
+RecordTarget = Annotated[Path | None, Option(parser=_parse_new_file, metavar="PATH", help=_RECORD_HELP)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """What runs, and in how much memory. None stands for EngineConfig's default."""
 
-    model: Annotated[str, Option(metavar="MODEL", help="default, a Hugging Face folder, or a .gguf file.")] = "default"
-    weights: Annotated[str, Option(metavar="float32|int4", help="float32 is exact, int4 is fast.")] = "float32"
-    threads: Annotated[int | None, Option(help="Compute threads.", show_default="torch's choice")] = None
-    max_model_len: Annotated[
-        int | None, Option(help="Maximum tokens of a prompt and its output.", show_default="the model's context")
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float | None, Option(help="Share of the available memory to use for the KV cache.", show_default="0.9")
-    ] = None
-    kv_cache_memory: Annotated[
-        int | None, Option(parser=parse_size, metavar="SIZE", help="KV cache size, such as 4GiB, instead of a share.")
-    ] = None
+    model: str = option("default, a Hugging Face folder, or a .gguf file.", default="default", metavar="MODEL")
+    weights: str = option("float32 is exact, int4 is fast.", default="float32", metavar="float32|int4")
+    threads: int | None = option("Compute threads.", show_default="torch's choice")
+    max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")
+    gpu_memory_utilization: float | None = option("Share of available memory for the KV cache.", show_default="0.9")
+    kv_cache_memory: int | None = option("KV cache size, instead of a share: 4GiB.", parser=parse_size, metavar="SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingOptions:
     """How prompts are cut and what shares a step. None stands for EngineConfig's default."""
 
-    policy: Annotated[str | None, Option(metavar="POLICY", help=f"One of: {', '.join(POLICY_FORMS)}.")] = None
-    tbt_target: Annotated[
-        float | None, duration_option("Target time between a stream's tokens, such as 50ms; means --policy target:MS.")
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None, Option(help="Maximum tokens in a step; without --policy it means fixed:N.", show_default="2048")
-    ] = None
-    enable_chunked_prefill: Annotated[
-        Switch | None, Option(help="false means --policy unchunked.", show_default="the engine decides")
-    ] = None
-    enable_prefix_caching: Annotated[
-        Switch | None, Option(help="Reuse the KV of prompts that start alike.", show_default="true")
-    ] = None
-    max_num_seqs: Annotated[int | None, Option(help="Maximum requests that run at a time.", show_default="256")] = None
-    long_prefill_token_threshold: Annotated[
-        int | None, Option(help="Maximum tokens of one prompt in a step; 0: no limit.", show_default="0")
-    ] = None
+    policy: str | None = option(f"One of: {', '.join(POLICY_FORMS)}.", metavar="POLICY")
+    tbt_target: float | None = duration_option("Target time between a stream's tokens (50ms), as --policy target:MS.")
+    max_num_batched_tokens: int | None = option("Maximum tokens in a step; on its own, fixed:N.", show_default="2048")
+    enable_chunked_prefill: Switch | None = option("false means --policy unchunked.", show_default="the engine decides")
+    enable_prefix_caching: Switch | None = option("Reuse the KV of prompts that start alike.", show_default="true")
+    max_num_seqs: int | None = option("Maximum requests that run at a time.", show_default="256")
+    long_prefill_token_threshold: int | None = option("Cap on one prompt's tokens per step; 0: none.", show_default="0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +136,14 @@ def engine_settings(*groups: ModelOptions | SchedulingOptions) -> dict[str, Any]
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take a group of options as one parameter. typer sees the group's fields instead."""
-    signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, Any] = {
-        name: p.annotation for name, p in signature.parameters.items() if dataclasses.is_dataclass(p.annotation)
-    }
     parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        is_group = name in groups
-        parameters += inspect.signature(groups[name], eval_str=True).parameters.values() if is_group else [parameter]
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if dataclasses.is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            parameters += _parameters_of(groups[name])
+        else:
+            parameters.append(parameter)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -165,3 +155,13 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del run.__wrapped__  # typer would read the command's own parameters through it
     return run
+
+
+def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        hint = hints[field.name]
+        annotation = Annotated[hint, field.metadata["option"]] if field.metadata else hint
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+        )

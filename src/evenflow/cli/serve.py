@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from evenflow.cli.options import (
     ModelOptions,
@@ -23,6 +23,7 @@ from evenflow.cli.options import (
     SchedulingOptions,
     duration_option,
     engine_settings,
+    option,
     parse_size,
     takes_options,
 )
@@ -41,32 +42,30 @@ _KEY_VARIABLE = "EVENFLOW_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpOptions:
-    """Where to listen, who may send requests and how many, and where steps and traces go."""
+class ServeOptions:
+    """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
 
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every address of this machine.")] = "127.0.0.1"
-    port: Annotated[int, Option(help="Port to listen on; 0 picks a free one.")] = 8000
-    served_model_name: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Model name in requests, instead of --model; may be repeated.")
-    ] = None
-    api_key: Annotated[
-        list[str] | None, Option(metavar="KEY", help=f"API key to require; may be repeated. Safer: ${_KEY_VARIABLE}.")
-    ] = None
-    api_key_file: Annotated[Path | None, Option(metavar="PATH", help="File of API keys, one per line.")] = None
-    allow_origin: Annotated[
-        list[str] | None, Option(metavar="ORIGIN", help="Site whose pages may send requests; may be repeated; *: any.")
-    ] = None
-    max_body_bytes: Annotated[
-        int, Option("--max-body-size", parser=parse_size, metavar="SIZE", help="Maximum size of a body.")
-    ] = "8MiB"  # type: ignore[assignment]
-    max_prompt_tokens: Annotated[int, Option(help="Maximum tokens of a prompt; 0: the model's context.")] = 0
-    max_n: Annotated[int, Option(help="Maximum answers to one request: n times its prompts.")] = 128
-    max_waiting: Annotated[int, Option(help="Maximum answers in the queue; more are refused.")] = 1024
-    max_tenant_requests: Annotated[int, Option(help="Maximum answers of one tenant that run or wait; 0: no limit.")] = 0
-    drain_time: Annotated[float, duration_option("Time for open requests to finish after SIGTERM.")] = "30s"  # type: ignore[assignment]
-    otlp_endpoint: Annotated[str | None, Option(metavar="URL", help="OTLP collector to send traces to, over HTTP.")] = (
-        None
+    engine: Literal["evenflow", "vllm"] = option(
+        "evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.", default="evenflow"
     )
+    vllm_python: str | None = option(
+        "Python with vLLM.", metavar="PATH", show_default="$EVENFLOW_VLLM_PYTHON, or this one"
+    )
+    host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
+    port: int = option("Port to listen on; 0 picks a free one.", default=8000)
+    served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
+    api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
+    api_key_file: Path | None = option("File of API keys, one per line.", metavar="PATH")
+    allow_origin: list[str] | None = option("Site whose pages may send requests; repeatable; *: any.", metavar="ORIGIN")
+    max_body_bytes: int = option(
+        "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
+    )
+    max_prompt_tokens: int = option("Maximum tokens of a prompt; 0: the model's context.", default=0)
+    max_n: int = option("Maximum choices of one request: n times its prompts.", default=128)
+    max_waiting: int = option("Maximum requests in the queue (each choice counts); more are refused.", default=1024)
+    max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
+    drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
+    otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
     record: RecordTarget = None
 
     def server_settings(self, model: str) -> ServerSettings:
@@ -95,13 +94,7 @@ def serve(
     vllm_flags: Annotated[
         list[str] | None, Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags to pass on to vLLM.")
     ] = None,
-    engine: Annotated[
-        Literal["evenflow", "vllm"], Option(help="evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.")
-    ] = "evenflow",
-    vllm_python: Annotated[
-        str | None, Option(metavar="PATH", help="Python with vLLM.", show_default="$EVENFLOW_VLLM_PYTHON, or this one")
-    ] = None,
-    http: HttpOptions,
+    options: ServeOptions,
     model: ModelOptions,
     scheduling: SchedulingOptions,
 ) -> None:
@@ -110,25 +103,24 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     config = EngineConfig(**engine_settings(model, scheduling))
-    if engine == "evenflow" and (vllm_flags or vllm_python):
-        given = vllm_python or " ".join(vllm_flags or ())
+    if options.engine == "evenflow" and (vllm_flags or options.vllm_python):
+        given = options.vllm_python or " ".join(vllm_flags or ())
         raise InvalidInput(f"Got {given!r} for vLLM, but the engine is evenflow's own: give --engine vllm.")
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
-        settings = http.server_settings(config.model)
-    if engine == "vllm":
+        settings = options.server_settings(config.model)
+    if options.engine == "vllm":
         from evenflow.cli import serve_vllm
 
-        serve_vllm.refuse_own(model, scheduling, http)
-        launch = serve_vllm.make_launch(model, scheduling, http.served_model_name, vllm_python, vllm_flags or ())
-        with bind(http.host, http.port) as listener:
+        launch = serve_vllm.make_launch(options, model, scheduling, vllm_flags or ())
+        with bind(options.host, options.port) as listener:
             _run(serve_vllm.serve(settings, listener, launch, config.max_num_seqs))
         return
-    with bind(http.host, http.port) as listener:
+    with bind(options.host, options.port) as listener:
         if config.model == "default":
             default_model_path()  # fetch it here, where a progress bar can be shown
-        _run(_serve(settings, listener, config, http.record))
+        _run(_serve(settings, listener, config, options.record))
 
 
 async def _serve(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evenflow.advisor.vllm_flags import command_flags
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
@@ -16,6 +16,7 @@ from evenflow.errors import InvalidInput
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 
 if TYPE_CHECKING:
+    from evenflow.cli.serve import ServeOptions
     from evenflow.server.serving import Server, ServerSettings
 
 logger = logging.getLogger("evenflow")
@@ -31,22 +32,15 @@ _OWN_OPTIONS = (
 )
 
 
-def refuse_own(*groups: Any) -> None:
-    """Refuse the options that only evenflow's own engine has."""
-    for field, value in ((field, getattr(group, field.name)) for group in groups for field in fields(group)):
-        if field.name in _OWN_OPTIONS and value != field.default:
-            option = f"--{field.name.replace('_', '-')}"
-            raise InvalidInput(f"Got {option} with --engine vllm, but only evenflow's own engine has that option.")
-
-
 def make_launch(
-    model: ModelOptions,
-    scheduling: SchedulingOptions,
-    model_names: Sequence[str] | None,
-    vllm_python: str | None,
-    flags: Sequence[str],
+    options: ServeOptions, model: ModelOptions, scheduling: SchedulingOptions, flags: Sequence[str]
 ) -> VllmLaunch:
-    """The vLLM server that these options describe."""
+    """The vLLM server that these options describe. Refuses those that only evenflow's own engine has."""
+    for group in (model, scheduling, options):
+        for field in fields(group):
+            if field.name in _OWN_OPTIONS and getattr(group, field.name) != field.default:
+                name = f"--{field.name.replace('_', '-')}"
+                raise InvalidInput(f"Got {name} with --engine vllm, but only evenflow's own engine has that option.")
     if model.model == EngineConfig().model:
         raise InvalidInput("--engine vllm needs --model, a name or folder that vLLM can load; it has no default model.")
     policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).spec
@@ -55,10 +49,10 @@ def make_launch(
     check_flags(flags)
     shared = {name: value for name, value in engine_settings(model, scheduling).items() if name in _SHARED_SETTINGS}
     return VllmLaunch(
-        python=find_python(vllm_python),
+        python=find_python(options.vllm_python),
         model=model.model,
         policy=policy,
-        model_names=model_names or (),
+        model_names=options.served_model_name or (),
         flags=[*command_flags(shared), *flags],
     )
 

@@ -1,10 +1,20 @@
-"""One request's input: its text, its conversation, or only its lengths."""
+"""One request's input, and how to find it in a record of a data file, whatever the fields are called."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
+
+PROMPT_FIELDS = ("prompt", "text", "input", "question", "messages")
+_PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_tokens", "input_tokens")
+_OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
+_ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
+_BLOCK_IDS = "hash_ids"  # Mooncake's, whose timestamps are in milliseconds
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +45,88 @@ class TraceRequest:
 
 
 Input = TextInput | ChatInput | TraceRequest
+
+
+class UnusableRecordError(ValueError):
+    """A record without an input. The message says what is missing and does not name the record."""
+
+
+def input_of(record: Any, field: str | None) -> Input:
+    """The input of a record: in `field` if given (dots separate nested names), else in one of the usual fields."""
+    if field is not None:
+        return _prompt(_at(record, field), field)
+    if isinstance(record, str):
+        return _prompt(record, "text")
+    if not isinstance(record, Mapping):
+        raise UnusableRecordError("not an object or a text")
+    if (num_tokens := _count(record, _PROMPT_TOKENS, at_least=1)) is not None:
+        return _traced(record, num_tokens)
+    for name in PROMPT_FIELDS:
+        if record.get(name) is not None:
+            return _prompt(record[name], name)
+    raise UnusableRecordError(f"no field {', '.join(PROMPT_FIELDS)}")
+
+
+def _at(record: Any, field: str) -> Any:
+    value = record
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if value is None:
+        raise UnusableRecordError(f"no field {field}")
+    return value
+
+
+def _prompt(value: Any, field: str) -> Input:
+    if isinstance(value, str):
+        if not value:
+            raise UnusableRecordError(f"an empty {field}")
+        return TextInput(value)
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return TraceRequest(len(value))
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return ChatInput([_message(item) for item in value])
+    raise UnusableRecordError(f"{field} is neither a text, token ids nor messages")
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its text in one piece; other parts, such as images, are dropped."""
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, Mapping))
+        content = "".join(part for part in parts if isinstance(part, str))
+    role = str(message.get("role", message.get("from", "user")))
+    return {"role": _SHAREGPT_ROLES.get(role, role), "content": content if isinstance(content, str) else ""}
+
+
+def _traced(record: Mapping[str, Any], num_tokens: int) -> TraceRequest:
+    block_ids = record.get(_BLOCK_IDS)
+    if not isinstance(block_ids, list) or not all(type(block_id) is int for block_id in block_ids):
+        block_ids = []
+    num_output_tokens = _count(record, _OUTPUT_TOKENS, at_least=0)
+    return TraceRequest(num_tokens, num_output_tokens, _arrival(record), tuple(block_ids))
+
+
+def _count(record: Mapping[str, Any], names: Sequence[str], at_least: int) -> int | None:
+    """The number in the first of these fields that is set."""
+    name = next((name for name in names if record.get(name) not in (None, "")), None)
+    if name is None:
+        return None
+    try:
+        count = int(record[name])
+    except (TypeError, ValueError, OverflowError):
+        raise UnusableRecordError(f"{name} is not a number") from None
+    if count < at_least:
+        raise UnusableRecordError(f"{name} is under {at_least}")
+    return count
+
+
+def _arrival(record: Mapping[str, Any]) -> float | None:
+    stamp = next((record[name] for name in _ARRIVAL if record.get(name) is not None), None)
+    if isinstance(stamp, int | float):
+        seconds = stamp / 1000 if _BLOCK_IDS in record else float(stamp)
+        return seconds if math.isfinite(seconds) else None
+    try:
+        # Azure writes seven decimals of a second; Python reads six.
+        return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+    except ValueError:
+        return None

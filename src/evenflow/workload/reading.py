@@ -12,20 +12,20 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evenflow.errors import InvalidInput, MissingDependency
-from evenflow.workload.inputs import Input, TextInput
+from evenflow.workload.inputs import KNOWN_FIELDS, Input, TextInput, UnusableRecordError, input_of
 from evenflow.workload.json_array import iterate_json
-from evenflow.workload.records import KNOWN_FIELDS, UnusableRecordError, input_of
 
 _MAX_TEXT_BYTES = 1 << 28  # a text is one prompt and is read whole: far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
 _PARQUET_ROWS = 256
 _NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
+_RECORD_FORMATS = _NEVER_TEXTS | {".json", ".csv"}
 
 
 @dataclass(slots=True)
@@ -41,13 +41,13 @@ def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Itera
     """The inputs of one dataset."""
     files = _files_of(path)
     tally.num_bytes = sum(file.stat().st_size for file in files)
-    formats = [_format_of(file) for file in files]
+    suffixes = [_suffix_of(file) for file in files]
     # In a folder with texts, such as a source tree, .json and .csv files are texts too.
-    records = _RECORD_READERS if all(name in _RECORD_READERS for name in formats) else _NEVER_TEXTS
-    for file, name in zip(files, formats, strict=True):
+    records = _RECORD_FORMATS if _RECORD_FORMATS.issuperset(suffixes) else _NEVER_TEXTS
+    for file, suffix in zip(files, suffixes, strict=True):
         try:
-            if name in records:
-                yield from _read_records(file, prompt_field, tally)
+            if suffix in records:
+                yield from _read_records(file, suffix, prompt_field, tally)
             else:
                 yield from _read_text(file, tally)
         except (OSError, EOFError, zlib.error) as error:  # the last two: a truncated gzip file
@@ -69,9 +69,8 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def _format_of(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    return suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+def _suffix_of(file: Path) -> str:
+    return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
 def _read_text(file: Path, tally: ReadTally) -> Iterator[Input]:
@@ -88,16 +87,35 @@ def _read_text(file: Path, tally: ReadTally) -> Iterator[Input]:
             tally.unusable["a file that is not UTF-8 text"] += 1
 
 
-def _read_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
-    name = _format_of(file)
+def _read_records(file: Path, suffix: str, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
     try:
-        for record in _RECORD_READERS[name](file, prompt_field, tally):
+        for record in _records(file, suffix, prompt_field, tally):
             try:
                 yield input_of(record, prompt_field)
             except UnusableRecordError as error:
                 tally.unusable[str(error)] += 1
     except (ValueError, RecursionError, csv.Error):
-        tally.unusable[f"a {name} file that is malformed or truncated"] += 1
+        tally.unusable[f"a {suffix} file that is malformed or truncated"] += 1
+
+
+def _records(file: Path, suffix: str, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
+    if suffix == ".parquet":
+        yield from _parquet_records(file, prompt_field, tally)
+        return
+    with _open(file, tally) as content:
+        if suffix == ".json":
+            with io.TextIOWrapper(content, "utf-8-sig") as text:
+                yield from iterate_json(text)
+        elif suffix == ".csv":
+            csv.field_size_limit(_MAX_CSV_CELL)
+            with io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as text:
+                yield from csv.DictReader(text)
+        else:
+            for line in filter(bytes.strip, content):
+                try:
+                    yield json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError):
+                    tally.unusable["a line that is not JSON"] += 1
 
 
 def _open(file: Path, tally: ReadTally) -> gzip.GzipFile | io.BufferedReader:
@@ -119,26 +137,6 @@ class _CountedFile(io.FileIO):
         return num_bytes
 
 
-def _jsonl_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
-    with _open(file, tally) as lines:
-        for line in filter(bytes.strip, lines):
-            try:
-                yield json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError):
-                tally.unusable["a line that is not JSON"] += 1
-
-
-def _json_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
-    with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig") as text:
-        yield from iterate_json(text)
-
-
-def _csv_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
-    csv.field_size_limit(_MAX_CSV_CELL)
-    with _open(file, tally) as content, io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as text:
-        yield from csv.DictReader(text)
-
-
 def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
     try:
         import pyarrow
@@ -156,12 +154,3 @@ def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> 
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
-
-
-_RECORD_READERS: dict[str, Callable[[Path, str | None, ReadTally], Iterator[Any]]] = {
-    ".jsonl": _jsonl_records,
-    ".ndjson": _jsonl_records,
-    ".json": _json_records,
-    ".csv": _csv_records,
-    ".parquet": _parquet_records,
-}

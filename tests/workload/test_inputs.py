@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from evenflow.workload.inputs import ChatInput, Input, TextInput, TraceRequest
-from evenflow.workload.records import PROMPT_FIELDS, UnusableRecordError, input_of
+from evenflow.workload.inputs import (
+    PROMPT_FIELDS,
+    ChatInput,
+    Input,
+    TextInput,
+    TraceRequest,
+    UnusableRecordError,
+    input_of,
+)
 
 
 @pytest.mark.parametrize("field", [name for name in PROMPT_FIELDS if name != "messages"])
