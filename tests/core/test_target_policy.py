@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-
 from evenflow.core.pacing import Pacing
+
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.target_policy import PATIENCE, Target
