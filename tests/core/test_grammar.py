@@ -7,9 +7,9 @@ import json
 import pytest
 
 from evenflow import Grammar, SamplingParams
-from evenflow.core.record import read_request, request_record
-from evenflow.core.request import Request
+from evenflow.core.request import Request, RequestRecord
 from evenflow.errors import InvalidRequest
+from evenflow.executors.record import read, write_line
 
 
 def test_schemas_and_choices_are_kept_as_json() -> None:
@@ -54,5 +54,4 @@ def test_sampling_params_check_their_grammar() -> None:
 def test_a_recorded_request_keeps_its_grammar() -> None:
     sampling = SamplingParams(grammar=Grammar.choice(["yes", "no"]))
     request = Request("a", [1, 2, 3], sampling, seed=0, max_model_len=100)
-    record = json.loads(json.dumps(request_record(request)))
-    assert read_request(record).sampling == sampling
+    assert read(json.loads(write_line(request.record())), RequestRecord).request().sampling == sampling

@@ -27,7 +27,7 @@ def test_commands_are_carried_out_before_the_next_step() -> None:
             commands.put(Stop())
 
     for name in "abc":
-        commands.put(Add.of(prepare(engine, [1, 2, ord(name)], SamplingParams(max_tokens=200), name)))
+        commands.put(Add(prepare(engine, [1, 2, ord(name)], SamplingParams(max_tokens=200), name).record()))
     run_engine(lambda: engine, commands, send)
     assert isinstance(events[0], Ready)
     reports = [event.report for event in events if isinstance(event, Stepped)]
@@ -40,8 +40,8 @@ def test_commands_are_carried_out_before_the_next_step() -> None:
 def test_a_request_that_does_not_fit_is_refused_and_the_loop_goes_on() -> None:
     engine, commands = fake_engine(num_blocks=4), Commands()
     events: list[Event] = []
-    commands.put(Add.of(prepare(engine, [1] * 60, SamplingParams(max_tokens=60), "large")))
-    commands.put(Add.of(prepare(engine, [1], SamplingParams(max_tokens=1), "small")))
+    commands.put(Add(prepare(engine, [1] * 60, SamplingParams(max_tokens=60), "large").record()))
+    commands.put(Add(prepare(engine, [1], SamplingParams(max_tokens=1), "small").record()))
 
     def send(event: Event) -> None:
         events.append(event)
@@ -67,7 +67,7 @@ def test_an_engine_that_cannot_be_built_says_why() -> None:
 def test_a_defect_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     engine, commands = fake_engine(), Commands()
     engine.scheduler.commit = None  # type: ignore[assignment, method-assign]
-    commands.put(Add.of(prepare(engine, [1], SamplingParams(max_tokens=1))))
+    commands.put(Add(prepare(engine, [1], SamplingParams(max_tokens=1)).record()))
     events: list[Event] = []
     run_engine(lambda: engine, commands, events.append)
     assert isinstance(events[-1], Failed)

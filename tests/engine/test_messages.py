@@ -6,7 +6,6 @@ import random
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.plan import RowLogprobs, TokenLogprob
-from evenflow.core.record import request_record
 from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.messages import Abort, Add, Stepped, read_command, read_event
@@ -23,9 +22,9 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
             "a", list(range(40)), params, seed=2**63 - 1, max_model_len=45, eos_token_ids=(1, 2), salt=b"x",
             block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5,
         )  # fmt: skip
-        command = read_command(frame(Add.of(request))[4:])
+        command = read_command(frame(Add(request.record()))[4:])
         assert isinstance(command, Add)
-        assert request_record(command.request()) == request_record(request)
+        assert command.request.request().record() == request.record() == command.request
 
 
 def test_a_step_is_the_same_on_the_other_side_in_any_pieces() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from evenflow.core.plan import RowLogprobs, StepResult, TokenLogprob
-from evenflow.core.record import read_result, result_record
 from evenflow.core.request import SamplingParams
 from evenflow.errors import EngineFailed, InvalidInput
+from evenflow.executors.record import read, write_line
 from evenflow.executors.recorded import replay
 from tests.engine.fakes import fake_llm
 
@@ -78,4 +78,4 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_result_comes_back_as_it_was() -> None:
     row = RowLogprobs(TokenLogprob(3, -0.5), (TokenLogprob(3, -0.5), TokenLogprob(9, -1.25)))
     result = StepResult(4, ((3,), ()), 0.25, {1: "bad"}, {0: (row,)}, {1: (row, row)})
-    assert read_result(json.loads(json.dumps(result_record(result)))) == result
+    assert read(json.loads(write_line(result)), StepResult) == result

@@ -107,6 +107,34 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request as it is added: what crosses to an engine elsewhere, and goes into recordings."""
+
+    id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    max_known_tokens: int
+    stop_token_ids: list[int]
+    salt: bytes
+    block_hashes: list[bytes]
+    arrival_time: float  # of `time.perf_counter`, which all processes of a machine share
+
+    def request(self) -> Request:
+        return Request(
+            self.id,
+            self.prompt_token_ids,
+            self.sampling,
+            seed=self.seed,
+            max_model_len=self.max_known_tokens,
+            eos_token_ids=tuple(self.stop_token_ids),
+            salt=self.salt,
+            block_hashes=self.block_hashes,
+            arrival_time=self.arrival_time,
+        )
+
+
 class Request:
     """A request's counters over its token positions:
 
@@ -181,6 +209,19 @@ class Request:
         self.num_cached_tokens = 0
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = block_hashes if block_hashes is not None else []
+
+    def record(self) -> RequestRecord:
+        return RequestRecord(
+            self.id,
+            self.tokens[: self.num_prompt_tokens],
+            self.sampling,
+            self.seed,
+            self.max_known_tokens,
+            sorted(self.stop_token_ids),
+            self.salt,
+            self.block_hashes,
+            self.arrival_time,
+        )
 
     @property
     def num_known(self) -> int:

@@ -88,7 +88,7 @@ class EngineClient:
         return len(self._streams)
 
     def submit(self, request: Request) -> Stream:
-        command = Add.of(request)
+        command = Add(request.record())
         stream = self._streams[request.id] = Stream(request, self._outputs.add(request))
         self._send(command)
         return stream

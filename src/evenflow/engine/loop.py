@@ -62,11 +62,11 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
         except queue.Empty:
             return True
         match command:
-            case Add():
+            case Add(record):
                 try:
-                    engine.add(command.request())
+                    engine.add(record.request())
                 except EvenflowError as error:
-                    send(Refused(command.id, str(error)))
+                    send(Refused(record.id, str(error)))
             case Abort(request_id):
                 engine.abort(request_id)
             case StopAfter(request_id, num_tokens):

@@ -9,48 +9,13 @@ import msgspec
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
-from evenflow.core.request import Request, SamplingParams
+from evenflow.core.request import RequestRecord
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     """A request that has been checked, tokenised and hashed."""
 
-    id: str
-    token_ids: list[int]
-    sampling: SamplingParams
-    seed: int
-    stop_token_ids: list[int]
-    max_known_tokens: int
-    salt: bytes
-    block_hashes: list[bytes]
-    arrival_time: float  # of `time.perf_counter`, which all processes of a machine share
-
-    @classmethod
-    def of(cls, request: Request) -> Add:
-        return cls(
-            request.id,
-            request.tokens,
-            request.sampling,
-            request.seed,
-            sorted(request.stop_token_ids),
-            request.max_known_tokens,
-            request.salt,
-            request.block_hashes,
-            request.arrival_time,
-        )
-
-    def request(self) -> Request:
-        return Request(
-            self.id,
-            self.token_ids,
-            self.sampling,
-            seed=self.seed,
-            max_model_len=self.max_known_tokens,
-            eos_token_ids=tuple(self.stop_token_ids),
-            salt=self.salt,
-            block_hashes=self.block_hashes,
-            arrival_time=self.arrival_time,
-        )
+    request: RequestRecord
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

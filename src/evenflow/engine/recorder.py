@@ -10,15 +10,14 @@ The first line is the header; then come, in the order they happened:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
-from evenflow.core.record import Record, header_record, plan_record, policy_record, request_record, result_record
 from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
+from evenflow.executors.record import Record, header_record, policy_record, write_line
 
 
 class Recorder:
@@ -26,13 +25,13 @@ class Recorder:
 
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
-            self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
         self._write(header_record(scheduler))
 
     def added(self, request: Request) -> None:
-        self._write({"event": "add", "request": request_record(request)})
+        self._write({"event": "add", "request": request.record()})
 
     def ended(self, request_id: str, reason: FinishReason, keep: int | None) -> None:
         self._write({"event": "finish", "id": request_id, "reason": reason, "keep": keep})
@@ -44,18 +43,10 @@ class Recorder:
         self._write({"event": "schedule", "now": now})
 
     def committed(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        self._write(
-            {
-                "event": "step",
-                "now": now,
-                "seconds": result.seconds,
-                "plan": plan_record(plan),
-                "result": result_record(result),
-            }
-        )
+        self._write({"event": "step", "now": now, "seconds": result.seconds, "plan": plan, "result": result})
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._file.write(write_line(record) + b"\n")

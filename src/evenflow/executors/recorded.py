@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
-from evenflow.core.record import Record, plan_record, read_header, read_policy, read_request, read_result
-from evenflow.core.request import FinishReason
+from evenflow.core.request import FinishReason, RequestRecord
 from evenflow.errors import EngineFailed, InvalidInput
+from evenflow.executors.record import Record, read, read_header, read_policy
 
 
 class RecordedExecutor:
@@ -28,14 +29,14 @@ class RecordedExecutor:
         if not self._steps:
             raise EngineFailed(f"step {plan.step_id} was planned after the recording's last")
         recorded = self._steps.popleft()
-        planned = json.loads(json.dumps(plan_record(plan)))
-        differing = [name for name, value in planned.items() if value != recorded["plan"][name]]
+        expected = read(recorded["plan"], StepPlan)
+        differing = [field.name for field in fields(plan) if getattr(plan, field.name) != getattr(expected, field.name)]
         if differing:
             raise EngineFailed(f"step {plan.step_id} differs from the recording in {', '.join(differing)}")
         self._submitted.append(recorded)
 
     def wait(self) -> StepResult:
-        return read_result(self._submitted.popleft()["result"])
+        return read(self._submitted.popleft()["result"], StepResult)
 
     def close(self) -> None:
         self._submitted.clear()
@@ -50,7 +51,7 @@ def replay(path: str | Path) -> list[StepPlan]:
     for event in events:
         match event["event"]:
             case "add":
-                scheduler.add(read_request(event["request"]))
+                scheduler.add(read(event["request"], RequestRecord).request())
             case "finish":
                 scheduler.finish(event["id"], FinishReason(event["reason"]), event["keep"])
             case "policy":

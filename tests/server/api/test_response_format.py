@@ -65,8 +65,8 @@ def test_what_is_refused(body: dict[str, Any]) -> None:
 
 def test_a_grammar_crosses_to_the_engine_process() -> None:
     sampling = SamplingParams(grammar=Grammar.choice(["yes", "no"]))
-    sent = Add.of(Request("a", [1, 2], sampling, seed=0, max_model_len=50))
+    sent = Add(Request("a", [1, 2], sampling, seed=0, max_model_len=50).record())
     [content] = FrameReader().feed(frame(sent))
     received = read_command(content)
     assert isinstance(received, Add)
-    assert received.request().sampling == sampling
+    assert received.request.sampling == sampling
