@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,7 +159,7 @@ def test_parts_add_up_to_the_seconds_and_causes_to_the_time_since_the_last_step(
 # ---- the report ----
 
 
-def make_report(**changes: object) -> StepReport:
+def make_report(**changes: Any) -> StepReport:
     report = StepReport(
         step_id=7,
         at=50.0,
