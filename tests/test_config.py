@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from evenflow.errors import InvalidConfig
 
 
 @pytest.mark.parametrize(
-    ("knobs", "policy", "budget"),
+    ("settings", "policy", "budget"),
     [
         ({}, "fixed:2048", 2048),
         ({"max_num_batched_tokens": 300}, "fixed:300", 300),
@@ -25,14 +26,19 @@ from evenflow.errors import InvalidConfig
         ({"policy": "unchunked"}, "unchunked", 8192),
         ({"enable_chunked_prefill": False}, "unchunked", 8192),
         ({"enable_chunked_prefill": True}, "fixed:2048", 2048),
+        ({"tbt_target": 0.0025}, "target:2.5ms", 8192),
+        ({"policy": "target:2.5", "tbt_target": 0.0025}, "target:2.5", 8192),
+        ({"policy": "target:33.3ms,paced", "tbt_target": 0.0333}, "target:33.3ms,paced", 8192),
+        ({"policy": "target:50", "max_num_batched_tokens": 700}, "target:50", 700),
     ],
 )
-def test_what_a_setting_comes_to(knobs: dict[str, Any], policy: str, budget: int) -> None:
-    assert EngineConfig(**knobs).resolve_policy(8192) == (policy, budget)
+def test_what_a_setting_comes_to(settings: dict[str, Any], policy: str, budget: int) -> None:
+    spec = EngineConfig(**settings).resolve_policy(8192)
+    assert (str(spec), spec.budget) == (policy, budget)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("settings", "message"),
     [
         ({"policy": "fixed:512", "max_num_batched_tokens": 256}, "two different budgets"),
         ({"policy": "alternate:512", "max_num_batched_tokens": 256}, "two different budgets"),
@@ -40,6 +46,9 @@ def test_what_a_setting_comes_to(knobs: dict[str, Any], policy: str, budget: int
         ({"policy": "unchunked", "enable_chunked_prefill": True}, "never cuts"),
         ({"policy": "unchunked", "long_prefill_token_threshold": 5}, "no prompt is cut"),
         ({"policy": "nonsense"}, "'nonsense'"),
+        ({"policy": "target:50", "tbt_target": 0.06}, "two policies"),
+        ({"policy": "fixed:512", "tbt_target": 0.05}, "two policies"),
+        ({"tbt_target": 0}, "tbt_target=0 "),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
         ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
@@ -50,19 +59,25 @@ def test_what_a_setting_comes_to(knobs: dict[str, Any], policy: str, budget: int
         ({"threads": 0}, "threads=0"),
     ],
 )
-def test_a_bad_setting_is_named(knobs: dict[str, Any], message: str) -> None:
+def test_a_bad_setting_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        EngineConfig(**knobs)
+        EngineConfig(**settings)
 
 
 def test_without_chunks_the_budget_must_hold_the_longest_prompt() -> None:
     config = EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=4096)
-    assert config.resolve_policy(4096) == ("unchunked", 4096)
+    spec = config.resolve_policy(4096)
+    assert (str(spec), spec.budget) == ("unchunked", 4096)
     with pytest.raises(InvalidConfig, match=r"max_num_batched_tokens=4096.*8192"):
         config.resolve_policy(8192)
 
 
-def test_an_unknown_knob_is_named() -> None:
+def test_settings_with_a_target_can_be_changed_in_part() -> None:
+    config = EngineConfig(tbt_target=1 / 30)
+    assert replace(config, max_num_seqs=7).spec == config.spec
+
+
+def test_an_unknown_setting_is_named() -> None:
     with pytest.raises(TypeError, match="'max_tokens'"):
         LLM("default", max_tokens=3)
 

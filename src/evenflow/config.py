@@ -64,7 +64,7 @@ class EngineConfig:
     def _adopt_target(self, seconds: float) -> None:
         """Two ways to say one thing: from here on only the policy counts."""
         policy = PolicySpec.for_target(seconds)
-        if self.spec is not None and self.spec.target != seconds:
+        if self.spec is not None and self.spec.target != policy.target:
             raise InvalidConfig(f"Got tbt_target={seconds} and policy='{self.spec}': two policies; give one of them.")
         object.__setattr__(self, "policy", self.policy or policy)
 

@@ -1,23 +1,37 @@
-"""Drives a Scheduler by hand with a FakeExecutor, and writes down what it planned."""
+"""Drives a Scheduler by hand with a FakeExecutor, and logs every call and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
-from evenflow.core.plan import ExecutorCaps, StepPlan
+from evenflow.core.record import Record, header_record, read_header, read_request, request_record
+
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
-from evenflow.core.request import Request, SamplingParams
+from evenflow.core.request import FinishReason, Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 
 VOCAB = 1000
 
 
+class StepFailed(Exception):
+    """Raised by `disturb`: the whole step fails, as when a device does."""
+
+
+class Call(NamedTuple):
+    """A call of the scheduler. An added request is logged as a record, because it changes later."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    outcome: object
+
+
 class Driver:
-    """One scheduler, one fake executor, all plans and outcomes so far."""
+    """One scheduler, one fake executor, all calls, plans and outcomes so far."""
 
     def __init__(
         self,
@@ -44,6 +58,8 @@ class Driver:
             caps,
         )
         self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
+        self.header = header_record(self.scheduler)
+        self.calls: list[Call] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[Committed] = []
         self.requests: dict[str, Request] = {}
@@ -63,20 +79,43 @@ class Driver:
             block_hashes=hash_blocks(prompt, self.scheduler.block_size),
             arrival_time=self.executor.clock.now,
         )
-        self.scheduler.add(request)
+        self._call("add", request)
         self.requests[name] = request
         return request
 
+    def abort(self, name: str) -> bool:
+        return bool(self._call("abort", name))
+
+    def finish(self, name: str, reason: FinishReason, keep: int | None = None) -> bool:
+        return bool(self._call("finish", name, reason, keep))
+
+    def set_policy(self, policy: PolicySpec) -> None:
+        self._call("set_policy", policy)
+
     def schedule(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(self.executor.clock.now)
+        plan = self._call("schedule", self.executor.clock.now)
         if plan is not None:
             self.plans.append(plan)
             self.executor.submit(plan)
         return plan
 
     def commit(self) -> Committed:
-        outcome = self.scheduler.commit(self.executor.wait(), self.executor.clock.now)
+        outcome = self._call("commit", self._wait(), self.executor.clock.now)
         self.outcomes.append(outcome)
+        return outcome
+
+    def _wait(self) -> StepResult:
+        plan = self.plans[len(self.outcomes)]
+        try:
+            return self.executor.wait()
+        except StepFailed as failure:  # the engine does the same
+            errors = dict.fromkeys(range(plan.num_sequences), str(failure))
+            return StepResult(plan.step_id, ((),) * plan.num_sequences, 0.0, errors=errors)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        logged = tuple(request_record(one) if isinstance(one, Request) else one for one in arguments)
+        outcome = getattr(self.scheduler, method)(*arguments)
+        self.calls.append(Call(method, logged, outcome))
         return outcome
 
     def step(self) -> bool:
@@ -104,6 +143,23 @@ class Driver:
     def check_output(self, request: Request) -> None:
         prompt = request.tokens[: request.num_prompt_tokens]
         assert request.output_token_ids == fake_continuation(prompt, request.num_output_tokens, VOCAB)
+
+
+def check_replay(header: Record, calls: Sequence[Call]) -> None:
+    """The same calls of a new scheduler give the same plans, and the same outcomes of every step."""
+    scheduler = read_header(header)
+    for number, (method, arguments, before) in enumerate(calls):
+        if method == "add":
+            arguments = (read_request(*arguments),)
+        again = getattr(scheduler, method)(*arguments)
+        assert _comparable(again) == _comparable(before), f"call {number}, {method}, had another outcome"
+
+
+def _comparable(outcome: object) -> object:
+    if not isinstance(outcome, Committed):
+        return outcome
+    emissions = [(request.id, index, tokens) for request, index, tokens in outcome.emissions]
+    return emissions, [request.id for request in outcome.finished], outcome.late, outcome.predicted_seconds
 
 
 def hash_of(name: str) -> int:

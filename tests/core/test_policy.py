@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from evenflow.core.plan import ExecutorCaps, StepShape
-from evenflow.core.policies import make_policy, split_policies
-from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, StepView
+from evenflow.core.policies import PolicySpec
+from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, Policy, StepView
 from evenflow.core.step_time import StepTimeModel
-from evenflow.errors import InvalidConfig
 from tests.core.driving import Driver, layout
 
 
@@ -28,6 +25,10 @@ def view(num_decodes: int, *lengths: int, max_num_seqs: int = 5, threshold: int 
         long_prefill_token_threshold=threshold,
         caps=ExecutorCaps(),
     )
+
+
+def make_policy(text: str, budget: int) -> Policy:
+    return PolicySpec.parse(text).bounded(budget).build()
 
 
 def chunks(policy: str, step_view: StepView, budget: int = 2048) -> list[tuple[int, int, str]]:
@@ -140,49 +141,3 @@ def test_every_policy_stays_within_the_budget_and_the_threshold() -> None:
         quotas = make_policy(policy, 100).plan(view(20, 500, 500, threshold=48))
         assert sum(quota.tokens for quota in quotas.chunks) <= 80, policy
         assert all(quota.tokens <= 48 for quota in quotas.chunks), policy
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "fixed",
-        "fixed:",
-        "fixed:0",
-        "fixed:-3",
-        "fixed:1.5",
-        "alternate",
-        "adaptive:x",
-        "load:3",
-        "unchunked:2",
-        "x",
-    ],
-)
-def test_a_bad_policy_is_named(text: str) -> None:
-    with pytest.raises(InvalidConfig) as caught:
-        make_policy(text, 2048)
-    assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["target:soon", "target:2s", "adaptive:1.5"])
-def test_a_bad_duration_is_told_what_one_looks_like(text: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"whole milliseconds such as 50ms"):
-        make_policy(text, 2048)
-
-
-@pytest.mark.parametrize("text", ["adaptive:80", "adaptive:80ms"])
-def test_milliseconds_may_be_written_out(text: str) -> None:
-    make_policy(text, 2048)
-
-
-def test_a_list_of_policies_may_hold_paced_targets() -> None:
-    text = "unchunked,target:200ms,paced,adaptive,target:50,fixed:8,prompt-length,target:9,paced"
-    assert split_policies(text) == [
-        "unchunked",
-        "target:200ms,paced",
-        "adaptive",
-        "target:50",
-        "fixed:8",
-        "prompt-length",
-        "target:9,paced",
-    ]

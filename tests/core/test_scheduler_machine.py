@@ -1,21 +1,27 @@
-"""A state machine that adds, aborts, schedules, commits and finishes at random, with the scheduler's promises checked
-after every rule. The fake executor's tokens depend on every cell of KV read, so a misused block shows in the output.
+"""A state machine that adds, aborts, schedules, commits, fails and finishes at random, with the scheduler's promises
+checked after every rule. The fake executor's tokens depend on every cell of KV read, so a misused block shows in the
+output.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.deadlines import NO_DEADLINE, PACED_SLACK
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
+from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
-from evenflow.core.request import FinishReason, Request
-from tests.core.driving import Driver
+from evenflow.core.request import FinishReason, Request, Status
+from evenflow.core.scheduler import Committed
+from tests.core.driving import Driver, StepFailed, check_replay
 
 POLICIES = (
     "fixed:1",
@@ -27,47 +33,89 @@ POLICIES = (
     "load",
     "adaptive",
     "prompt-length",
+    "target:3",  # not even six decodes keep it
+    "target:20ms",
+    "target:20,paced",
+    "target:2.5ms,paced",
 )
-NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, BUDGET = 24, 4, 6, 96
+NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 24, 4, 6
 LONGEST = 60
+ROW_SECONDS = 0.001
+
+policies = st.builds(
+    lambda text, budget: PolicySpec.parse(text).bounded(budget), st.sampled_from(POLICIES), st.sampled_from((24, 96))
+)
+own_targets = st.sampled_from((None, None, 0.004, 0.015, 0.2))
+
+
+def names_in(plan: StepPlan) -> list[str]:
+    return [*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.chunks)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=policies,
         depth=st.sampled_from((1, 2)),
         caching=st.booleans(),
         threshold=st.sampled_from((0, 5)),
         alignment=st.sampled_from((1, 4)),
         max_prefills=st.sampled_from((1, 3, 16)),
     )
-    def start(self, policy: str, depth: int, caching: bool, threshold: int, alignment: int, max_prefills: int) -> None:
-        caps = ExecutorCaps(depth, max_prefill_sequences=max_prefills, chunk_alignment=alignment)
+    def start(
+        self, policy: PolicySpec, depth: int, caching: bool, threshold: int, alignment: int, max_prefills: int
+    ) -> None:
         self.driver = Driver(
-            policy,
+            str(policy),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_SEQS,
-            max_num_batched_tokens=BUDGET,
-            caps=caps,
-            cost=lambda shape: 0.001 * shape.total_rows,
-            long_prefill_token_threshold=0 if policy == "unchunked" else threshold,
+            max_num_batched_tokens=policy.budget,
+            caps=ExecutorCaps(depth, max_prefill_sequences=max_prefills, chunk_alignment=alignment),
+            cost=self.seconds_of,
+            disturb=self.disturb,
+            long_prefill_token_threshold=threshold,
             enable_prefix_caching=caching,
         )
         self.scheduler = self.driver.scheduler
+        self.slowness = 1.0
         self.kept: dict[str, int] = {}
         self.touched: deque[set[int]] = deque()  # blocks of each step in flight
+        self.device_is_lost = False
+        self.failing_rows: set[int] = set()  # of the oldest step in flight
 
-    @rule(length=st.integers(1, LONGEST), max_tokens=st.integers(1, 30), family=st.integers(0, 2))
-    def add(self, length: int, max_tokens: int, family: int) -> None:
+    def seconds_of(self, shape: StepShape) -> float:
+        return self.slowness * ROW_SECONDS * shape.total_rows
+
+    def disturb(self, plan: StepPlan) -> Mapping[int, str]:
+        if self.device_is_lost:
+            raise StepFailed("the device is lost")
+        return dict.fromkeys(self.failing_rows, "a row is NaN")
+
+    # ---- requests and settings change ----
+
+    @rule(
+        length=st.integers(1, LONGEST),
+        max_tokens=st.integers(1, 30),
+        family=st.integers(0, 2),
+        tbt_target=own_targets,
+        ttft_target=own_targets,
+    )
+    def add(
+        self, length: int, max_tokens: int, family: int, tbt_target: float | None, ttft_target: float | None
+    ) -> None:
         """Prompts of one family share all but their length."""
-        prompt = [family] * length
-        self.driver.add(prompt, max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length), ignore_eos=True)
+        self.driver.add(
+            [family] * length,
+            max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
+            ignore_eos=True,
+            tbt_target=tbt_target,
+            ttft_target=ttft_target,
+        )
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort(data.draw(st.sampled_from(sorted(self.scheduler.requests))))
+        assert self.driver.abort(data.draw(st.sampled_from(sorted(self.scheduler.requests))))
 
     @precondition(lambda self: any(r.num_output_tokens for r in self.scheduler.requests.values()))
     @rule(data=st.data())
@@ -76,33 +124,86 @@ class SchedulerMachine(RuleBasedStateMachine):
         names = sorted(name for name, r in self.scheduler.requests.items() if r.num_output_tokens)
         name = data.draw(st.sampled_from(names))
         keep = data.draw(st.integers(0, self.driver.requests[name].num_output_tokens))
-        assert self.scheduler.finish(name, FinishReason.STOP, keep)
+        assert self.driver.finish(name, FinishReason.STOP, keep)
         self.kept[name] = keep
+
+    @rule(policy=policies)
+    def set_policy(self, policy: PolicySpec) -> None:
+        self.driver.set_policy(policy)
+        assert self.scheduler.config.policy == policy
+
+    @rule(seconds=st.sampled_from((0.001, 0.03, 1.0)), slowness=st.sampled_from((0.5, 1.0, 4.0)))
+    def time_passes(self, seconds: float, slowness: float) -> None:
+        """Nothing happens for a while; then the machine is as fast as before, or not."""
+        self.driver.executor.clock.now += seconds
+        self.slowness = slowness
+
+    # ---- steps ----
 
     @precondition(lambda self: self.scheduler.can_schedule)
     @rule()
     def schedule(self) -> None:
-        decoding = set(self.scheduler._decoding)
+        waiting = {name: r for name, r in self.scheduler.requests.items() if r.status is not Status.RUNNING}
+        to_feed = {
+            name: (r.num_scheduled, r.num_known + r.num_pending - r.num_scheduled)
+            for name, r in self.scheduler.requests.items()
+        }
         plan = self.driver.schedule()
         if plan is None:
             assert self.scheduler.num_in_flight or not self.scheduler.requests, "stuck with work left"
             return
-        names = [*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.chunks)]
-        self.touched.append({block for name in names for block in self.driver.requests[name].block_ids})
-        bound = max(self.scheduler.policy.max_step_tokens, len(plan.decodes) + FLOOR_TOKENS)
-        one_whole_prompt = self.scheduler.config.policy == "unchunked" and len(plan.chunks) == 1
-        assert plan.num_rows <= bound or one_whole_prompt
+        policy = self.scheduler.config.policy
+        bound = max(policy.budget, len(plan.decodes) + FLOOR_TOKENS)
+        assert plan.num_rows <= bound or (policy.name == "unchunked" and len(plan.chunks) == 1)
         assert len(plan.chunks) <= self.scheduler.caps.max_prefill_sequences
+        assert all(chunk.length >= 1 for chunk in plan.chunks)
         slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
         assert len(set(slots)) == len(slots)
-        assert set(plan.decodes.request_ids) <= decoding
+        assert {admission.request_id for admission in plan.admissions} <= set(waiting)
+        for name, position in zip(plan.decodes.request_ids, plan.decodes.positions, strict=True):
+            assert to_feed[name] == (position, 1), "a decode feeds exactly the one token that is left"
+            assert name not in waiting
+        self.check_new_blocks(plan)
+        self.touched.append({block for name in names_in(plan) for block in self.driver.requests[name].block_ids})
+
+    def check_new_blocks(self, plan: StepPlan) -> None:
+        """No block is given away that a step in flight touches; a cached one is shared, not given away."""
+        num_cached = {one.slot: one.num_cached_tokens // BLOCK_SIZE for one in plan.admissions}
+        given = [
+            block
+            for change in plan.block_changes
+            for block in change.block_ids[max(0, num_cached.get(change.slot, 0) - change.first) :]
+        ]
+        assert len(set(given)) == len(given)
+        assert set(given).isdisjoint(chain(*self.touched))
 
     @precondition(lambda self: self.scheduler.num_in_flight)
     @rule()
     def commit(self) -> None:
         self.touched.popleft()
-        for request in self.driver.commit().finished:
-            self.check_ended(request)
+        outcome = self.driver.commit()
+        failed = self.check_errors(outcome)
+        for request in outcome.finished:
+            if request not in failed:
+                self.check_ended(request)
+        self.failing_rows = set()
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule(data=st.data())
+    def commit_failed_rows(self, data: st.DataObject) -> None:
+        plan = self.driver.plans[len(self.driver.outcomes)]
+        self.failing_rows = data.draw(st.sets(st.integers(0, plan.num_sequences - 1), min_size=1))
+        self.commit()
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule()
+    def commit_failed_steps(self) -> None:
+        """A device that is lost loses every step in flight: those behind the first build on tokens that never came."""
+        self.device_is_lost = True
+        while self.scheduler.num_in_flight:
+            self.commit()
+            self.check_all()
+        self.device_is_lost = False
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -113,32 +214,61 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.commit()
             self.check_all()
 
+    # ---- promises ----
+
+    def check_errors(self, outcome: Committed) -> list[Request]:
+        """A failed sequence ends its request, unless that left its slot meanwhile; and nothing else ends in error."""
+        names, errors = names_in(outcome.plan), outcome.result.errors
+        epochs = [*outcome.plan.decodes.epochs, *(chunk.epoch for chunk in outcome.plan.chunks)]
+        assert not {index for _, index, _ in outcome.emissions} & set(errors)
+        failed = [request for request in outcome.finished if request.finish_reason is FinishReason.ERROR]
+        for index, message in errors.items():
+            request = self.driver.requests[names[index]]
+            if request in failed:
+                assert request.error == message
+                assert request.epoch == epochs[index] + 1
+            else:
+                assert request.epoch > epochs[index]
+        assert {request.id for request in failed} <= {names[index] for index in errors}
+        return failed
+
     @invariant()
     def check_all(self) -> None:
         if not hasattr(self, "driver"):
             return
-        scheduler = self.scheduler
-        scheduler.pool.check_invariants()
-        free = set(scheduler.pool._clean) | set(scheduler.pool._idle)
-        assert not any(free & touched for touched in self.touched), "a block is free that a step in flight touches"
-        references: dict[int, int] = {}
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        pool.check_invariants()
         for request in self.driver.requests.values():
             self.check_counters(request)
-            for block in request.block_ids:
-                references[block] = references.get(block, 0) + 1
-        assert {b: n for b, n in enumerate(scheduler.pool._references) if n} == references, "a block without its owner"
-        taken = [r.slot for r in scheduler.requests.values() if r.slot >= 0]
-        assert sorted(taken + scheduler._free_slots) == list(range(MAX_SEQS)), "a slot is lost or shared"
+            self.check_deadline(request)
+        held = {block for request in self.driver.requests.values() for block in request.block_ids}
+        assert pool.num_held == len(held), "a block without its owner, or an owner without its block"
+        in_use = held.union(*self.touched)
+        assert pool.num_free <= NUM_BLOCKS - len(in_use), "a block is free that a step in flight touches"
+        slots = [request.slot for request in scheduler.requests.values() if request.status is Status.RUNNING]
+        assert len(set(slots)) == len(slots) == scheduler.num_running, "a slot is shared"
+        assert set(slots) <= set(range(MAX_SEQS))
         assert scheduler.num_running + len(scheduler.waiting) == len(scheduler.requests)
+        assert scheduler.num_in_flight == len(self.touched)
 
     @staticmethod
     def check_counters(request: Request) -> None:
         if request.is_finished:
             assert request.block_ids == []
             return
+        assert (request.slot >= 0) == (request.status is Status.RUNNING)
         assert 0 <= request.num_committed <= request.num_scheduled <= request.num_known + request.num_pending
         assert request.num_output_tokens + request.num_pending <= request.sampling.max_tokens
         assert len(request.block_ids) * BLOCK_SIZE >= request.num_scheduled
+
+    def check_deadline(self, request: Request) -> None:
+        pacing, deadline = self.scheduler.config.policy.pacing, request.deadline
+        if request.is_finished or deadline.due == NO_DEADLINE:
+            return
+        assert pacing is not None, "a deadline without a target"
+        target = request.sampling.tbt_target or pacing.target
+        most = target * (1 + PACED_SLACK * pacing.is_paced)
+        assert target - 1e-9 <= deadline.due - deadline.last_token_time <= most + 1e-9
 
     def check_ended(self, request: Request) -> None:
         assert request.finish_reason is FinishReason.LENGTH
@@ -146,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.check_output(request)
 
     def teardown(self) -> None:
-        """Nothing starves: every request ends; then every block is free, and the same calls give the same plans."""
+        """Every request ends, all blocks and slots are free again, and the same calls give the same plans."""
         if not hasattr(self, "driver"):
             return
         self.driver.run(max_steps=20_000)
@@ -158,6 +288,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.num_output_tokens == self.kept[name]
         assert self.scheduler.pool.num_free == NUM_BLOCKS
         self.check_all()
+        self.check_all_slots_are_free()
+        check_replay(self.driver.header, self.driver.calls)
+
+    def check_all_slots_are_free(self) -> None:
+        self.driver.set_policy(PolicySpec.parse("fixed:64"))
+        for _ in range(MAX_SEQS):
+            self.driver.add(1, max_tokens=12)
+        most = 0
+        while self.driver.step():
+            most = max(most, self.scheduler.num_running)
+        assert most == MAX_SEQS, "a slot is lost"
 
 
 IN_CI = bool(os.environ.get("CI"))

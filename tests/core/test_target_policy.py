@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from evenflow.core.pacing import Pacing
 
+from evenflow.core.deadlines import Pacing
 from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.target_policy import PATIENCE, Target
 from tests.core.driving import Driver
@@ -154,7 +155,7 @@ def test_a_target_out_of_reach_keeps_prefill_at_its_floor_and_says_what_could_be
     assert least < feasible < 1.15 * least
     assert sum(request.is_finished for request in driver.requests.values()) >= 3
 
-    driver.scheduler.set_policy(f"target:{1000 * feasible + 2:.0f}", 8192)
+    driver.scheduler.set_policy(PolicySpec.parse(f"target:{1000 * feasible + 2:.0f}"))
     felt = [step.gap for step in busy_steps(driver, 100)]
     assert driver.scheduler.policy.feasible_target is None
     assert sorted(felt)[98] <= 1.1 * (feasible + 0.002)

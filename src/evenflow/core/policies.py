@@ -6,6 +6,7 @@ stateful `Policy` that plans steps.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,7 @@ class PolicySpec:
 
     @classmethod
     def for_target(cls, seconds: float, is_paced: bool = False) -> PolicySpec:
-        return cls("target", seconds=_in_range(seconds), is_paced=is_paced)
+        return cls("target", seconds=_as_target(seconds), is_paced=is_paced)
 
     def __str__(self) -> str:
         if self.written:
@@ -97,7 +98,7 @@ class PolicySpec:
         if self.target is None:
             return replace(self.for_target(seconds, bool(is_paced)), base=self)
         paced = self.is_paced if is_paced is None else is_paced
-        return replace(self, seconds=_in_range(seconds), is_paced=paced, written="")
+        return replace(self, seconds=_as_target(seconds), is_paced=paced, written="")
 
     def build(self) -> Policy:
         """The policy at work, with nothing learned yet."""
@@ -121,12 +122,17 @@ def parse_policies(text: str) -> list[PolicySpec]:
 def _seconds(policy: str, argument: str) -> float:
     """Milliseconds where no unit is written."""
     text = argument + "ms" * bool(re.fullmatch(r"[0-9.]+", argument))
-    if not re.match(DURATION_PATTERN, text) or parse_duration(text) == 0:
-        raise InvalidConfig(f"Got policy={policy!r} but expected milliseconds such as 50ms after the colon.")
-    return _in_range(parse_duration(text))
+    seconds = parse_duration(text) if re.fullmatch(DURATION_PATTERN, text) else math.nan
+    if not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
+        raise InvalidConfig(
+            f"Got policy={policy!r} but expected milliseconds such as 50ms after the colon, "
+            f"from {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds."
+        )
+    return seconds
 
 
-def _in_range(seconds: float) -> float:
+def _as_target(seconds: float) -> float:
+    """The target as `str` writes it: in nanoseconds, so that a recorded policy is the one that ran."""
     if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
         raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds.")
-    return seconds
+    return round(seconds, 9)

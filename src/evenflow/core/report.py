@@ -164,7 +164,7 @@ class Attribution:
         chunks: Sequence[tuple[str, int]],  # request and length
         gc_seconds: float = 0.0,  # since the previous step
     ) -> StepTimes:
-        parts = [seconds]
+        parts = [1.0]
         if chunks:
             predicted = [self._step_time.predict(shape) for shape in shapes]
             parts = [predicted[0], *(max(0.0, after - before) for before, after in pairwise(predicted))]
@@ -172,14 +172,14 @@ class Attribution:
                 parts = [float(shapes[0].total_rows), *(float(length) for _, length in chunks)]
             if not shapes[0].total_rows:  # a step costs something even without rows, and the chunks are all it is for
                 parts = [0.0, parts[0] + parts[1], *parts[2:]]
-        share = 1 / sum(parts) if any(parts) else 0.0
+        total = sum(parts)
         since_last = seconds if self._last_at is None else at - self._last_at
         self._last_at = at
         in_step = min(seconds, since_last)
         explained = min(predicted_seconds, in_step)
         rest = in_step - explained, since_last - in_step
-        causes = tuple(_causes([explained * share * part for part in parts], chunks, *rest, gc_seconds))
-        decode_seconds, *chunk_seconds = [seconds * share * part for part in parts]
+        causes = tuple(_causes([explained * part / total for part in parts], chunks, *rest, gc_seconds))
+        decode_seconds, *chunk_seconds = [seconds * part / total for part in parts]
         return StepTimes(decode_seconds, chunk_seconds, causes)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
+import pytest
+
 from evenflow.engine.messages import Refused, read_event
 from evenflow.framing import FrameReader
 from evenflow.server.engine.process import EventWriter
@@ -41,12 +43,17 @@ def test_a_slow_reader_gets_all_in_order_and_holds_nobody_up() -> None:
     assert found == [str(number) for number in range(2 * _NUM_EVENTS)]
 
 
-def test_a_front_that_is_gone_is_no_error() -> None:
+def test_a_front_that_is_gone_is_no_error_and_holds_nobody_up() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         writer = EventWriter(theirs)
         for number in range(_NUM_EVENTS):
             writer.send(Refused(str(number), _TEXT))
         ours.close()
+        with pytest.raises(OSError, match="Broken pipe"):
+            theirs.send(b"x")
         writer.send(Refused("last", _TEXT))
-        writer.close()
+        closing = threading.Thread(target=writer.close, daemon=True)
+        closing.start()
+        closing.join(timeout=30)
+        assert not closing.is_alive()  # it gave up what nobody will read

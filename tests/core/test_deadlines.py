@@ -1,0 +1,151 @@
+"""When tokens are due, which are late, what a step's streams demand of it, and who goes first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenflow.core.deadlines import NO_DEADLINE, LateToken, Pacing, StreamDeadline, Urgency, rank_time, urgency
+
+STRICT, PACED = Pacing(0.25), Pacing(0.25, is_paced=True)  # quarters: sums of them are exact
+
+
+def deadlines(pacing: Pacing, moments: list[float], own_target: float | None = None) -> list[float]:
+    """When the token after each of these is due."""
+    stream, found = StreamDeadline(own_target), []
+    for moment in moments:
+        stream.emit("a", pacing, moment)
+        found.append(stream.due)
+    return found
+
+
+def late_tokens(pacing: Pacing, moments: list[float], own_target: float | None = None) -> list[LateToken | None]:
+    stream = StreamDeadline(own_target)
+    return [stream.emit("a", pacing, moment) for moment in moments]
+
+
+def test_nothing_is_owed_before_the_first_token() -> None:
+    stream = StreamDeadline()
+    assert stream.due == NO_DEADLINE
+    assert stream.emit("a", STRICT, 1000.0) is None
+
+
+def test_strict_tokens_are_due_a_target_after_the_last() -> None:
+    assert deadlines(STRICT, [1.0, 1.125, 1.25, 2.0]) == [1.25, 1.375, 1.5, 2.25]
+
+
+def test_paced_tokens_earn_slack_by_being_early_up_to_two_targets() -> None:
+    # Due at 1.25: four tokens long before that move the deadline on by one target each, until 2 targets are earned.
+    assert deadlines(PACED, [1.0, 1.0, 1.0, 1.0]) == [1.25, 1.5, 1.75, 1.75]
+
+
+def test_a_paced_stream_lends_its_slack_and_then_has_none() -> None:
+    assert deadlines(PACED, [1.0, 1.0, 1.0, 1.75]) == [1.25, 1.5, 1.75, 2.0]
+    assert late_tokens(PACED, [1.0, 1.0, 1.0, 1.75]) == [None] * 4
+
+
+def test_a_late_token_says_its_gap_and_by_how_much() -> None:
+    assert late_tokens(STRICT, [1.0, 1.25, 2.0]) == [None, None, LateToken("a", gap=0.75, seconds=0.5)]
+    assert late_tokens(PACED, [1.0, 1.0, 2.0]) == [None, None, LateToken("a", gap=1.0, seconds=0.5)]
+
+
+@pytest.mark.parametrize("pacing", [STRICT, PACED])
+def test_a_late_token_reanchors(pacing: Pacing) -> None:
+    assert deadlines(pacing, [1.0, 9.0]) == [1.25, 9.25]
+
+
+def test_a_streams_own_target_goes_before_the_engines() -> None:
+    assert deadlines(STRICT, [1.0, 1.25], own_target=0.5) == [1.5, 1.75]
+    assert deadlines(PACED, [1.0, 1.0, 1.0, 1.0], own_target=0.5) == [1.5, 2.0, 2.5, 2.5]
+    assert late_tokens(STRICT, [1.0, 1.5, 1.75], own_target=0.5) == [None] * 3
+
+
+@given(
+    st.lists(st.floats(0, 5), min_size=1, max_size=30),
+    st.floats(0.01, 2),
+    st.none() | st.floats(0.01, 2),
+    st.booleans(),
+)
+def test_deadlines_follow_the_formula(
+    waits: list[float], engine_target: float, own_target: float | None, is_paced: bool
+) -> None:
+    """d[k+1] = clamp(d[k] + T, e[k] + T, e[k] + T + C)"""
+    pacing, stream = Pacing(engine_target, is_paced), StreamDeadline(own_target)
+    target = own_target or engine_target
+    slack = 2 * target if is_paced else 0.0
+    now, due, last = 100.0, -math.inf, math.nan
+    for wait in waits:
+        now += wait
+        late = stream.emit("a", pacing, now)
+        assert late == (LateToken("a", now - last, now - due) if -math.inf < due < now else None)
+        due = min(max(due + target, now + target), now + target + slack)
+        last = now
+        assert stream.due == due
+        assert stream.last_token_time == now
+
+
+@pytest.mark.parametrize("old", [STRICT, PACED])
+@pytest.mark.parametrize("new", [Pacing(0.5), Pacing(0.5, is_paced=True)])
+def test_a_new_target_counts_from_the_last_token_and_forgets_slack(old: Pacing, new: Pacing) -> None:
+    stream = StreamDeadline()
+    for moment in (1.0, 1.0, 1.0):
+        stream.emit("a", old, moment)
+    stream.restart(new)
+    assert stream.due == 1.5
+    own = StreamDeadline(own_target=0.75)
+    own.emit("a", old, 1.0)
+    own.restart(new)
+    assert own.due == 1.75
+
+
+def test_without_a_target_nothing_is_due_until_there_is_one_and_a_token() -> None:
+    stream = StreamDeadline()
+    stream.emit("a", STRICT, 1.0)
+    stream.restart(None)
+    assert stream.due == NO_DEADLINE
+    stream.restart(STRICT)  # its last token may have come without a target: the moment is not known
+    assert stream.due == NO_DEADLINE
+    assert stream.emit("a", STRICT, 9.0) is None
+    assert stream.due == 9.25
+
+
+def test_a_stream_without_a_token_owes_nothing_by_a_new_target_either() -> None:
+    stream = StreamDeadline()
+    stream.restart(STRICT)
+    assert stream.due == NO_DEADLINE
+
+
+def emitted_at(moment: float, own_target: float | None = None) -> StreamDeadline:
+    stream = StreamDeadline(own_target)
+    stream.emit("a", STRICT, moment)
+    return stream
+
+
+def test_urgency_is_the_earliest_deadline_and_the_tightest_target() -> None:
+    assert urgency([], STRICT) == Urgency(None, None)
+    assert urgency([StreamDeadline()], STRICT) == Urgency(None, 0.25)
+    assert urgency([StreamDeadline(0.125), StreamDeadline(2.0)], STRICT) == Urgency(None, 0.125)
+    assert urgency([emitted_at(3.0), emitted_at(2.0), StreamDeadline()], STRICT) == Urgency(2.25, 0.25)
+    # The earliest deadline and the tightest target may belong to different streams.
+    assert urgency([emitted_at(1.0), emitted_at(3.0, own_target=0.125)], STRICT) == Urgency(1.25, 0.125)
+    assert urgency([emitted_at(1.0, own_target=8.0)], STRICT) == Urgency(9.0, 8.0)
+
+
+def test_prompts_are_ranked_by_arrival_and_a_patience_in_proportion_to_their_prefill() -> None:
+    assert rank_time(10.0, 0.0, 5.0) == 10.0
+    assert rank_time(10.0, 4.0, 0.5) == 12.0
+    assert rank_time(10.0, 4.0, 0.5, ttft_target=3.0) == 12.0
+    assert rank_time(10.0, 4.0, 0.5, ttft_target=0.25) == 10.25
+
+
+@given(st.floats(0.001, 100), st.floats(0.001, 100), st.floats(0, 1000))
+def test_a_later_prompt_passes_only_within_the_patience_of_an_earlier_one(
+    seconds: float, later_seconds: float, wait: float
+) -> None:
+    earlier, later = rank_time(0.0, 4.0, seconds), rank_time(wait, 4.0, later_seconds)
+    if later < earlier:
+        assert wait < 4.0 * seconds
+        assert later_seconds < seconds
