@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
-
-from evenflow.core.record import Record, header_record, read_header, read_request, request_record
 
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
@@ -14,6 +13,7 @@ from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
+from evenflow.executors.record import Record, header_record, read_header, write_line
 
 VOCAB = 1000
 
@@ -58,7 +58,7 @@ class Driver:
             caps,
         )
         self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
-        self.header = header_record(self.scheduler)
+        self.header = json.loads(write_line(header_record(self.scheduler)))
         self.calls: list[Call] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[Committed] = []
@@ -113,13 +113,13 @@ class Driver:
             return StepResult(plan.step_id, ((),) * plan.num_sequences, 0.0, errors=errors)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        logged = tuple(request_record(one) if isinstance(one, Request) else one for one in arguments)
+        logged = tuple(one.record() if isinstance(one, Request) else one for one in arguments)
         outcome = getattr(self.scheduler, method)(*arguments)
         self.calls.append(Call(method, logged, outcome))
         return outcome
 
     def step(self) -> bool:
-        """Fill the flight, commit one step. False where there was nothing to do."""
+        """Plan as many steps as may be in flight, then commit one. False if there was nothing to do."""
         while self.scheduler.can_schedule and self.schedule() is not None:
             pass
         if not self.scheduler.num_in_flight:
@@ -150,7 +150,7 @@ def check_replay(header: Record, calls: Sequence[Call]) -> None:
     scheduler = read_header(header)
     for number, (method, arguments, before) in enumerate(calls):
         if method == "add":
-            arguments = (read_request(*arguments),)
+            arguments = (arguments[0].request(),)
         again = getattr(scheduler, method)(*arguments)
         assert _comparable(again) == _comparable(before), f"call {number}, {method}, had another outcome"
 

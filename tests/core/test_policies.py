@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-from evenflow.core.record import policy_record, read_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
 from evenflow.errors import InvalidConfig
+from evenflow.executors.record import policy_record, read_policy
 
 
 @pytest.mark.parametrize(
