@@ -21,7 +21,7 @@ from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.framing import FrameReader, frame
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
-from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import Observer, RequestRecord
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -71,14 +71,9 @@ class ServedEngine(SupervisedEngine):
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if not self.is_up:
             raise self.failure
-        self._observer.on_request_started(
-            request.id,
-            tenant=tenant,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.sampling.max_tokens,
-            now=request.arrival_time,
-            n=num_choices,
-        )
+        sizes = request.num_prompt_tokens, request.sampling.max_tokens
+        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time)
+        self._observer.on_request_started(record, num_choices)
         return self._client.submit(request)
 
     def abort(self, stream: Stream) -> None:

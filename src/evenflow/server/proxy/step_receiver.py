@@ -9,7 +9,7 @@ import msgspec
 from evenflow.core.request import FinishReason
 from evenflow.framing import FrameReader
 from evenflow.hosts.messages import HostStep
-from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import Observer, RequestRecord
 
 _decode = msgspec.msgpack.Decoder(HostStep).decode
 
@@ -27,15 +27,10 @@ class StepReceiver(asyncio.Protocol):
 
     def _observe(self, step: HostStep) -> None:
         observer = self._observer
-        for arrived in step.arrived:
-            if arrived.request_id not in observer.requests:
-                observer.on_request_started(
-                    arrived.request_id,
-                    tenant="",
-                    num_prompt_tokens=arrived.num_prompt_tokens,
-                    max_tokens=arrived.max_tokens,
-                    now=arrived.at,
-                )
+        for new in step.arrived:
+            if new.request_id not in observer.requests:
+                sizes = new.num_prompt_tokens, new.max_tokens
+                observer.on_request_started(RequestRecord(new.request_id, "", *sizes, started_at=new.at))
         observer.on_step(step.report)
         for left in step.left:
             if left.request_id in observer.requests:  # else it was forgotten
