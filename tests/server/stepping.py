@@ -10,7 +10,7 @@ from evenflow.core.plan import StepShape
 from evenflow.core.report import StepReport
 from evenflow.core.request import SamplingParams
 from evenflow.engine.engine import Engine
-from evenflow.server.metrics.observer import EngineState, Observer
+from evenflow.server.metrics.observer import EngineState, Observer, RequestRecord
 from tests.engine.fakes import fake_engine, prepare
 
 
@@ -61,9 +61,8 @@ class ObservedEngine(SteppedEngine):
     ) -> None:
         tenant = sampling.pop("tenant", "")
         super().add(request_id, num_prompt_tokens, max_tokens, token, **sampling)
-        self.observer.on_request_started(
-            request_id, tenant=tenant, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, now=self.clock()
-        )
+        record = RequestRecord(request_id, tenant, num_prompt_tokens, max_tokens, self.clock())
+        self.observer.on_request_started(record)
 
     def abort(self, request_id: str) -> None:
         assert self.engine.abort(request_id)

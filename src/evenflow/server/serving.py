@@ -90,7 +90,7 @@ async def serve(
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, tokenizer, gate, settings.model_names)
+        service = ModelService(client, gate, tokenizer, settings.model_names)
         server = Server(service, observer, keys, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

@@ -59,30 +59,15 @@ def check_flags(flags: Sequence[str]) -> None:
             raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but --tbt-target says what it would.")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The private folder that vLLM and evenflow's front share."""
 
-    path: Path
-
-    @property
-    def http_socket(self) -> Path:
-        return self.path / "http"
-
-    @property
-    def step_socket(self) -> Path:
-        return self.path / "steps"
-
-    @property
-    def target_path(self) -> Path:
-        return self.path / "target"
-
-    @property
-    def packages(self) -> Path:
-        """Holds this evenflow and nothing else: on vLLM's path it hides none of vLLM's packages."""
-        return self.path / "packages"
-
-    def prepare(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.http_socket = path / "http"
+        self.step_socket = path / "steps"
+        self.target_path = path / "target"
+        self.packages = path / "packages"  # only this evenflow: on vLLM's path it hides none of vLLM's packages
         self.packages.mkdir()
         (self.packages / "evenflow").symlink_to(Path(evenflow.__file__).parent, target_is_directory=True)
 

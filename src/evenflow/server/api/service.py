@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from evenflow.core.policies import PolicySpec
-from evenflow.errors import EvenflowError, InvalidRequest
+from evenflow.errors import InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
 from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
 
 
-class Engine(Protocol):
-    """The interface that every engine behind the server has."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An engine behind a gate."""
 
-    @property
-    def is_up(self) -> bool: ...
-
-    @property
-    def policy(self) -> PolicySpec | None: ...
-
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None: ...
-
-    def fail_all(self, failure: EvenflowError) -> None: ...
-
-
-class Service(Protocol):
-    """Any engine behind a gate."""
-
-    @property
-    def client(self) -> Engine: ...
-
-    @property
-    def gate(self) -> Gate: ...
+    client: SupervisedEngine
+    gate: Gate
 
 
 @dataclass(frozen=True, slots=True)
-class ModelService:
+class ModelService(Service):
     """A model served by evenflow's own engine."""
 
     client: ServedEngine
     tokenizer: Tokenizer
-    gate: Gate
     model_names: tuple[str, ...]
     started_at: int = field(default_factory=lambda: int(time.time()))
 

@@ -1,12 +1,8 @@
-"""The front's side of the engine process: starts it, restarts it when it dies, and carries requests to it.
-
-Everything here happens on the event loop's thread, except `prepare`.
-"""
+"""The front's side of the engine process: starts it, and carries requests to it and tokens back."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
@@ -19,25 +15,21 @@ from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
-from evenflow.engine.messages import Command, Event, Failed, Ready, Refused, SetPolicy, Stepped, Stop, read_event
+from evenflow.engine.messages import Command, Event, Failed, Ready, Refused, SetPolicy, Stepped, read_event
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.framing import FrameReader, frame
 from evenflow.server.engine.process import EngineFactory, run_engine_process
-from evenflow.server.engine.restarts import RestartDelay
-from evenflow.server.metrics.observer import EngineState, Observer
-
-logger = logging.getLogger("evenflow")
+from evenflow.server.engine.supervised import SupervisedEngine
+from evenflow.server.metrics.observer import Observer, RequestRecord
 
 _EXIT_TIMEOUT_S = 5.0
 
 
-class ServedEngine:
-    """An engine for the routes to use.
+class ServedEngine(SupervisedEngine):
+    """Evenflow's own engine. `factory` builds it in the child process, which must be able to import it."""
 
-    `factory` builds the engine, in the child process: it must be importable there. When the process dies, every open
-    stream fails at once; requests are refused until the next process is ready.
-    """
+    policy: PolicySpec
 
     def __init__(
         self,
@@ -46,39 +38,22 @@ class ServedEngine:
         observer: Observer,
         check_grammar: Callable[[Grammar], None] | None = None,
     ) -> None:
+        super().__init__("the engine", DEFAULT_POLICY, observer)
         self._factory = factory
         self._codec = codec
         self._check_grammar = check_grammar
-        self._observer = observer
         self._client = EngineClient(codec, self._send, self._on_end)
-        self._process: SpawnProcess | None = None
-        self._link: _Link | None = None  # only while the engine is ready
-        self._failure: EvenflowError = EngineFailed("the engine is starting")  # why there is no link
+        self._link: _Link | None = None
         self._exit_error: EvenflowError | None = None  # of the current process
         self._intake: Intake | None = None
-        self._ready: Ready | None = None
-        self.policy: PolicySpec = DEFAULT_POLICY
-        self._is_policy_changed = False  # since the start: a new process must be sent it
-        self._num_restarts = 0
-        self._supervisor: asyncio.Task[None] | None = None
-        self._became_ready: asyncio.Future[None] | None = None
-        self._is_closing = False
+        self.max_num_seqs = 0  # until the engine is ready
 
     # ---- what routes use ----
-
-    @property
-    def is_up(self) -> bool:
-        return self._link is not None
 
     @property
     def limits(self) -> Limits:
         assert self._intake is not None
         return self._intake.limits
-
-    @property
-    def max_num_seqs(self) -> int:
-        assert self._ready is not None
-        return self._ready.max_num_seqs
 
     @property
     def num_open(self) -> int:
@@ -94,16 +69,11 @@ class ServedEngine:
 
     def submit(self, request: Request, *, tenant: str = "", num_choices: int | None = 1) -> Stream:
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
-        if self._link is None:
-            raise self._failure
-        self._observer.on_request_started(
-            request.id,
-            tenant=tenant,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.sampling.max_tokens,
-            now=request.arrival_time,
-            n=num_choices,
-        )
+        if not self.is_up:
+            raise self.failure
+        sizes = request.num_prompt_tokens, request.sampling.max_tokens
+        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time)
+        self._observer.on_request_started(record, num_choices)
         return self._client.submit(request)
 
     def abort(self, stream: Stream) -> None:
@@ -111,98 +81,38 @@ class ServedEngine:
         self._client.abort(stream)
 
     def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
-        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
-        self.policy, self._is_policy_changed = self.policy.with_target(seconds, paced), True
+        self.policy = self.policy.with_target(seconds, paced)
         self._send(SetPolicy.of(self.policy))
         self._publish_state()
 
     def fail_all(self, failure: EvenflowError) -> None:
-        """End every open request with this error, after the last step's tokens."""
         self._client.fail_all(failure)
 
-    # ---- the life of the process ----
-
-    async def start(self) -> None:
-        """Start the engine and wait until it is ready; raises the error it failed with."""
-        self._became_ready = asyncio.get_running_loop().create_future()
-        self._supervisor = asyncio.create_task(self._supervise())
-        await self._became_ready
-
-    async def close(self) -> None:
-        """End the engine, and every open request with it."""
-        self._is_closing = True
-        self.fail_all(EngineFailed("the server is shutting down"))
-        if self._link is not None:
-            self._link.send(Stop())
-        elif self._process is not None and self._process.pid is not None:  # it is loading and reads no commands yet
-            self._process.kill()
-        if self._supervisor is not None:
-            _, running = await asyncio.wait([self._supervisor], timeout=_EXIT_TIMEOUT_S)
-            if running:
-                self._supervisor.cancel()
-                await asyncio.wait(running)
-
-    async def _supervise(self) -> None:
-        assert self._became_ready is not None
-        loop = asyncio.get_running_loop()
-        delays = RestartDelay()
-        while True:
-            began = loop.time()
-            await self._run_process()
-            if not self._became_ready.done():
-                self._became_ready.set_exception(self._failure)
-                return
-            if self._is_closing:
-                return
-            self._num_restarts += 1
-            delay = delays.after(loop.time() - began)
-            logger.error("%s; restarting it in %.1f s", self._failure, delay)
-            await asyncio.sleep(delay)
+    # ---- the process ----
 
     async def _run_process(self) -> None:
-        """One process, from its start to its end."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        arguments = (theirs, self._factory)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(
-            target=run_engine_process, args=(theirs, self._factory), name="evenflow-engine", daemon=True
-        )
-        self._process, self._exit_error = process, None
+        process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
+        process.start()
+        theirs.close()
+        self._exit_error = None
+        link = self._link = _Link(self._on_event)
         try:
-            await asyncio.to_thread(process.start)
-            theirs.close()
-            link = _Link(self._take)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
             await link.lost
+            self._go_down(self._exit_error or EngineFailed("the engine process died"))
+        except asyncio.CancelledError:
+            if not self.is_up:  # it is loading, and would end only after that
+                process.kill()
+            raise
         finally:
-            self._go_down()
+            link.close()
             await asyncio.to_thread(_end_process, process)
 
-    def _go_down(self) -> None:
-        self._failure = self._exit_error or EngineFailed("the engine process died")
-        if self._link is not None:
-            self._link = None
-            self.fail_all(self._failure)
-            self._publish_state()
-
-    def _publish_state(self) -> None:
-        if self._ready is not None:
-            ready = self._ready
-            self._observer.on_engine_state(
-                EngineState(
-                    self.is_up,
-                    self._num_restarts,
-                    ready.max_model_len,
-                    ready.num_blocks,
-                    ready.block_size,
-                    str(self.policy),
-                    self.policy.target,
-                )
-            )
-
-    # ---- events ----
-
-    def _take(self, event: Event, link: _Link) -> None:
+    def _on_event(self, event: Event) -> None:
         match event:
             case Stepped(report):
                 self._observer.on_step(report)
@@ -210,23 +120,19 @@ class ServedEngine:
             case Refused():
                 self._client.take(event)
             case Ready():
-                self._go_up(event, link)
+                self._on_ready(event)
             case Failed(kind, message):
                 self._exit_error = getattr(errors, kind, EngineFailed)(message)
 
-    def _go_up(self, ready: Ready, link: _Link) -> None:
-        assert self._became_ready is not None
-        self._ready, self._link = ready, link
+    def _on_ready(self, ready: Ready) -> None:
+        self.max_num_seqs = ready.max_num_seqs
         if self._intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
             self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=self._check_grammar)
-        if self._is_policy_changed:
-            link.send(SetPolicy.of(self.policy))
-        else:
             self.policy = ready.policy.spec()
-        self._publish_state()
-        if not self._became_ready.done():
-            self._became_ready.set_result(None)
+        self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
+        if self.policy != ready.policy.spec():  # it was changed before this restart
+            self._send(SetPolicy.of(self.policy))
 
     def _on_end(self, stream: Stream) -> None:
         output = stream.output
@@ -236,16 +142,16 @@ class ServedEngine:
         )
 
     def _send(self, command: Command) -> None:
-        if self._link is not None:  # a process that is gone has no requests, and the next one is sent the policy
+        if self.is_up and self._link is not None:  # a process that is gone has no requests
             self._link.send(command)
 
 
 class _Link(asyncio.Protocol):
     """The socket to one engine process."""
 
-    def __init__(self, take: Callable[[Event, _Link], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._take = take
+        self._on_event = on_event
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
 
@@ -254,7 +160,7 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for content in self._frames.feed(data):
-            self._take(read_event(content), self)
+            self._on_event(read_event(content))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost.done():
@@ -263,6 +169,11 @@ class _Link(asyncio.Protocol):
     def send(self, command: Command) -> None:
         assert self._transport is not None
         self._transport.write(frame(command))
+
+    def close(self) -> None:
+        """The engine process ends when it sees this."""
+        if self._transport is not None:
+            self._transport.close()
 
 
 def _end_process(process: SpawnProcess) -> None:

@@ -1,6 +1,6 @@
 """The live page: its files, and the feed of steps and figures that it draws.
 
-A feed is server-sent events, ten batches a second, as columns. A reader that is too slow misses steps.
+The feed is server-sent events, ten batches a second, as columns. A slow reader misses steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from evenflow.core.report import Stall, StepReport
-from evenflow.server.metrics.observer import EngineState, Listener, Observer, RequestRecord
+from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_READERS = 64
 BATCH_S = 0.1
@@ -45,7 +45,7 @@ _HEADERS = {
 
 
 class StepRow(NamedTuple):
-    """A step as the page draws it. Requests have numbers, which are short and reveal nothing."""
+    """A step as the page draws it. Requests are numbered: numbers are short and reveal nothing."""
 
     step: int
     at: float
@@ -67,8 +67,6 @@ class LiveFeed(Listener):
         self._observer = observer
         self._rows: deque[StepRow] = deque(maxlen=_MAX_STEPS)
         self._num_steps = 0  # ever
-        self._last_report: StepReport | None = None
-        self._policy, self._target = observer.engine_state.policy, observer.engine_state.target_s
         self._numbers: dict[str, int] = {}
         self._next_numbers = count(1)
         self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # when, tokens, cached ones
@@ -78,13 +76,10 @@ class LiveFeed(Listener):
         observer.listen(self)
 
     def close(self) -> None:
-        """End all feeds, so that a server can shut down."""
+        """End all feeds: an open one would delay the server's shutdown."""
         self._is_closed = True
 
-    # ---- what happens ----
-
-    def on_engine_state(self, state: EngineState) -> None:
-        self._policy, self._target = state.policy, state.target_s
+    # ---- what the observer reports ----
 
     def on_step(self, report: StepReport) -> None:
         for admission in report.admissions:
@@ -93,7 +88,6 @@ class LiveFeed(Listener):
             self._add_stall(report, stall)
         self._rows.append(self._row(report))
         self._num_steps += 1
-        self._last_report, self._policy, self._target = report, report.policy, report.target_s
 
     def on_request_finished(self, record: RequestRecord) -> None:
         self._numbers.pop(record.request_id, None)
@@ -123,7 +117,7 @@ class LiveFeed(Listener):
         )
 
     def _add_stall(self, report: StepReport, stall: Stall) -> None:
-        told = {
+        entry = {
             "at": report.at,
             "step": report.step_id,
             "request": self._number(stall.request_id),
@@ -137,7 +131,7 @@ class LiveFeed(Listener):
             ],
         }
         recent = [one for one in self._stalls if one["at"] > report.at - _STALL_WINDOW_S]
-        self._stalls = sorted([*recent, told], key=lambda one: -one["gap"])[:_NUM_WORST_STALLS]
+        self._stalls = sorted([*recent, entry], key=lambda one: -one["gap"])[:_NUM_WORST_STALLS]
 
     # ---- what is sent to the page ----
 
@@ -149,11 +143,11 @@ class LiveFeed(Listener):
         self._num_readers += 1
         try:
             yield _message("hello", {"model": self._observer.model_name})
-            num_told = max(0, self._num_steps - _STEPS_AT_ONCE)
+            num_sent = max(0, self._num_steps - _STEPS_AT_ONCE)
             for batch in count():
                 if self._is_closed:
                     return
-                num_new, num_told = self._num_steps - num_told, self._num_steps
+                num_new, num_sent = self._num_steps - num_sent, self._num_steps
                 if num_new:
                     yield _message("steps", self._columns(num_new))
                 if batch % _BATCHES_PER_FIGURES == 0:
@@ -163,7 +157,7 @@ class LiveFeed(Listener):
             self._num_readers -= 1
 
     def _columns(self, num_steps: int) -> dict[str, Any]:
-        """The last steps, up to what one message holds, as columns: the page stores them so."""
+        """The last steps, at most what one message holds, as columns: that is how the page stores them."""
         num_kept = min(num_steps, len(self._rows), _STEPS_AT_ONCE)
         rows = islice(self._rows, len(self._rows) - num_kept, None)
         columns: dict[str, Any] = dict(zip(StepRow._fields, zip(*rows, strict=True), strict=True))
@@ -172,7 +166,7 @@ class LiveFeed(Listener):
 
     def _figures(self) -> dict[str, Any]:
         observer, now = self._observer, self._observer.clock()
-        report = self._last_report if observer.requests else None  # none runs if all were aborted since
+        report = observer.last_report
         tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _TBT_WINDOW_S)
         ttft = observer.recent_ttft.quantiles((0.5, 0.99), now, _TTFT_WINDOW_S)
         lookups = [(tokens, cached) for at, tokens, cached in self._lookups if at > now - _HIT_RATE_WINDOW_S]
@@ -181,8 +175,8 @@ class LiveFeed(Listener):
             "now": now,
             "up": observer.engine_state.is_up,
             "restarts": observer.engine_state.num_restarts,
-            "policy": self._policy,
-            "target": self._target,
+            "policy": observer.policy,
+            "target": observer.target_s,
             "feasible": report.feasible_target_s if report is not None else None,
             "tbt": tbt,
             "ttft": ttft,
@@ -199,11 +193,11 @@ def _message(event: str, data: object) -> bytes:
 
 
 def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
-    """The page at / and its files, open to all; and its feed, behind the dependencies given (`Depends(...)`)."""
+    """The page at / and its files, open to all, and its feed, behind these dependencies (`Depends(...)`)."""
     routes = APIRouter(include_in_schema=False)
     files = {path.name: path for path in _FOLDER.iterdir()}
 
-    def answer(name: str) -> Response:
+    def file_response(name: str) -> Response:
         path = files.get(name)
         if path is None:
             raise HTTPException(404, f"The page has no file {name!r}.")
@@ -211,11 +205,11 @@ def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
 
     @routes.get("/")
     def page() -> Response:
-        return answer("index.html")
+        return file_response("index.html")
 
     @routes.get("/live/{name}.{suffix}")
     def file(name: str, suffix: str) -> Response:
-        return answer(f"{name}.{suffix}")
+        return file_response(f"{name}.{suffix}")
 
     @routes.get("/live/feed", dependencies=list(feed_dependencies))
     async def live_feed() -> StreamingResponse:

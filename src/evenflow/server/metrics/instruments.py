@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -27,10 +27,25 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1)
 
+_PHASES = (  # of a request: name, text, and the fields of RequestRecord for its start and its end
+    ("vllm:e2e_request_latency_seconds", "Arrival to end.", "started_at", "finished_at"),
+    ("vllm:request_queue_time_seconds", "Arrival to first step.", "started_at", "admitted_at"),
+    ("vllm:request_prefill_time_seconds", "First step to first token.", "admitted_at", "first_token_at"),
+    ("vllm:request_decode_time_seconds", "First token to last.", "first_token_at", "last_token_at"),
+    ("vllm:request_inference_time_seconds", "First step to last token.", "admitted_at", "last_token_at"),
+)
+_REQUEST_TOKENS = (  # name, text, and the field of RequestRecord
+    ("vllm:request_prompt_tokens", "Tokens of a request's prompt.", "num_prompt_tokens"),
+    ("vllm:request_generation_tokens", "Tokens generated for a request.", "num_output_tokens"),
+    ("vllm:request_max_num_generation_tokens", "Most tokens that a request could get.", "max_tokens"),
+    ("vllm:request_params_max_tokens", "A request's max_tokens.", "max_tokens"),
+    ("vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", "num_computed_tokens"),
+)
+
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
-class Maker:
+class MetricFactory:
     """Creates metrics with the labels that all of vLLM's have."""
 
     def __init__(self, collectors: CollectorRegistry, model_name: str) -> None:
@@ -38,51 +53,42 @@ class Maker:
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def counter(self, name: str, text: str) -> Counter:
-        return self._make(Counter, name, text, self._labels).labels(**self._labels)
+        return self._create(Counter, name, text, self._labels).labels(**self._labels)
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return self._make(Gauge, name, text, self._labels).labels(**self._labels)
+        return self._create(Gauge, name, text, self._labels).labels(**self._labels)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._make(Histogram, name, text, self._labels, buckets=buckets).labels(**self._labels)
+        return self._create(Histogram, name, text, self._labels, buckets=buckets).labels(**self._labels)
 
     def bulk_histogram(self, names: dict[str, str], buckets: tuple[float, ...]) -> BulkHistogram:
         metric = BulkHistogram(names, buckets, self._labels)
         self._collectors.register(metric)
         return metric
 
-    def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> SplitCounter:
-        """A counter with one more label. Its `known` values start at 0, so that rates include their first increment."""
-        metric = self._make(Counter, name, text, [*self._labels, label])
-        counter = SplitCounter(metric, tuple(self._labels.values()))
+    def labelled_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
+        """The counter of a label's value. `known` values start at 0, so rates include their first increment."""
+        metric = self._create(Counter, name, text, [*self._labels, label])
+        counter = cache(partial(metric.labels, *self._labels.values()))
         for value in known:
-            counter.inc(0, value)
+            counter(value)
         return counter
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """A gauge that is always 1; its labels are the information."""
         labels = {**values, "engine": self._labels["engine"]}
-        self._make(Gauge, name, text, labels).labels(**labels).set(1)
+        self._create(Gauge, name, text, labels).labels(**labels).set(1)
 
-    def _make(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
+    def _create(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
         return kind(name, text, list(labels), registry=self._collectors, **options)
-
-
-class SplitCounter:
-    """A counter with one more label, whose children are looked up once."""
-
-    def __init__(self, counter: Counter, common: tuple[str, ...]) -> None:
-        self._child = cache(lambda value: counter.labels(*common, value))
-
-    def inc(self, amount: float, value: str) -> None:
-        self._child(value).inc(amount)
 
 
 class VllmMetrics:
     """Metrics that dashboards for vLLM show, as far as this engine has them."""
 
-    def __init__(self, make: Maker) -> None:
-        counter, gauge, histogram, split = make.counter, make.gauge, make.histogram, make.split_counter
+    def __init__(self, factory: MetricFactory) -> None:
+        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
+        labelled = factory.labelled_counter
         self.running = gauge("vllm:num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for memory.")
         self.kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
@@ -90,19 +96,19 @@ class VllmMetrics:
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self.preemptions = counter("vllm:num_preemptions", "Preempted requests that got a slot again.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.")
-        self.prompt_tokens_by_source = split(
+        self.prompt_tokens_by_source = labelled(
             "vllm:prompt_tokens_by_source", "These by source.", "source", PROMPT_SOURCES
         )
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those that were cached.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.request_success = split("vllm:request_success", "Finished requests.", "finished_reason", FinishReason)
+        self.request_success = labelled("vllm:request_success", "Finished requests.", "finished_reason", FinishReason)
         self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
         self.params_n = histogram("vllm:request_params_n", "Choices per API request.", (1, 2, 5, 10, 20))
         self.request_preemptions = histogram(
             "vllm:request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20)
         )
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self.inter_token = make.bulk_histogram(
+        self.inter_token = factory.bulk_histogram(
             {
                 "vllm:inter_token_latency_seconds": "Between two tokens of a stream.",
                 "vllm:time_per_output_token_seconds": "The same, under its older name.",
@@ -112,56 +118,42 @@ class VllmMetrics:
         self.request_tpot = histogram(
             "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", _TBT_S
         )
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S)
-        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to first step.", _LATENCY_S)
-        self.prefill = histogram("vllm:request_prefill_time_seconds", "First step to first token.", _LATENCY_S)
-        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY_S)
-        self.inference = histogram("vllm:request_inference_time_seconds", "First step to last token.", _LATENCY_S)
+        self.phases = [(start, end, histogram(name, text, _LATENCY_S)) for name, text, start, end in _PHASES]
 
 
-class VllmRequestTokens:
-    """vLLM's histograms whose buckets end at the model's context."""
-
-    def __init__(self, make: Maker, max_model_len: int) -> None:
-        buckets = tuple(
-            float(mantissa * 10**exponent)
-            for exponent in range(len(str(max_model_len)))
-            for mantissa in (1, 2, 5)
-            if mantissa * 10**exponent <= max_model_len
-        )
-        histogram = make.histogram
-        self.prompt = histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", buckets)
-        self.generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", buckets)
-        self.max_generation = histogram(
-            "vllm:request_max_num_generation_tokens", "Most tokens that a request could get.", buckets
-        )
-        self.params_max_tokens = histogram("vllm:request_params_max_tokens", "A request's max_tokens.", buckets)
-        self.computed = histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", buckets
-        )
+def request_token_histograms(factory: MetricFactory, max_model_len: int) -> list[tuple[str, Histogram]]:
+    """vLLM's histograms whose buckets end at the model's context, each with the field of RequestRecord it shows."""
+    buckets = tuple(
+        float(mantissa * 10**exponent)
+        for exponent in range(len(str(max_model_len)))
+        for mantissa in (1, 2, 5)
+        if mantissa * 10**exponent <= max_model_len
+    )
+    return [(field, factory.histogram(name, text, buckets)) for name, text, field in _REQUEST_TOKENS]
 
 
 class EvenflowMetrics:
     """What vLLM's metrics lack: how steps were filled, how long they took, and what delayed tokens."""
 
-    def __init__(self, make: Maker) -> None:
-        counter, gauge, histogram, split = make.counter, make.gauge, make.histogram, make.split_counter
+    def __init__(self, factory: MetricFactory) -> None:
+        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
+        labelled = factory.labelled_counter
         self.up = gauge("evenflow:up", "1 while the engine is up.")
         self.restarts = counter("evenflow:engine_restarts", "Restarts of the engine process.")
-        self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
+        self.rejected = labelled("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
-        self.chunks = split("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
+        self.chunks = labelled("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
         self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request.", _CHUNKS)
         self.budget_use = histogram("evenflow:step_budget_use", "Share of its token budget that a step used.", _SHARES)
-        self.step_tokens = split("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)
-        self.part_seconds = split("evenflow:step_part_seconds", "Seconds of steps, by phase.", "part", STEP_PARTS)
+        self.step_tokens = labelled("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)
+        self.part_seconds = labelled("evenflow:step_part_seconds", "Seconds of steps, by phase.", "part", STEP_PARTS)
         self.step_seconds = histogram("evenflow:step_seconds", "Duration of steps.", _STEP_S)
         self.predicted_seconds = histogram("evenflow:step_predicted_seconds", "Predicted duration of steps.", _STEP_S)
         self.prediction_error = histogram(
             "evenflow:step_prediction_error", "|predicted - actual| / actual of a step.", _SHARES
         )
         self.stalls = counter("evenflow:stalls", "Steps that made tokens late.")
-        self.stall_seconds = split(
+        self.stall_seconds = labelled(
             "evenflow:stall_seconds", "Longest gap of these steps, by cause.", "cause", CauseKind
         )
         self.late_tokens = counter("evenflow:late_tokens", "Tokens after their deadline.")
@@ -173,6 +165,8 @@ class EvenflowMetrics:
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
-        self.tenant_requests = split("evenflow:tenant_requests", "Finished requests.", "tenant")
-        self.tenant_prompt_tokens = split("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
-        self.tenant_generation_tokens = split("evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant")
+        self.tenant_requests = labelled("evenflow:tenant_requests", "Finished requests.", "tenant")
+        self.tenant_prompt_tokens = labelled("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
+        self.tenant_generation_tokens = labelled(
+            "evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant"
+        )

@@ -1,4 +1,4 @@
-"""What Prometheus sees, derived from step reports and from requests that start and finish.
+"""Metrics derived from step reports and from requests that start and finish.
 
 The server notifies `Observer`, always on the same thread; the live page and traces listen to it.
 """
@@ -12,15 +12,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry
+from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.instruments import EvenflowMetrics, Maker, VllmMetrics, VllmRequestTokens
+from evenflow.server.metrics.instruments import (
+    EvenflowMetrics,
+    MetricFactory,
+    VllmMetrics,
+    request_token_histograms,
+)
 
-WINDOW_S = 60  # that the attained quantiles are taken over
-MAX_TENANTS = 100  # with figures of their own: a label value costs memory for good, and tenants can be made up
+WINDOW_S = 60  # of the recent quantiles
+MAX_TENANTS = 100  # with their own label: its memory is never freed, and clients can make up tenants
 MAX_TENANT_CHARACTERS = 64
 OTHER_TENANTS = "other"
 
@@ -57,12 +62,14 @@ class RequestRecord:
     finish_reason: str = ""
     finished_at: float = 0.0
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Prompt tokens that were not cached."""
+        return max(0, self.num_prompt_tokens - self.num_cached_tokens)
+
 
 class Listener:
     """Follows an Observer. Does nothing by itself."""
-
-    def on_engine_state(self, state: EngineState) -> None:
-        """The engine process came up, went down or was started anew."""
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed."""
@@ -72,24 +79,28 @@ class Listener:
 
 
 class Observer:
-    """Turns the engine's state, steps and requests into figures."""
+    """Turns the engine's state, steps and requests into metrics."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model_name = model_name
-        self.clock = clock  # the one that events and calls take their times from
+        self.clock = clock  # of all times here
         self.collectors = CollectorRegistry()
         self.engine_state = EngineState(is_up=False)
+        self.policy = ""  # of the next step
+        self.target_s: float | None = None
+        self.feasible_target_s: float | None = None
+        self.last_report: StepReport | None = None  # None: nothing runs
         self.recent_tbt = RecentQuantiles(WINDOW_S)
         self.recent_ttft = RecentQuantiles(WINDOW_S)
         self.requests: dict[str, RequestRecord] = {}  # that have not ended
-        self._make = Maker(self.collectors, model_name)
-        self._vllm = VllmMetrics(self._make)
-        self._own = EvenflowMetrics(self._make)
-        self._request_tokens: VllmRequestTokens | None = None
+        self._factory = MetricFactory(self.collectors, model_name)
+        self._vllm = VllmMetrics(self._factory)
+        self._own = EvenflowMetrics(self._factory)
+        self._token_histograms: list[tuple[str, Histogram]] = []  # empty until the model's context is known
         self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
         self._tenants: set[str] = set()
         self._listeners: list[Listener] = []
-        self._show_recent_quantiles()
+        self._connect_gauges()
         self.collectors.register(PROCESS_COLLECTOR)
 
     def listen(self, listener: Listener) -> None:
@@ -99,70 +110,60 @@ class Observer:
     # ---- the engine ----
 
     def on_engine_state(self, state: EngineState) -> None:
-        """The engine process came up (with its limits known), went down, or was started anew."""
+        """The engine process came up (with its limits known), went down, or was restarted; or its policy changed."""
         self._own.up.set(state.is_up)
         self._own.restarts.inc(state.num_restarts - self.engine_state.num_restarts)
-        self._show_target(state.target_s, None)
         self.engine_state = state
-        if state.max_model_len and self._request_tokens is None:
-            self._request_tokens = VllmRequestTokens(self._make, state.max_model_len)
+        self.policy, self.target_s, self.feasible_target_s = state.policy, state.target_s, None
+        if state.max_model_len and not self._token_histograms:
+            self._token_histograms = request_token_histograms(self._factory, state.max_model_len)
             sizes = {"block_size": str(state.block_size), "num_gpu_blocks": str(state.num_blocks)}
-            self._make.info("vllm:cache_config_info", "The KV cache's sizes.", sizes)
+            self._factory.info("vllm:cache_config_info", "The KV cache's sizes.", sizes)
         if not state.is_up:
-            self._show_nothing_runs()
-        for listener in self._listeners:
-            listener.on_engine_state(state)
+            self.last_report = None
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed. Call this before `on_request_finished` of the requests that it ended."""
-        self._take_requests(report)
-        self._take_tokens(report)
-        self._show_step(report)
-        self._show_queue(report)
-        self._show_lateness(report)
+        self.policy, self.target_s, self.feasible_target_s = report.policy, report.target_s, report.feasible_target_s
+        if self.requests:  # else all were aborted while this step ran
+            self.last_report = report
+        self._record_admissions(report)
+        self._record_tokens(report)
+        self._observe_step(report)
+        self._count_late_tokens(report)
         for listener in self._listeners:
             listener.on_step(report)
 
     # ---- requests ----
 
-    def on_request_started(
-        self,
-        request_id: str,
-        *,
-        tenant: str,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        now: float,
-        n: int | None = 1,
-    ) -> None:
-        """A request goes to the engine; `now` is when it arrived.
+    def on_request_started(self, record: RequestRecord, num_choices: int | None = 1) -> None:
+        """A request goes to the engine.
 
-        A call for several answers is several requests: `n` is their number with the first of them, None with the rest.
+        An API call for several choices is several requests: the first has their number, the others None.
         """
-        self.requests[request_id] = RequestRecord(request_id, tenant, num_prompt_tokens, max_tokens, now)
-        if n is not None:
-            self._vllm.params_n.observe(n)
+        self.requests[record.request_id] = record
+        if num_choices is not None:
+            self._vllm.params_n.observe(num_choices)
 
     def on_request_finished(self, request_id: str, reason: str, num_output_tokens: int, now: float) -> None:
-        """A request ended: by stop, length, abort or error. Every request that was started must come here, once."""
+        """A request ended: by stop, length, abort or error. Call this once for every request that was started."""
         record = self.requests.pop(request_id)
         record.last_token_at = self._last_token_at.pop(request_id, None)
         record.finish_reason, record.num_output_tokens, record.finished_at = reason, num_output_tokens, now
-        self._show_request(record)
-        self._show_phases(record)
-        if not self.requests:  # there may be no further step to say so
-            self._show_nothing_runs()
+        self._observe_request(record)
+        if not self.requests:  # no further step may come
+            self.last_report = None
         for listener in self._listeners:
             listener.on_request_finished(record)
 
     def on_request_rejected(self, reason: str) -> None:
-        """A request was refused for want of room; `reason` is one of a few words."""
-        self._own.rejected.inc(1, reason)
+        """A request was refused for lack of capacity; `reason` is one of REFUSALS."""
+        self._own.rejected(reason).inc()
 
-    # ---- from events to figures ----
+    # ---- steps ----
 
-    def _take_requests(self, report: StepReport) -> None:
-        """Note which requests were admitted and which chunks they got."""
+    def _record_admissions(self, report: StepReport) -> None:
+        """Record which requests were admitted and which chunks they got."""
         for admission in report.admissions:
             self._vllm.prefix_queries.inc(admission.num_tokens)
             self._vllm.prefix_hits.inc(admission.num_cached_tokens)
@@ -176,22 +177,22 @@ class Observer:
                 record.num_cached_tokens = admission.num_cached_tokens
         for chunk in report.chunks:
             self._own.chunk_tokens.observe(chunk.length)
-            self._own.chunks.inc(1, chunk.reason)
+            self._own.chunks(chunk.reason).inc()
             if (record := self.requests.get(chunk.request_id)) is not None:
                 record.chunks.append((report.at, chunk))
 
-    def _take_tokens(self, report: StepReport) -> None:
-        """Measure the gap before each token: all streams of a step at once, for there are few different gaps."""
+    def _record_tokens(self, report: StepReport) -> None:
+        """Measure the gap before each token: all streams of a step at once, because few gaps differ."""
         resumed = []
         for chunk in report.chunks:
             if chunk.gave_token and chunk.request_id in self._last_token_at:
                 resumed.append(chunk.request_id)
             elif chunk.gave_token and (record := self.requests.get(chunk.request_id)) is not None:
-                self._take_first_token(record, report.at)
-        self._take_gaps([*report.decoded, *resumed], report.at)
+                self._record_first_token(record, report.at)
+        self._record_gaps([*report.decoded, *resumed], report.at)
         self._vllm.generation_tokens.inc(report.num_output_tokens)
 
-    def _take_first_token(self, record: RequestRecord, now: float) -> None:
+    def _record_first_token(self, record: RequestRecord, now: float) -> None:
         record.first_token_at = self._last_token_at[record.request_id] = now
         ttft = now - record.started_at
         self._vllm.ttft.observe(ttft)
@@ -199,10 +200,10 @@ class Observer:
         cached = min(record.num_cached_tokens, record.num_prompt_tokens)
         self._vllm.prompt_tokens.inc(record.num_prompt_tokens)
         self._vllm.prompt_tokens_cached.inc(cached)
-        self._vllm.prompt_tokens_by_source.inc(record.num_prompt_tokens - cached, "local_compute")
-        self._vllm.prompt_tokens_by_source.inc(cached, "local_cache_hit")
+        self._vllm.prompt_tokens_by_source("local_compute").inc(record.num_prompt_tokens - cached)
+        self._vllm.prompt_tokens_by_source("local_cache_hit").inc(cached)
 
-    def _take_gaps(self, request_ids: Iterable[str], now: float) -> None:
+    def _record_gaps(self, request_ids: Iterable[str], now: float) -> None:
         last = self._last_token_at
         known = [request_id for request_id in request_ids if request_id in last]
         for gap, count in Counter([now - last[request_id] for request_id in known]).items():
@@ -210,72 +211,45 @@ class Observer:
             self.recent_tbt.observe(gap, count, now)
         last.update(dict.fromkeys(known, now))
 
-    def _show_step(self, report: StepReport) -> None:
+    def _observe_step(self, report: StepReport) -> None:
         own, num_prefill_tokens = self._own, report.num_prefill_tokens
         num_tokens = report.num_decodes + num_prefill_tokens
         self._vllm.iteration_tokens.observe(num_tokens)
         own.budget_use.observe(num_tokens / report.budget)
-        own.step_tokens.inc(report.num_decodes, "decode")
-        own.step_tokens.inc(num_prefill_tokens, "prefill")
-        own.part_seconds.inc(report.decode_seconds, "decode")
-        own.part_seconds.inc(max(0.0, report.seconds - report.decode_seconds), "prefill")
+        own.step_tokens("decode").inc(report.num_decodes)
+        own.step_tokens("prefill").inc(num_prefill_tokens)
+        own.part_seconds("decode").inc(report.decode_seconds)
+        own.part_seconds("prefill").inc(max(0.0, report.seconds - report.decode_seconds))
         own.step_seconds.observe(report.seconds)
         if report.predicted_seconds and report.seconds:
             own.predicted_seconds.observe(report.predicted_seconds)
         if (error := report.prediction_error) is not None:
             own.prediction_error.observe(error)
 
-    def _show_queue(self, report: StepReport) -> None:
-        if not self.requests:  # all were aborted while this step ran, and no step will say so
-            return
-        self._vllm.running.set(report.num_running)
-        self._vllm.waiting.set(report.num_waiting)
-        self._vllm.kv_cache_usage.set(report.kv_cache_usage)
-
-    def _show_nothing_runs(self) -> None:
-        for gauge in (self._vllm.running, self._vllm.waiting, self._vllm.kv_cache_usage):
-            gauge.set(0)
-
-    def _show_target(self, target_s: float | None, feasible_target_s: float | None) -> None:
-        self._own.target.set(math.nan if target_s is None else target_s)
-        self._own.feasible_target.set(math.nan if feasible_target_s is None else feasible_target_s)
-
-    def _show_lateness(self, report: StepReport) -> None:
-        self._show_target(report.target_s, report.feasible_target_s)
+    def _count_late_tokens(self, report: StepReport) -> None:
         self._own.late_tokens.inc(len(report.late))
         if (stall := report.stall) is not None:
             self._own.stalls.inc()
             for cause in stall.causes:
-                self._own.stall_seconds.inc(cause.seconds, cause.kind)
+                self._own.stall_seconds(cause.kind).inc(cause.seconds)
 
-    def _show_request(self, record: RequestRecord) -> None:
+    # ---- finished requests ----
+
+    def _observe_request(self, record: RequestRecord) -> None:
         tenant = self._tenant_label(record.tenant)
-        self._vllm.request_success.inc(1, record.finish_reason)
+        self._vllm.request_success(record.finish_reason).inc()
         self._vllm.request_preemptions.observe(record.num_preemptions)
         self._own.request_chunks.observe(len(record.chunks))
-        self._own.tenant_requests.inc(1, tenant)
-        self._own.tenant_prompt_tokens.inc(record.num_prompt_tokens, tenant)
-        self._own.tenant_generation_tokens.inc(record.num_output_tokens, tenant)
-        if (tokens := self._request_tokens) is not None:
-            tokens.prompt.observe(record.num_prompt_tokens)
-            tokens.generation.observe(record.num_output_tokens)
-            tokens.max_generation.observe(record.max_tokens)
-            tokens.params_max_tokens.observe(record.max_tokens)
-            tokens.computed.observe(max(0, record.num_prompt_tokens - record.num_cached_tokens))
-
-    def _show_phases(self, record: RequestRecord) -> None:
-        """Where the request's time went. A phase that it did not reach the end of is left out."""
-        self._vllm.e2e.observe(record.finished_at - record.started_at)
-        if record.admitted_at is None:
-            return
-        self._vllm.queue.observe(record.admitted_at - record.started_at)
-        if record.first_token_at is None or record.last_token_at is None:
-            return
-        decode_s = record.last_token_at - record.first_token_at
-        self._vllm.prefill.observe(record.first_token_at - record.admitted_at)
-        self._vllm.decode.observe(decode_s)
-        self._vllm.inference.observe(record.last_token_at - record.admitted_at)
-        if record.num_output_tokens > 1:
+        self._own.tenant_requests(tenant).inc()
+        self._own.tenant_prompt_tokens(tenant).inc(record.num_prompt_tokens)
+        self._own.tenant_generation_tokens(tenant).inc(record.num_output_tokens)
+        for field_name, histogram in self._token_histograms:
+            histogram.observe(getattr(record, field_name))
+        for start, end, histogram in self._vllm.phases:  # those that the request completed
+            if (started_at := getattr(record, start)) is not None and (ended_at := getattr(record, end)) is not None:
+                histogram.observe(ended_at - started_at)
+        if record.num_output_tokens > 1 and record.first_token_at is not None and record.last_token_at is not None:
+            decode_s = record.last_token_at - record.first_token_at
             self._vllm.request_tpot.observe(decode_s / (record.num_output_tokens - 1))
 
     def _tenant_label(self, tenant: str) -> str:
@@ -285,27 +259,37 @@ class Observer:
         self._tenants.add(label)
         return label
 
-    def _show_recent_quantiles(self) -> None:
-        """Quantiles are reckoned when somebody asks for them."""
+    # ---- gauges ----
+
+    def _connect_gauges(self) -> None:
+        """Gauges are computed when they are read."""
+
+        def last(figure: Callable[[StepReport], float]) -> Callable[[], float]:
+            return lambda: 0 if self.last_report is None else figure(self.last_report)
 
         def quantile(recent: RecentQuantiles, share: float) -> Callable[[], float]:
-            def value() -> float:
-                (found,) = recent.quantiles((share,), self.clock(), WINDOW_S)
-                return math.nan if found is None else found
+            return lambda: _or_nan(recent.quantiles((share,), self.clock(), WINDOW_S)[0])
 
-            return value
-
+        self._vllm.running.set_function(last(lambda report: report.num_running))
+        self._vllm.waiting.set_function(last(lambda report: report.num_waiting))
+        self._vllm.kv_cache_usage.set_function(last(lambda report: report.kv_cache_usage))
+        self._own.target.set_function(lambda: _or_nan(self.target_s))
+        self._own.feasible_target.set_function(lambda: _or_nan(self.feasible_target_s))
         self._own.tbt_p50.set_function(quantile(self.recent_tbt, 0.5))
         self._own.tbt_p99.set_function(quantile(self.recent_tbt, 0.99))
         self._own.ttft_p50.set_function(quantile(self.recent_ttft, 0.5))
         self._own.ttft_p99.set_function(quantile(self.recent_ttft, 0.99))
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def router(observer: Observer) -> APIRouter:
     """The route /metrics."""
     routes = APIRouter()
 
-    @routes.get("/metrics", response_class=Response, summary="Figures for Prometheus")
+    @routes.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(observer.collectors), media_type=content_type)

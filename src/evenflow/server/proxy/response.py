@@ -19,10 +19,10 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.server.access import Gate
 from evenflow.server.api.generation_response import client_disconnected
 from evenflow.server.api.request_body import read_bytes
 from evenflow.server.api.response_writer import DONE, encode_json, event_of
+from evenflow.server.api.service import Service
 from evenflow.server.errors import as_api_error
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.vllm_engine import VllmEngine
@@ -38,11 +38,10 @@ _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
 
 
 @dataclass(frozen=True, slots=True)
-class VllmService:
+class VllmService(Service):
     """A model served by vLLM."""
 
     client: VllmEngine
-    gate: Gate
 
 
 def proxy_routes(service: VllmService) -> APIRouter:

@@ -1,0 +1,38 @@
+"""Receives the step reports of a host engine and passes them to the Observer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from evenflow.core.request import FinishReason
+from evenflow.framing import FrameReader
+from evenflow.hosts.messages import HostStep
+from evenflow.server.metrics.observer import Observer, RequestRecord
+
+_decode = msgspec.msgpack.Decoder(HostStep).decode
+
+
+class StepReceiver(asyncio.Protocol):
+    """The connection to one of the host's engine processes."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._frames = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for content in self._frames.feed(data):
+            self._observe(_decode(content))
+
+    def _observe(self, step: HostStep) -> None:
+        observer = self._observer
+        for new in step.arrived:
+            if new.request_id not in observer.requests:
+                sizes = new.num_prompt_tokens, new.max_tokens
+                observer.on_request_started(RequestRecord(new.request_id, "", *sizes, started_at=new.at))
+        observer.on_step(step.report)
+        for left in step.left:
+            if left.request_id in observer.requests:  # else it was forgotten
+                # Why it ended shows in vLLM's own metrics.
+                observer.on_request_finished(left.request_id, FinishReason.STOP, left.num_output_tokens, step.report.at)
