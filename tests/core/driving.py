@@ -92,14 +92,14 @@ class Driver:
         self._call("set_policy", policy)
 
     def schedule(self) -> StepPlan | None:
-        plan = self._call("schedule", self.executor.clock.now)
+        plan: StepPlan | None = self._call("schedule", self.executor.clock.now)
         if plan is not None:
             self.plans.append(plan)
             self.executor.submit(plan)
         return plan
 
     def commit(self) -> Committed:
-        outcome = self._call("commit", self._wait(), self.executor.clock.now)
+        outcome: Committed = self._call("commit", self._wait(), self.executor.clock.now)
         self.outcomes.append(outcome)
         return outcome
 
