@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -9,7 +10,17 @@ from typing import Any, NamedTuple
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
-from evenflow.core.record import Record, header_record, read_header, read_request, request_record
+from evenflow.core.record import (
+    Record,
+    header_record,
+    policy_record,
+    read_header,
+    read_policy,
+    read_request,
+    read_result,
+    request_record,
+    result_record,
+)
 from evenflow.core.request import FinishReason, Request, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
@@ -145,13 +156,27 @@ class Driver:
 
 
 def check_replay(header: Record, calls: Sequence[Call]) -> None:
-    """The same calls of a new scheduler give the same plans, and the same outcomes of every step."""
-    scheduler = read_header(header)
+    """The same calls, read back from JSON, give the same plans and outcomes on a new scheduler."""
+    scheduler = read_header(_through_json(header))
     for number, (method, arguments, before) in enumerate(calls):
-        if method == "add":
-            arguments = (read_request(*arguments),)
-        again = getattr(scheduler, method)(*arguments)
+        again = getattr(scheduler, method)(*map(_recorded, arguments))
         assert _comparable(again) == _comparable(before), f"call {number}, {method}, had another outcome"
+
+
+def _recorded(argument: object) -> object:
+    """An argument as a recording gives it back."""
+    match argument:
+        case PolicySpec():
+            return read_policy(_through_json(policy_record(argument)))
+        case StepResult():
+            return read_result(_through_json(result_record(argument)))
+        case dict():
+            return read_request(_through_json(argument))
+    return argument
+
+
+def _through_json(record: Record) -> Record:
+    return dict(json.loads(json.dumps(record)))
 
 
 def _comparable(outcome: object) -> object:
