@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
-from evenflow.core.request import FinishReason, Request, SamplingParams
+from evenflow.core.request import FinishReason, Request, RequestRecord, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
-from evenflow.executors.record import Record, header_record, read_header, write_line
+from evenflow.executors.record import Record, header_record, policy_record, read, read_header, read_policy, write_line
 
 VOCAB = 1000
 
@@ -58,7 +58,7 @@ class Driver:
             caps,
         )
         self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
-        self.header = json.loads(write_line(header_record(self.scheduler)))
+        self.header = header_record(self.scheduler)
         self.calls: list[Call] = []
         self.plans: list[StepPlan] = []
         self.outcomes: list[Committed] = []
@@ -93,14 +93,14 @@ class Driver:
         self._call("set_policy", policy)
 
     def schedule(self) -> StepPlan | None:
-        plan = self._call("schedule", self.executor.clock.now)
+        plan: StepPlan | None = self._call("schedule", self.executor.clock.now)
         if plan is not None:
             self.plans.append(plan)
             self.executor.submit(plan)
         return plan
 
     def commit(self) -> Committed:
-        outcome = self._call("commit", self._wait(), self.executor.clock.now)
+        outcome: Committed = self._call("commit", self._wait(), self.executor.clock.now)
         self.outcomes.append(outcome)
         return outcome
 
@@ -119,7 +119,7 @@ class Driver:
         return outcome
 
     def step(self) -> bool:
-        """Plan as many steps as may be in flight, then commit one. False if there was nothing to do."""
+        """Fill the flight, commit one step. False where there was nothing to do."""
         while self.scheduler.can_schedule and self.schedule() is not None:
             pass
         if not self.scheduler.num_in_flight:
@@ -146,13 +146,27 @@ class Driver:
 
 
 def check_replay(header: Record, calls: Sequence[Call]) -> None:
-    """The same calls of a new scheduler give the same plans, and the same outcomes of every step."""
-    scheduler = read_header(header)
+    """The same calls, read back from JSON, give the same plans and outcomes on a new scheduler."""
+    scheduler = read_header(_through_json(header))
     for number, (method, arguments, before) in enumerate(calls):
-        if method == "add":
-            arguments = (arguments[0].request(),)
-        again = getattr(scheduler, method)(*arguments)
+        again = getattr(scheduler, method)(*map(_recorded, arguments))
         assert _comparable(again) == _comparable(before), f"call {number}, {method}, had another outcome"
+
+
+def _recorded(argument: object) -> object:
+    """An argument as a recording gives it back."""
+    match argument:
+        case PolicySpec():
+            return read_policy(_through_json(policy_record(argument)))
+        case StepResult():
+            return read(_through_json(argument), StepResult)
+        case RequestRecord():
+            return read(_through_json(argument), RequestRecord).request()
+    return argument
+
+
+def _through_json(record: object) -> Record:
+    return dict(json.loads(write_line(record)))
 
 
 def _comparable(outcome: object) -> object:

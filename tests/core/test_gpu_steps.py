@@ -5,14 +5,11 @@ The figures are those of an H200 with an 8B model under vLLM, as measured by `be
 
 from __future__ import annotations
 
-import math
-import random
-
 import pytest
 
 from evenflow.core.plan import ExecutorCaps, StepShape
 from tests.core.driving import Driver
-from tests.core.target_load import StepSeen, start_chats
+from tests.core.target_load import StepSeen, has_prefill, jittered, start_chats
 
 GRAPHS = (*range(8, 257, 8), *range(272, 513, 16))
 CAPS = ExecutorCaps(row_buckets=GRAPHS, attention_tile=128, attention_wave=512)
@@ -24,8 +21,7 @@ ATTENTION = (0.0, 0.06, 0.12, 0.38, 0.46, 0.74, 0.82, 0.88, 0.95, 1.28, 1.39, 1.
 class Gpu:
     """Seconds of steps with one chunk at most. After rest the clock is high until the device is hot."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
+    def __init__(self) -> None:
         self._heat = 0.0
 
     def __call__(self, shape: StepShape) -> float:
@@ -37,7 +33,7 @@ class Gpu:
             milliseconds *= 1.2
         warming = milliseconds / 90 if shape.prefill_rows else -milliseconds / 150
         self._heat = min(1.0, max(0.0, self._heat + warming))
-        return milliseconds / 1000 * math.exp(self._rng.gauss(0, 0.025))
+        return milliseconds / 1000
 
     def _attention(self, shape: StepShape) -> float:
         if not shape.prefill_rows:
@@ -48,14 +44,14 @@ class Gpu:
         return per_thousand * positions / 1000
 
 
-def gpu_driver(milliseconds: int, seed: int) -> Driver:
+def gpu_driver(milliseconds: int, jitter: float = 0.0) -> Driver:
     return Driver(
         f"target:{milliseconds}",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         caps=CAPS,
-        cost=Gpu(seed),
+        cost=jittered(Gpu(), jitter),
     )
 
 
@@ -67,7 +63,7 @@ def prefills_after_rest(driver: Driver, num_prompts: int) -> list[StepSeen]:
             driver.step()
         driver.add(32_000, max_tokens=1)
         before = driver.executor.clock.now
-        while driver.scheduler._prefilling or len(driver.scheduler.waiting):
+        while has_prefill(driver):
             driver.step()
             plan, now = driver.outcomes[-1].plan, driver.executor.clock.now
             seen.append(StepSeen(now - before, len(plan.decodes), plan.chunks))
@@ -76,22 +72,22 @@ def prefills_after_rest(driver: Driver, num_prompts: int) -> list[StepSeen]:
 
 
 @pytest.mark.parametrize("milliseconds", [25, 50])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_gaps_stay_in_time_though_the_device_comes_from_rest(milliseconds: int, seed: int) -> None:
-    driver = gpu_driver(milliseconds, seed)
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_gaps_stay_in_time_though_the_device_comes_from_rest(milliseconds: int, jitter: float) -> None:
+    driver = gpu_driver(milliseconds, jitter)
     start_chats(driver, 32)
     prefills_after_rest(driver, 2)
-    gaps = sorted(step.gap for step in prefills_after_rest(driver, 6))
-    assert gaps[int(0.99 * len(gaps))] <= 1.1 * milliseconds / 1000
+    gaps = [step.gap for step in prefills_after_rest(driver, 6)]
+    late = [gap for gap in gaps if gap > 1.1 * milliseconds / 1000]
+    assert len(late) <= (0.01 * len(gaps) if jitter else 0)
 
 
 def test_a_size_that_took_longer_each_time_is_left_alone() -> None:
-    driver = gpu_driver(25, seed=1)
+    driver = gpu_driver(25)
     start_chats(driver, 32)
     prefills_after_rest(driver, 3)
     steps = prefills_after_rest(driver, 4)
-    late = [step for step in steps if step.gap > 1.1 * 0.025]
-    slow = [step for step in late if CAPS.padded_rows(step.num_decodes + step.prefill) == SLOW_GRAPH]
+    slow = [step for step in steps if CAPS.padded_rows(step.num_decodes + step.prefill) == SLOW_GRAPH]
     assert len(slow) < 0.01 * len(steps)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
 
 from evenflow.core.deadlines import Pacing
-from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.target_policy import PATIENCE, Target
@@ -19,8 +20,9 @@ from tests.core.target_load import (
     StepSeen,
     busy_steps,
     disturbed,
+    finish_prefill,
+    jittered,
     max_type,
-    noisy,
     run_load,
     start_chats,
     target_driver,
@@ -31,49 +33,54 @@ FINE = (*range(64, 1025, 64), *range(1280, 8193, 256))
 COARSE = (64, 256, 1024, 4096)
 
 
+@cache
 def oracle_load(milliseconds: int, depth: int, row_buckets: tuple[int, ...] = ()) -> Felt:
-    driver = target_driver(milliseconds, noisy(max_type), depth=depth, row_buckets=row_buckets)
+    driver = target_driver(milliseconds, max_type, depth=depth, row_buckets=row_buckets)
     driver.scheduler.step_time = Oracle(max_type)
     return run_load(driver, steps=200)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("milliseconds", TARGETS)
-def test_gaps_stay_in_time_and_prefill_is_nearly_as_fast_as_can_be(milliseconds: int, depth: int) -> None:
-    driver = target_driver(milliseconds, noisy(max_type), depth=depth)
+def test_every_gap_is_in_time_and_prefill_as_fast_as_if_all_costs_were_known(milliseconds: int, depth: int) -> None:
+    driver = target_driver(milliseconds, max_type, depth=depth)
     felt = run_load(driver, steps=300)
-    target = milliseconds / 1000
-    assert felt.percentile(0.99) <= 1.1 * target
-    assert felt.percentile(0.5) <= target
-    assert driver.scheduler.step_time.error < 0.08
+    assert max(felt.gaps) <= milliseconds / 1000
+    assert driver.scheduler.step_time.error < 0.002
+    assert felt.prefill_rate >= 0.99 * oracle_load(milliseconds, depth).prefill_rate
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("milliseconds", TARGETS)
+def test_jitter_of_five_percent_makes_no_gap_over_ten_percent_late(milliseconds: int, depth: int) -> None:
+    felt = run_load(target_driver(milliseconds, jittered(max_type, 0.05), depth=depth), steps=300)
+    assert max(felt.gaps) <= 1.1 * milliseconds / 1000
     assert felt.prefill_rate >= 0.9 * oracle_load(milliseconds, depth).prefill_rate
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("milliseconds", "buckets"), [(25, FINE), (100, FINE), (40, COARSE)])
-def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int, ...], seed: int) -> None:
+def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int, ...]) -> None:
     """Of coarse buckets none is tried before it is trusted, but by a trial after 128 steps."""
-    driver = target_driver(milliseconds, noisy(max_type, seed=seed), row_buckets=buckets)
-    felt = run_load(driver, steps=300, skip=100)
-    assert felt.percentile(0.99) <= 1.1 * milliseconds / 1000
-    assert felt.prefill_rate >= 0.9 * oracle_load(milliseconds, 1, buckets).prefill_rate
+    felt = run_load(target_driver(milliseconds, max_type, row_buckets=buckets), steps=300, skip=100)
+    assert max(felt.gaps) <= 1.01 * milliseconds / 1000
+    assert felt.prefill_rate >= 0.95 * oracle_load(milliseconds, 1, buckets).prefill_rate
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("milliseconds", [50, 400])
-def test_a_change_of_speed_is_followed_within_15_steps_and_so_is_its_end(milliseconds: int, depth: int) -> None:
-    slowness, steady = [1.0], noisy(max_type)
-    driver = target_driver(milliseconds, lambda shape: slowness[0] * steady(shape), depth=depth)
+def test_a_change_of_speed_is_followed_within_5_steps_and_so_is_its_end(milliseconds: int, depth: int) -> None:
+    slowness = [1.0]
+    driver = target_driver(milliseconds, lambda shape: slowness[0] * max_type(shape), depth=depth)
     start_chats(driver, 16)
     before = list(busy_steps(driver, 150))[-30:]
     slowness[0] = 2.0
     slow = list(busy_steps(driver, 60))
     slowness[0] = 1.0
     after = list(busy_steps(driver, 45))
-    assert max(step.gap for step in slow[:5]) > 1.5 * milliseconds / 1000
-    assert max(step.gap for step in slow[15:]) <= 1.1 * milliseconds / 1000
-    assert large_prefill(slow[15:]) < 0.65 * large_prefill(before)
-    assert large_prefill(after[15:]) > 0.9 * large_prefill(before)
+    assert slow[0].gap > 1.5 * milliseconds / 1000
+    assert max(step.gap for step in slow[5:] + after) <= milliseconds / 1000
+    assert large_prefill(slow[5:]) < 0.6 * large_prefill(before)
+    assert large_prefill(after[5:]) > 0.95 * large_prefill(before)
 
 
 def large_prefill(steps: list[StepSeen]) -> int:
@@ -81,61 +88,61 @@ def large_prefill(steps: list[StepSeen]) -> int:
     return sorted(step.prefill for step in steps)[3 * len(steps) // 4]
 
 
-def mean_prefill(steps: list[StepSeen]) -> float:
-    return sum(step.prefill for step in steps) / len(steps)
-
-
 @pytest.mark.parametrize("milliseconds", [50, 200])
-def test_a_single_step_five_times_as_long_changes_nothing(milliseconds: int) -> None:
-    def prefill_after(outlier: bool) -> float:
+def test_a_single_step_five_times_as_long_makes_one_step_cautious(milliseconds: int) -> None:
+    """It may be the first of several. When it was not, the next steps are as large as if it had not been."""
+
+    def prefill_after(outlier: bool) -> list[int]:
         slowness = [1.0]
         driver = target_driver(milliseconds, lambda shape: slowness[0] * max_type(shape))
         start_chats(driver, 16)
-        list(busy_steps(driver, 100))
+        list(busy_steps(driver, 80, prompt=300_000))
         slowness[0] = 5.0 if outlier else 1.0
         list(busy_steps(driver, 1))
         slowness[0] = 1.0
-        return mean_prefill(list(busy_steps(driver, 24)))
+        return [step.prefill for step in busy_steps(driver, 24)]
 
-    assert prefill_after(outlier=True) > 0.95 * prefill_after(outlier=False)
+    after, undisturbed = prefill_after(outlier=True), prefill_after(outlier=False)
+    assert after[0] < 0.5 * undisturbed[0]
+    assert after[1:] == pytest.approx(undisturbed[:-1], rel=0.02)
 
 
 @pytest.mark.parametrize("milliseconds", [50, 400])
 def test_bursts_from_outside_do_not_make_the_calm_between_them_timid(milliseconds: int) -> None:
     """No margin would keep a burst's own steps in time; the others use the time they have, and stay within it."""
-    gaps: list[float] = []
-    for seed in range(3):
-        gaps += run_load(target_driver(milliseconds, disturbed(max_type, seed)), steps=400).gaps
-    gaps.sort()
-    target = milliseconds / 1000
-    assert 0.75 * target < gaps[len(gaps) // 2] <= target
-    assert gaps[int(0.9 * len(gaps))] <= 1.1 * target
+    driver = target_driver(milliseconds, disturbed(max_type))
+    start_chats(driver, 16)
+    steps = list(busy_steps(driver, 400, prompt=100_000))[100:]
+    late = [number for number, step in enumerate(steps) if step.gap > milliseconds / 1000]
+    assert len(late) <= 4 * 6  # the bursts' own, of which there were six
+    undisturbed = target_driver(milliseconds, max_type)
+    start_chats(undisturbed, 16)
+    calm = list(busy_steps(undisturbed, 400, prompt=100_000))[100:]
+    assert sum(step.prefill for step in steps) > 0.75 * sum(step.prefill for step in calm)
 
 
 def test_thousands_of_decode_steps_do_not_wash_out_what_prefill_costs() -> None:
-    driver = target_driver(100, noisy(max_type))
+    driver = target_driver(100, max_type)
     start_chats(driver, 2)
     list(busy_steps(driver, 80))
-    while driver.scheduler._prefilling:
-        driver.step()
+    finish_prefill(driver)
     for _ in range(10_000):
         driver.step()
     steps = list(busy_steps(driver, 10))
-    assert max(step.gap for step in steps) <= 1.1 * 0.1
-    assert steps[0].prefill > 250
-    assert mean_prefill(steps) > 600
+    assert max(step.gap for step in steps) <= 0.1
+    assert all(step.gap > 0.07 for step in steps if step.chunks[0].reason is ChunkReason.LATENCY)
 
 
 def test_with_nobody_decoding_a_step_is_longer_but_no_stall_for_the_next_to_arrive() -> None:
-    driver = target_driver(100, noisy(max_type))
+    driver = target_driver(100, max_type)
     start_chats(driver, 4)
     list(busy_steps(driver, 60))
     for request_id in list(driver.scheduler.requests):
         driver.scheduler.abort(request_id)
     driver.step()
-    alone = sorted(step.gap for step in busy_steps(driver, 60, prompt=100_000))
-    assert 0.12 < alone[30] <= 0.2
-    assert alone[-2] <= 1.1 * 0.2
+    gaps = [step.gap for step in busy_steps(driver, 60, prompt=100_000)]
+    assert max(gaps) <= 2 * 0.1
+    assert min(gaps) > 0.1
 
 
 def crowded(shape: StepShape) -> float:
@@ -143,28 +150,31 @@ def crowded(shape: StepShape) -> float:
     return 0.0475 + 0.0005 * shape.prefill_rows
 
 
-def test_a_target_out_of_reach_keeps_prefill_at_its_floor_and_says_what_could_be_kept() -> None:
-    driver = target_driver(50, noisy(crowded, 0.01))
+def test_an_infeasible_target_keeps_prefill_at_its_floor_and_names_the_lowest_feasible_one() -> None:
+    driver = target_driver(50, crowded)
     start_chats(driver, 8)
     steps = list(busy_steps(driver, 200, prompt=500))[60:]
-    assert {chunk.reason for step in steps for chunk in step.chunks} <= {ChunkReason.FLOOR, ChunkReason.END_OF_PROMPT}
-    assert {step.prefill for step in steps} <= {FLOOR_TOKENS, 500 % FLOOR_TOKENS}
-    least = 0.0475 + 0.0005 * FLOOR_TOKENS
+    assert {chunk.reason for step in steps for chunk in step.chunks} == {ChunkReason.FLOOR, ChunkReason.END_OF_PROMPT}
+    assert {step.prefill for step in steps} == {FLOOR_TOKENS, 500 % FLOOR_TOKENS}
     feasible = driver.scheduler.policy.feasible_target
     assert feasible is not None
-    assert least < feasible < 1.15 * least
+    assert feasible == pytest.approx(crowded(shape_of(steps[0])), rel=0.03)
+    assert feasible > crowded(shape_of(steps[0]))
     assert sum(request.is_finished for request in driver.requests.values()) >= 3
 
-    driver.scheduler.set_policy(PolicySpec.parse(f"target:{1000 * feasible + 2:.0f}"))
-    felt = [step.gap for step in busy_steps(driver, 100)]
+    driver.scheduler.set_policy(PolicySpec.for_target(feasible + 0.002))
+    gaps = [step.gap for step in busy_steps(driver, 100)]
     assert driver.scheduler.policy.feasible_target is None
-    assert sorted(felt)[98] <= 1.1 * (feasible + 0.002)
+    assert max(gaps) <= feasible + 0.002
+
+
+def shape_of(step: StepSeen) -> StepShape:
+    return ExecutorCaps().step_shape(num_decodes=step.num_decodes, chunks=[(c.start, c.length) for c in step.chunks])
 
 
 def test_prefill_never_falls_below_its_floor() -> None:
-    spikes = noisy(max_type, 0.5, seed=3)  # half as long or half as long again, at random
     for depth in (1, 2):
-        driver = target_driver(14, lambda shape: max(0.001, spikes(shape)), depth=depth)
+        driver = target_driver(14, jittered(max_type, 0.9), depth=depth)
         start_chats(driver, 16)
         for step in busy_steps(driver, 300, prompt=1000):
             ended = any(chunk.reason is ChunkReason.END_OF_PROMPT for chunk in step.chunks)
@@ -188,7 +198,7 @@ def view_of(driver: Driver) -> StepView:
 
 
 def test_a_tighter_target_never_gives_larger_chunks() -> None:
-    driver = target_driver(100, noisy(max_type))
+    driver = target_driver(100, jittered(max_type, 0.05))
     start_chats(driver, 16)
     list(busy_steps(driver, 100, prompt=100_000))
     view = view_of(driver)
@@ -205,13 +215,13 @@ def test_a_tighter_target_never_gives_larger_chunks() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("milliseconds", [25, 100, 400])
-def test_chunk_sizes_do_not_swing(milliseconds: int, depth: int) -> None:
-    driver = target_driver(milliseconds, noisy(max_type, 0.02), depth=depth)
+@pytest.mark.parametrize("jitter", [0.0, 0.02])
+def test_chunk_sizes_do_not_swing(milliseconds: int, depth: int, jitter: float) -> None:
+    """They shrink as the context grows, and no size is more than 5% off the one before."""
+    driver = target_driver(milliseconds, jittered(max_type, jitter), depth=depth)
     start_chats(driver, 16)
     sizes = [step.prefill for step in busy_steps(driver, 160, prompt=250_000)][60:]
-    changes = [after / before - 1 for before, after in pairwise(sizes)]
-    swings = [a for a, b in pairwise(changes) if a * b < 0 and min(abs(a), abs(b)) > 0.05]
-    assert len(swings) <= 3  # a trial of a larger size and back is one, the median speed may give another
+    assert max(abs(after / before - 1) for before, after in pairwise(sizes)) < 0.05
 
 
 def emission_times(driver: Driver, name: str, steps: int) -> list[float]:
@@ -224,63 +234,66 @@ def emission_times(driver: Driver, name: str, steps: int) -> list[float]:
 
 
 def test_paced_streams_lend_what_they_have_earned_and_never_fall_behind() -> None:
-    longest, ttft = {}, {}
+    gaps, ttft = {}, {}
     target = 0.1
     for mode in ("", ",paced"):
-        driver = target_driver(100, noisy(max_type), mode=mode)
+        driver = target_driver(100, max_type, mode=mode)
         start_chats(driver, 8)
         list(busy_steps(driver, 60))
-        while driver.scheduler._prefilling:
-            driver.step()
+        finish_prefill(driver)
         early = emission_times(driver, "r0", 50)  # far faster than the target
         prompt = driver.add(12_000, max_tokens=1)
         arrival = driver.executor.clock.now
         times = [early[-1]]
         while not prompt.is_finished:
             times += emission_times(driver, "r0", 1)
-        gaps = [after - before for before, after in pairwise(times)]
-        longest[mode], ttft[mode] = max(gaps), driver.executor.clock.now - arrival
+        gaps[mode] = [after - before for before, after in pairwise(times)]
+        ttft[mode] = driver.executor.clock.now - arrival
         slack = 2 * target if mode else 0.0
         for number, moment in enumerate(times):
-            assert moment - times[0] <= 1.05 * number * target + slack
-    assert longest[""] <= 1.1 * target
-    assert 1.5 * target < longest[",paced"] <= 3.1 * target
-    assert ttft[",paced"] <= 1.03 * ttft[""]  # a dozen steps with 5% of noise each
+            assert moment - times[0] <= number * target + slack
+    assert max(gaps[""]) <= target
+    assert target < max(gaps[",paced"]) == gaps[",paced"][0] <= 3 * target
+    assert len(gaps[",paced"]) < len(gaps[""])
+    assert ttft[",paced"] < ttft[""]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_tightest_target_of_all_streams_holds(depth: int) -> None:
-    driver = target_driver(200, noisy(max_type), depth=depth)
+    driver = target_driver(200, max_type, depth=depth)
     start_chats(driver, 4)
-    assert 0.15 < median_gap(driver) <= 0.2
+    check_gaps(driver, 0.2)
     start_chats(driver, 1, tbt_target=1.0)  # in no hurry, but the others are
-    assert 0.15 < median_gap(driver) <= 0.2
+    check_gaps(driver, 0.2)
     start_chats(driver, 1, tbt_target=0.05)
     hurried = max(driver.requests.values(), key=lambda request: request.rank[1])
-    while driver.scheduler._prefilling:
-        driver.step()
-    gaps = sorted(step.gap for step in busy_steps(driver, 100))
-    assert gaps[98] <= 1.1 * 0.05
-    driver.scheduler.abort(next(r.id for r in driver.requests.values() if r.sampling.tbt_target == 0.05))
-    assert hurried.id in driver.requests
-    assert 0.15 < median_gap(driver) <= 0.2
+    finish_prefill(driver)
+    check_gaps(driver, 0.05)
+    driver.scheduler.abort(hurried.id)
+    driver.step()
+    check_gaps(driver, 0.2)
 
 
-def median_gap(driver: Driver) -> float:
-    return sorted(step.gap for step in busy_steps(driver, 80, prompt=30_000))[50]
+def check_gaps(driver: Driver, target: float) -> None:
+    """No gap exceeds the target, and steps that the target limits come near to it."""
+    steps = list(busy_steps(driver, 80, prompt=30_000))
+    assert max(step.gap for step in steps) <= target
+    limited = [step.gap for step in steps if step.chunks and step.chunks[0].reason is ChunkReason.LATENCY]
+    assert limited
+    assert sorted(limited)[len(limited) // 2] > 0.9 * target
 
 
 def costly_calls(shape: StepShape) -> float:
     return 0.010 + 0.004 * shape.attention_calls + 2e-5 * shape.padded_rows
 
 
-def test_where_one_prompt_may_take_only_so_much_the_step_is_reckoned_by_its_many_chunks() -> None:
+def test_a_limit_on_each_prompt_counts_the_cost_of_many_chunks() -> None:
     driver = Driver(
         "target:50",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        cost=noisy(costly_calls, 0.02),
+        cost=costly_calls,
         long_prefill_token_threshold=100,
     )
     start_chats(driver, 8)
@@ -288,15 +301,15 @@ def test_where_one_prompt_may_take_only_so_much_the_step_is_reckoned_by_its_many
         driver.add(20_000, max_tokens=1)
     steps = list(busy_steps(driver, 100))[40:]
     assert all(chunk.length <= 100 for step in steps for chunk in step.chunks)
-    assert max(step.gap for step in steps) <= 1.1 * 0.05  # 16 chunks would take 0.11 s
-    assert sum(len(step.chunks) for step in steps) / len(steps) > 5
+    assert max(step.gap for step in steps) <= 0.05  # 16 chunks would take 0.11 s
+    assert min(len(step.chunks) for step in steps) >= 5
 
 
 # ---- who is next ----
 
 
 def test_short_prompts_pass_a_long_one_that_is_still_patient() -> None:
-    driver = target_driver(50, noisy(max_type))
+    driver = target_driver(50, max_type)
     start_chats(driver, 4)
     list(busy_steps(driver, 60))
     long = driver.add(20_000, max_tokens=1)
@@ -311,15 +324,14 @@ def test_short_prompts_pass_a_long_one_that_is_still_patient() -> None:
 
 def test_nobody_who_arrives_after_its_patience_passes_a_long_prompt() -> None:
     """Short prompts come faster than they can be served; the long one still gets its turn."""
-    driver = target_driver(50, noisy(max_type))
+    driver = target_driver(50, max_type)
     start_chats(driver, 4)
     list(busy_steps(driver, 100))
-    while driver.scheduler._prefilling:
-        driver.step()
+    finish_prefill(driver)
     clock = driver.executor.clock
     long = driver.add(6000, max_tokens=1)
-    own_seconds = 6000 / 14_000
-    assert long.rank[0] - clock.now == pytest.approx(PATIENCE * own_seconds, rel=0.5)
+    own_seconds = prefill_seconds(driver, 6000)
+    assert long.rank[0] == clock.now + PATIENCE * own_seconds
     num_passed, next_arrival = 0, clock.now
     for _ in range(400):
         while next_arrival <= clock.now:
@@ -338,9 +350,15 @@ def test_nobody_who_arrives_after_its_patience_passes_a_long_prompt() -> None:
 
 
 def test_a_hoped_for_first_token_shortens_patience() -> None:
-    driver = target_driver(50, noisy(max_type))
+    driver = target_driver(50, max_type)
     start_chats(driver, 4)
     list(busy_steps(driver, 60))
     now = driver.executor.clock.now
-    assert driver.add(6000, ttft_target=0.25).rank[0] == pytest.approx(now + 0.25)
-    assert driver.add(6000).rank[0] > now + 1.0
+    patient = PATIENCE * prefill_seconds(driver, 6000)
+    assert patient > 0.25
+    assert driver.add(6000, ttft_target=0.25).rank[0] == now + 0.25
+    assert driver.add(6000, ttft_target=99.0).rank[0] == driver.add(6000).rank[0] == now + patient
+
+
+def prefill_seconds(driver: Driver, length: int) -> float:
+    return driver.scheduler.step_time.predict(driver.scheduler.caps.prefill_shape(0, length))
