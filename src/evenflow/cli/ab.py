@@ -104,6 +104,7 @@ def _prompts(options: AbOptions) -> list[str]:
 
 
 async def _run(a: str, b: str, goals: Goals, options: AbOptions, asks: list[Ask]) -> Outcome:
+    settings: dict[str, Any] = {"num_pairs": options.pairs, "seed": options.seed, "keep_prompts": options.keep_prompts}
     llm = None
     if not (_is_address(a) and _is_address(b)):
         model = options.model or "default"
@@ -113,11 +114,6 @@ async def _run(a: str, b: str, goals: Goals, options: AbOptions, asks: list[Ask]
     async with llm or nullcontext():
         ends = (_endpoint(a, options.model, llm), _endpoint(b, options.model, llm))
         with progress("Starting") as say:
-            settings: dict[str, Any] = {
-                "num_pairs": options.pairs,
-                "seed": options.seed,
-                "keep_prompts": options.keep_prompts,
-            }
             return await compare(*ends, asks, goals=goals, on_round=say, **settings)
 
 

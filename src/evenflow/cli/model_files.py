@@ -66,18 +66,19 @@ def find_model(model: str) -> Path:
 
 
 @contextmanager
-def _errors_with(path: Path) -> Iterator[None]:
-    """Put the model's path before the message of an error about it."""
+def _opened(model: str) -> Iterator[Path]:
+    """The model's path. An error in the block names it, or the package to install."""
+    path = find_model(model)
     try:
-        yield
+        with engine_imports("reading a model"):
+            yield path
     except ModelError as error:
         raise type(error)(f"{path}: {error}") from error
 
 
 def load_tokens(model: str) -> TokenizerTokens:
     """A counter from a Hugging Face folder, a GGUF file, or a tokenizer.json."""
-    path = find_model(model)
-    with engine_imports("a tokenizer"), _errors_with(path):
+    with _opened(model) as path:
         if path.is_dir() or path.suffix == ".json":
             from evenflow.model.hf_tokenizer import read_hf_tokenizer
 
@@ -90,8 +91,7 @@ def load_tokens(model: str) -> TokenizerTokens:
 
 def read_shape(model: str) -> ModelShape:
     """The sizes of a model, from its config.json or GGUF header."""
-    path = find_model(model)
-    with engine_imports("the model's configuration"), _errors_with(path):
+    with _opened(model) as path:
         config, value_bytes = _hf_config(path) if path.is_dir() else (_gguf_config(path), 2)
         sizes = _sizes(config)
     usual = {

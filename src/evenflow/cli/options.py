@@ -81,14 +81,8 @@ def read_policies(text: str, at_least: int) -> list[PolicySpec]:
 
 
 Switch = Literal["true", "false"]
-JsonTarget = Annotated[
-    str | None,
-    Option(
-        parser=_parse_json_target,
-        metavar="PATH|-",
-        help="Write one JSON object to this file. With -, to standard output; text then goes to standard error.",
-    ),
-]
+_JSON_HELP = "Write one JSON object to this file. With -, to standard output; text then goes to standard error."
+JsonTarget = Annotated[str | None, Option(parser=_parse_json_target, metavar="PATH|-", help=_JSON_HELP)]
 _RECORD_HELP = "Write every step's plan and seconds to this file, as JSON lines."
 RecordTarget = Annotated[Path | None, Option(parser=_parse_new_file, metavar="PATH", help=_RECORD_HELP)]
 
