@@ -6,6 +6,7 @@ that change nothing here say so.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
@@ -22,6 +23,10 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 _MAX_SEED = 2**63 - 1
+_SAMPLING_FIELDS = (  # that SamplingParams takes as they are
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -119,23 +124,21 @@ class GenerationBody(StrictModel, GrammarFields):
         return (self.stream_options or StreamOptions()) if self.stream else None
 
     @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Top logprobs per output token; None: no logprobs."""
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def sampling(self, *, max_tokens: int, index: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, index: int, grammar: Grammar | None) -> SamplingParams:
         """For the choice of this index: each has its own seed."""
         stop = self.stop or ()
         given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
             "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed is None else (self.seed + index) & _MAX_SEED,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
             "prompt_logprobs": self.num_prompt_logprobs,
             "tbt_target": None if self.tbt_target is None else seconds_of(self.tbt_target),
             "ttft_target": None if self.ttft_target is None else seconds_of(self.ttft_target),
@@ -144,7 +147,7 @@ class GenerationBody(StrictModel, GrammarFields):
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=logprobs,
+            logprobs=self.num_logprobs,
             grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -160,6 +163,10 @@ class CompletionBody(GenerationBody):
     best_of: int | None = Field(default=None, ge=1, le=1)
     suffix: None = None
     add_special_tokens: bool | None = Field(default=None, description="Prepend the model's BOS token to text.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -211,6 +218,10 @@ class ChatBody(GenerationBody, ToolFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only with logprobs=true")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_output_tokens(self) -> int | None:
