@@ -71,8 +71,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
             response["prompt_logprobs"] = self._prompt_logprobs(outputs[0], self.body.prompt_logprobs)
         return response
 
-    def first_event(self, index: int) -> bytes:
-        usage = b"null" if self.body.stream_options and self.body.stream_options.include_usage else b""
+    def first_event(self, index: int, usage: bytes) -> bytes:
         return self._write_event(index, b'{"role":"assistant","content":""}', usage)
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:

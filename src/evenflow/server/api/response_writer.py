@@ -71,12 +71,12 @@ class ResponseWriter(ABC, Generic[BodyType]):
         ]
         return {**self._head, "choices": choices, "usage": usage}
 
-    def first_event(self, index: int) -> bytes:
+    def first_event(self, index: int, usage: bytes) -> bytes:
         """An event to send before the first delta of a choice, if any."""
         return b""
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        """The event for a delta, empty if there is nothing to say; `usage` is JSON to include, or empty."""
+        """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
         content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
         if self._num_logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
