@@ -70,5 +70,5 @@ def test_a_required_call_is_valid(llm: LLM) -> None:
     [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=80, grammar=use.grammar))
     stream = use.new_stream()
     assert stream is not None
-    [call] = whole_message(stream.push(output.text) + stream.finish())["tool_calls"]
+    [call] = whole_message(stream.push(output.text, is_last=True))["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}

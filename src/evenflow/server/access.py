@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from evenflow.errors import InvalidConfig
 from evenflow.server.errors import ApiError, overloaded
@@ -32,14 +31,9 @@ class ServerLimits:
                 raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
 
 
-class Caller(NamedTuple):
-    """The client, known by a short digest of its API key ("" if no key is needed)."""
-
-    key: str = ""
-
-    def tenant(self, name: str | None) -> str:
-        """Salts the prefix cache: tenants with different keys never share one."""
-        return f"{self.key}/{name or ''}"
+def cache_salt(key: str, tenant: str = "") -> str:
+    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns."""
+    return f"{key}/{tenant}"
 
 
 class ApiKeys:
@@ -54,10 +48,10 @@ class ApiKeys:
     def are_needed(self) -> bool:
         return bool(self._digests)
 
-    def caller(self, authorization: str | None) -> Caller:
-        """The caller with this header; a 401 if its key is not accepted."""
+    def check(self, authorization: str | None) -> str:
+        """A short digest of the key in this header, "" if none is needed; a 401 if the key is not accepted."""
         if not self._digests:
-            return Caller()
+            return ""
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         # All keys are compared, so the time taken reveals nothing about them.
@@ -65,7 +59,7 @@ class ApiKeys:
         if scheme.lower() != "bearer" or not any(matches):
             message = "The API key is wrong." if authorization else "An API key is needed: Authorization: Bearer KEY."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return Caller(digest.hex()[:16])
+        return digest.hex()[:16]
 
 
 def read_key_file(path: Path) -> list[str]:

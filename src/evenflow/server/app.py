@@ -45,7 +45,7 @@ def make_app(
         )
 
     def check_key(request: Request) -> None:
-        request.state.caller = keys.caller(request.headers.get("authorization"))
+        request.state.key = keys.check(request.headers.get("authorization"))
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:

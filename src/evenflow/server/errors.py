@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -27,28 +28,23 @@ _UNSUPPORTED = {
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.code = code
-        self.param = param
-        self.headers = headers or {}
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
-        message = str(self)
+        message = self.message
         if len(message) > _MAX_MESSAGE_CHARACTERS:
             message = message[:_MAX_MESSAGE_CHARACTERS] + "…"
         # A message may quote the request, and JSON can carry lone surrogates, which UTF-8 cannot.
@@ -86,14 +82,15 @@ def invalid_body(error: ValidationError) -> ApiError:
         return ApiError(400, f"The body is not JSON: {first['msg']}.")
     # After the first part, what is not a field's name is pydantic's name of a type.
     names = [part for at, part in enumerate(first["loc"]) if not at or str(part).replace("_", "a").isalnum()]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).removeprefix(".")
-    field, param = str(names[0]) if names else None, _param(names)
-    if field in _UNSUPPORTED:
-        return ApiError(400, f"{field}: {_UNSUPPORTED[field]}.", param=field, code="unsupported_parameter")
+    # The second of two adjacent names may be one too.
+    cut = next((at for at, pair in enumerate(pairwise(names), 1) if all(isinstance(part, str) for part in pair)), None)
+    path, param, name = _path(names), _path(names[:cut]) or None, str(names[0]) if names else ""
+    if name in _UNSUPPORTED:
+        return ApiError(400, f"{name}: {_UNSUPPORTED[name]}.", param=name, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {path}.", param=param, code="unknown_parameter")
     problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "string_pattern_mismatch" and field in _DURATIONS:
+    if first["type"] == "string_pattern_mismatch" and name in _DURATIONS:
         problem = "expected seconds, or a duration such as 50ms"
     elif first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
@@ -101,14 +98,9 @@ def invalid_body(error: ValidationError) -> ApiError:
     return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param)
 
 
-def _param(names: Sequence[int | str]) -> str | None:
-    """The field's path as OpenAI writes it, `messages[1].role`: as far as it cannot hold names of types."""
-    path = str(names[0]) if names else None
-    for before, part in pairwise(names):
-        if isinstance(part, str) and isinstance(before, str):
-            break
-        path = f"{path}[{part}]" if isinstance(part, int) else f"{path}.{part}"
-    return path
+def _path(names: Sequence[int | str]) -> str:
+    """A field's path as OpenAI writes it: `messages[1].role`."""
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
 
 
 def add_error_handlers(app: FastAPI) -> None:

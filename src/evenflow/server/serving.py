@@ -53,6 +53,7 @@ class ServerSettings:
             raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
+        ApiKeys(self.api_keys)  # refuses bad ones before anything is loaded
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,7 +80,6 @@ async def serve(
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
     """Serve on a bound socket until a signal. Raises the error if the engine's first start fails."""
-    keys = ApiKeys(settings.api_keys)
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
     tokenizer = await asyncio.to_thread(load_tokenizer)
     observer = Observer(settings.model_names[0])
@@ -91,7 +91,7 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
         service = ModelService(client, gate, tokenizer, settings.model_names)
-        server = Server(service, observer, keys, settings)
+        server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
@@ -110,13 +110,12 @@ async def serve_vllm(
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until a signal, and already while vLLM starts. Raises the error if its first start fails."""
-    keys = ApiKeys(settings.api_keys)
     observer = Observer(settings.model_names[0])
     engine = VllmEngine(launch, observer)
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        server = Server(VllmService(engine, gate), observer, keys, settings)
+        server = Server(VllmService(engine, gate), observer, settings)
 
         def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:
@@ -136,13 +135,11 @@ async def serve_vllm(
 class Server(uvicorn.Server):
     """uvicorn that drains open requests, then fails the rest."""
 
-    def __init__(
-        self, service: ModelService | VllmService, observer: Observer, keys: ApiKeys, settings: ServerSettings
-    ) -> None:
+    def __init__(self, service: ModelService | VllmService, observer: Observer, settings: ServerSettings) -> None:
         self.service: Service = service
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
-        app = make_app(service, observer, self._feed, keys, settings.allowed_origins)
+        app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), settings.allowed_origins)
         super().__init__(
             uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
         )

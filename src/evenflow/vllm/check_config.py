@@ -1,7 +1,6 @@
-"""Runs in vLLM's own interpreter: whether that vLLM takes these flags, as a configuration that it really constructs.
+"""A script for vLLM's own interpreter: checks flags by constructing vLLM's configuration.
 
-Reads {"model", "flags", "settings"} as JSON on standard input. It is a script of its own, because evenflow need not be
-installed where vLLM is: it must not import evenflow.
+Reads {"model", "flags", "settings"} as JSON on standard input. Imports no evenflow, which need not be installed there.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-MARK = "evenflow-checked:"  # vLLM prints lines of its own
+MARK = "evenflow-checked:"  # starts the line with the result: vLLM prints others
 
 
 def check(model: str, flags: list[str], settings: dict[str, Any]) -> dict[str, Any]:
@@ -24,9 +23,7 @@ def check(model: str, flags: list[str], settings: dict[str, Any]) -> dict[str, A
     except ImportError:  # before 0.11.1
         from vllm.utils import FlexibleArgumentParser
 
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
+    if unknown := sorted(set(settings) - {field.name for field in dataclasses.fields(AsyncEngineArgs)}):
         return {"version": vllm.__version__, "unknown": unknown}
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     by_flags = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags]))
@@ -39,14 +36,13 @@ def check(model: str, flags: list[str], settings: dict[str, Any]) -> dict[str, A
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
     try:
-        answer = check(**asked)
-    except SystemExit:  # how its parser refuses flags, having said why on standard error
-        answer = {"refused": "its command line does not take these flags"}
-    except Exception as error:  # whatever it is, it is vLLM's answer
-        answer = {"refused": f"{type(error).__name__}: {error}"}
-    print(MARK + json.dumps(answer), flush=True)
+        reply = check(**json.load(sys.stdin))
+    except SystemExit:  # the parser refused the flags and printed why on standard error
+        reply = {"refused": "its command line does not take these flags"}
+    except Exception as error:  # any error is vLLM's refusal
+        reply = {"refused": f"{type(error).__name__}: {error}"}
+    print(MARK + json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

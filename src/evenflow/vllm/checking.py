@@ -1,6 +1,6 @@
-"""Asks a vLLM, in its own interpreter, whether it takes settings: by constructing its configuration.
+"""Checks settings with a vLLM, which constructs its configuration from them in its own interpreter.
 
-Must not know: how settings are chosen. Imports no vLLM.
+Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ for package in {PACKAGES!r}:
         pass
 """
 _TIMEOUT_S = 600  # importing vLLM from a cold disk takes minutes
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """vLLM's answer: the scheduler settings that it made of the arguments, or why it refuses them, or none."""
+    """The scheduler settings that vLLM made of the arguments, or why it refused them; neither if it was not asked."""
 
     version: str
     args: EngineArgs
@@ -41,7 +42,7 @@ class Checked:
 
     @property
     def accepted(self) -> bool | None:
-        """None where it was not asked."""
+        """None: vLLM was not asked."""
         return None if self.refusal is None and self.scheduler is None else self.refusal is None
 
 
@@ -57,20 +58,18 @@ def version_in(python: str) -> str:
 
 
 def check(python: str, model: Path, args: EngineArgs) -> Checked:
-    """Have the vLLM of this interpreter construct its configuration for a local model, without loading it."""
-    answer = _ask(python, model, args)
-    if unknown := answer.get("unknown"):
-        # A version that the table does not know yet: its own list of settings decides.
-        notes = dict.fromkeys(unknown, f"left out: vLLM {answer['version']} does not have it")
+    """Have this interpreter's vLLM construct its configuration for a local model, without loading it."""
+    reply = _run_check(python, model, args)
+    if unknown := reply.get("unknown"):  # a version that our table does not have: its own list of settings decides
+        notes = dict.fromkeys(unknown, f"left out: vLLM {reply['version']} does not have it")
         kept = {name: value for name, value in args.items() if name not in notes}
         args = EngineArgs(kept, args.notes | notes)
-        answer = _ask(python, model, args)
-    version = answer.get("version") or version_in(python)
-    return Checked(version, args, answer.get("refused"), answer.get("scheduler"))
+        reply = _run_check(python, model, args)
+    return Checked(reply.get("version") or version_in(python), args, reply.get("refused"), reply.get("scheduler"))
 
 
 def write_model_config(folder: Path, shape: ModelShape) -> None:
-    """A model for vLLM to configure itself for, where none is at hand: it needs the sizes only."""
+    """Write a model without weights: vLLM's configuration needs only the sizes."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -87,27 +86,25 @@ def write_model_config(folder: Path, shape: ModelShape) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _ask(python: str, model: Path, args: EngineArgs) -> dict[str, Any]:
-    asked = {"model": str(model.absolute()), "flags": command_flags(args), "settings": dict(args)}
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    # Elsewhere, so that no file of the current folder stands in for a module of vLLM's.
-    with tempfile.TemporaryDirectory(prefix="evenflow-") as elsewhere:
+def _run_check(python: str, model: Path, args: EngineArgs) -> dict[str, Any]:
+    content = {"model": str(model.absolute()), "flags": command_flags(args), "settings": dict(args)}
+    # An empty folder: no file of the current one can shadow a module of vLLM's.
+    with tempfile.TemporaryDirectory(prefix="evenflow-") as folder:
         try:
             done = subprocess.run(
                 [python, "-c", Path(check_config.__file__).read_text(encoding="utf-8")],
-                input=json.dumps(asked),
+                input=json.dumps(content),
                 capture_output=True,
                 text=True,
-                cwd=elsewhere,
-                env=environment,
+                cwd=folder,
+                env=os.environ | _ENVIRONMENT,
                 timeout=_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"refused": f"it gave no answer within {_TIMEOUT_S} s"}
+            return {"refused": f"it did not reply within {_TIMEOUT_S} s"}
     for line in done.stdout.splitlines():
         if line.startswith(check_config.MARK):
-            answer: dict[str, Any] = json.loads(line.removeprefix(check_config.MARK))
-            return answer
-    last_words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return {"refused": f"it could not be asked: {last_words}"}
+            return dict(json.loads(line.removeprefix(check_config.MARK)))
+    last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"refused": f"it could not be asked: {last_line}"}

@@ -1,4 +1,4 @@
-"""How vLLM's server is started with evenflow's scheduler in it: its interpreter, command line and environment.
+"""How to start vLLM's server with evenflow's scheduler: its interpreter, command line and environment.
 
 Imports no vLLM.
 """
@@ -16,7 +16,6 @@ import evenflow
 from evenflow.advisor.vllm_flags import installed_version
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput, MissingDependency
-from evenflow.hosts.policy_file import PolicyFile
 from evenflow.hosts.settings import CONFIG_KEY, SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
 from evenflow.vllm.checking import version_in
 
@@ -25,38 +24,38 @@ PYTHON_VARIABLE = "EVENFLOW_VLLM_PYTHON"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command is missing or broken in some packages
 _SCHEDULER_CLASS = "evenflow.vllm.LatencyTargetScheduler"
 
-_GIVE_BEFORE = "it is an option of evenflow's: give it before the --"
-_PRIVATE = "vLLM answers evenflow alone, over a private socket"
+_EVENFLOW_OPTION = "it is an option of evenflow: give it before the --"
+_PRIVATE = "vLLM serves only evenflow, over a private socket"
 _REFUSED_FLAGS = {
-    **dict.fromkeys(("--host", "--port", "--api-key", "--model", "--served-model-name"), _GIVE_BEFORE),
+    **dict.fromkeys(("--host", "--port", "--api-key", "--model", "--served-model-name"), _EVENFLOW_OPTION),
     **dict.fromkeys(("--uds", "--headless", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _PRIVATE),
-    "--scheduler-cls": "evenflow's own scheduler is what keeps the target",
+    "--scheduler-cls": "the target needs evenflow's own scheduler",
 }
 
 
 def find_python(named: str | None) -> str:
-    """The interpreter that has vLLM: the one named, the environment's, or this one."""
+    """The interpreter that has vLLM: the one named, the environment variable's, or this one."""
     python = named or os.environ.get(PYTHON_VARIABLE)
     if python is not None:
-        version_in(python)  # or an error that says what is wrong with it
+        version_in(python)  # raises if it has no vLLM
         return python
     if installed_version() is not None:
         return sys.executable
     raise MissingDependency(
-        "--engine vllm needs vLLM, which is not installed here: install it by `make install-vllm` or by vLLM's own "
-        f"instructions, and where that is another environment, name its Python by --vllm-python or ${PYTHON_VARIABLE}"
+        "--engine vllm needs vLLM, which is not installed here: install it with `make install-vllm` or by vLLM's own "
+        f"instructions; if it is in another environment, name its Python with --vllm-python or ${PYTHON_VARIABLE}"
     )
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse what evenflow says itself; everything else is for vLLM to judge."""
+    """Refuse flags that evenflow sets itself; vLLM checks the others."""
     for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
         name, _, inline = flag.partition("=")
         name = name.replace("_", "-")
         if name in _REFUSED_FLAGS:
             raise InvalidInput(f"Got {flag!r} behind the -- but {_REFUSED_FLAGS[name]}.")
         if name == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value):
-            raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but --tbt-target says what it would.")
+            raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but evenflow sets it: use --tbt-target.")
 
 
 class RunFolder:
@@ -66,13 +65,10 @@ class RunFolder:
         self.path = path
         self.http_socket = path / "http"
         self.step_socket = path / "steps"
-        self.target_path = path / "target"
+        self.policy_path = path / "target"
         self.packages = path / "packages"  # only this evenflow: on vLLM's path it hides none of vLLM's packages
         self.packages.mkdir()
         (self.packages / "evenflow").symlink_to(Path(evenflow.__file__).parent, target_is_directory=True)
-
-    def set_policy(self, policy: PolicySpec | None) -> None:
-        PolicyFile(self.target_path).write(policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +78,8 @@ class VllmLaunch:
     python: str
     model: str
     policy: PolicySpec  # with a target
-    model_names: Sequence[str] = ()  # for requests to use; none: the model's own
-    flags: Sequence[str] = ()  # passed on as they are
+    model_names: Sequence[str] = ()  # that requests use; by default the model's own name
+    flags: Sequence[str] = ()  # for vLLM, unchanged
 
     def command(self, folder: RunFolder) -> list[str]:
         own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]
@@ -96,6 +92,6 @@ class VllmLaunch:
         return os.environ | {
             TARGET_VARIABLE: str(policy).removeprefix("target:"),
             SOCKET_VARIABLE: str(folder.step_socket),
-            TARGET_FILE_VARIABLE: str(folder.target_path),
+            TARGET_FILE_VARIABLE: str(folder.policy_path),
             "PYTHONPATH": os.pathsep.join(path),
         }

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenflow.model.chat_template import ToolStyle
-from evenflow.server.api.tool_stream import (
-    CallArguments,
-    CallStart,
-    Content,
-    Event,
-    ToolStream,
-    as_delta,
-    whole_message,
-)
+from evenflow.server.api.tool_stream import ToolStream, whole_message
 
 HERMES, LLAMA, MISTRAL = ToolStyle.HERMES, ToolStyle.LLAMA, ToolStyle.MISTRAL
 CALL = '{"name": "f", "arguments": {"a": [1, {"b": "}]\\"{"}]}}'
@@ -28,14 +20,25 @@ ARGUMENTS = '{"a": [1, {"b": "}]\\"{"}]}'
 Parsed = tuple[str, list[tuple[str, str]]]
 
 
-def events_of(style: ToolStyle, pieces: list[str], parallel: bool = True) -> list[Event]:
+def deltas_of(style: ToolStyle, pieces: list[str], parallel: bool = True) -> list[dict[str, Any]]:
     stream = ToolStream(style, {"f", "g"}, parallel=parallel)
-    events = [event for piece in pieces for event in stream.push(piece)]
-    return events + stream.finish()
+    return [*(stream.push(piece) for piece in pieces), stream.push("", is_last=True)]
 
 
-def parsed(events: list[Event]) -> Parsed:
-    message = whole_message(events)
+def parsed(deltas: list[dict[str, Any]]) -> Parsed:
+    """The content and the calls, put together as a client does."""
+    calls: list[tuple[str, str]] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls", [])):
+        if "id" in call:
+            assert call["index"] == len(calls)
+            calls.append((call["function"]["name"], ""))
+        name, arguments = calls[call["index"]]
+        calls[call["index"]] = name, arguments + call["function"]["arguments"]
+    return "".join(delta.get("content", "") for delta in deltas), calls
+
+
+def parsed_whole(style: ToolStyle, text: str) -> Parsed:
+    message = whole_message(ToolStream(style, {"f", "g"}).push(text, is_last=True))
     calls = [call["function"] for call in message.get("tool_calls", [])]
     return message["content"] or "", [(function["name"], function["arguments"]) for function in calls]
 
@@ -79,7 +82,7 @@ CASES: list[tuple[ToolStyle, str, str, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
 def test_calls_and_content(style: ToolStyle, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert parsed(events_of(style, [text])) == (content, calls)
+    assert parsed(deltas_of(style, [text])) == parsed_whole(style, text) == (content, calls)
 
 
 PIECES = st.sampled_from(
@@ -101,13 +104,13 @@ PIECES = st.sampled_from(
 def test_how_the_text_was_cut_does_not_matter(style: ToolStyle, text: str, cuts: list[int], parallel: bool) -> None:
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(ends)]
-    assert parsed(events_of(style, pieces, parallel)) == parsed(events_of(style, [text], parallel))
-    assert parsed(events_of(style, list(text), parallel)) == parsed(events_of(style, [text], parallel))
+    assert parsed(deltas_of(style, pieces, parallel)) == parsed(deltas_of(style, [text], parallel))
+    assert parsed(deltas_of(style, list(text), parallel)) == parsed(deltas_of(style, [text], parallel))
 
 
 @given(style=st.sampled_from(ToolStyle), text=st.text(st.sampled_from('ab<>{}[]"/_tolc \n\\:')))
 def test_text_without_calls_comes_out_whole(style: ToolStyle, text: str) -> None:
-    assert parsed(events_of(style, [text])) == (text, [])
+    assert parsed(deltas_of(style, [text])) == (text, [])
 
 
 JSON = st.recursive(
@@ -131,45 +134,44 @@ def test_what_a_model_writes_is_what_a_client_gets(style: ToolStyle, calls: list
         LLAMA: "; ".join(written),
         MISTRAL: f"[TOOL_CALLS][{', '.join(written)}]",
     }[style]
-    content, found = parsed(events_of(style, list(text)))
+    content, found = parsed(deltas_of(style, list(text)))
     assert content == ""
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 def test_nothing_is_held_longer_than_it_must() -> None:
     stream = ToolStream(HERMES, {"f"})
-    assert stream.push("Hello") == [Content("Hello")]
-    assert stream.push(" ") == []
-    assert stream.push("<b>") == [Content(" <b>")]
-    assert stream.push("<tool_") == []
-    assert stream.push('call>{"name": "f", "arguments": ') == []
-    [start, first] = stream.push('{"a"')
-    assert isinstance(start, CallStart)
-    assert (start.index, start.name, first) == (0, "f", CallArguments(0, '{"a"'))
-    assert stream.push(": 1") == [CallArguments(0, ": 1")]
-    assert stream.push("}}</tool_call>") == [CallArguments(0, "}")]
-    assert stream.finish() == []
+    assert stream.push("Hello") == {"content": "Hello"}
+    assert stream.push(" ") == {}
+    assert stream.push("<b>") == {"content": " <b>"}
+    assert stream.push("<tool_") == {}
+    assert stream.push('call>{"name": "f", "arguments": ') == {}
+    [start] = stream.push('{"a"').pop("tool_calls")
+    assert (start["index"], start["function"]) == (0, {"name": "f", "arguments": '{"a"'})
+    assert stream.push(": 1") == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
+    assert stream.push("}}</tool_call>") == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert stream.push("", is_last=True) == {}
     assert stream.num_calls == 1
 
 
 def test_deltas_have_the_shape_of_openais() -> None:
     stream = ToolStream(MISTRAL, {"f"})
-    assert as_delta(stream.push("Well.")) == {"content": "Well."}
-    [call] = as_delta(stream.push('[TOOL_CALLS][{"name": "f", "arguments": {"a"'))["tool_calls"]
+    assert stream.push("Well.") == {"content": "Well."}
+    [call] = stream.push('[TOOL_CALLS][{"name": "f", "arguments": {"a"')["tool_calls"]
     assert call.pop("id").isalnum()
     assert call == {"index": 0, "type": "function", "function": {"name": "f", "arguments": '{"a"'}}
-    assert as_delta(stream.push(": 1}}]")) == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
-    assert as_delta(stream.finish()) == {}
+    assert stream.push(": 1}}]") == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
+    assert stream.push("", is_last=True) == {}
 
 
 def test_ids_differ_and_fit_the_models_template() -> None:
     two = '[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
     for style, length in ((HERMES, 29), (MISTRAL, 9)):
-        ids = [event.id for event in events_of(style, [two]) if isinstance(event, CallStart)]
+        ids = [call["id"] for call in deltas_of(style, [two])[0]["tool_calls"]]
         assert len(set(ids)) == 2
         assert {len(call_id) for call_id in ids} == {length}
 
 
 def test_only_the_first_call_where_one_was_asked_for() -> None:
     two = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
-    assert parsed(events_of(HERMES, [two], parallel=False)) == ("", [("f", ARGUMENTS)])
+    assert parsed(deltas_of(HERMES, [two], parallel=False)) == ("", [("f", ARGUMENTS)])

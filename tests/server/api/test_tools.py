@@ -54,7 +54,7 @@ def answer_to(llm: LLM, use: ToolUse, seed: int, temperature: float = 1.0) -> tu
     assert output.finish_reason == "stop", output
     stream = use.new_stream()
     assert stream is not None
-    return whole_message(stream.push(output.text) + stream.finish()), output.text
+    return whole_message(stream.push(output.text, is_last=True)), output.text
 
 
 def check_calls(message: dict[str, Any]) -> list[str]:
@@ -130,7 +130,7 @@ def test_one_call_only() -> None:
     stream = tool_use(parallel_tool_calls=False).new_stream()
     assert stream is not None
     call = '<tool_call>{"name": "now"}</tool_call>'
-    assert len(whole_message(stream.push(call * 2) + stream.finish())["tool_calls"]) == 1
+    assert len(whole_message(stream.push(call * 2, is_last=True))["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.access import Caller
-from evenflow.server.api.logprobs import completion_logprobs, prompt_logprobs
+from evenflow.server.api.logprobs import completion_logprobs
 from evenflow.server.api.request_models import CompletionBody
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
@@ -20,18 +19,15 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionWriter(ResponseWriter[CompletionBody]):
     """Writes the response to one completion request, which may hold several prompts."""
 
-    def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
+    _ID_PREFIX = "cmpl"
+    _DELTA_NAME = b"text"
+    _NO_CONTENT = b'""'
+
+    def __init__(self, service: ModelService, body: CompletionBody, key: str) -> None:
         self._prompts = _as_batch(body.prompt)
-        super().__init__(
-            service,
-            body,
-            caller,
-            id_prefix="cmpl",
-            object_name="text_completion",
-            event_start=b'"text":',
-            num_prompts=len(self._prompts),
-        )
+        super().__init__(service, body, key, "text_completion", num_prompts=len(self._prompts))
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self._is_text_changed = body.echo or not self._max_tokens
         self._echoed_prompts: list[str] = []
         self._text_offsets = [0] * self.num_choices
 
@@ -41,13 +37,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         for prompt in self._prompts:
             token_ids = self._encode(prompt)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
-            requests += self._requests(
-                token_ids,
-                max_tokens=max(self._max_tokens, 1),
-                logprobs=body.logprobs,
-                grammar=body.grammar,
-                first_index=len(requests),
-            )
+            requests += self._requests(token_ids, max(self._max_tokens, 1), body.grammar, first_index=len(requests))
             if body.echo:
                 self._echoed_prompts.append(prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt))
         return requests
@@ -57,47 +47,34 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
             return self._service.tokenizer.encode(prompt, add_special_tokens=self.body.add_special_tokens is not False)
         return prompt
 
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        response = super().response(outputs, usage)
+        if self.body.prompt_logprobs is not None:
+            for choice, output in zip(response["choices"], outputs, strict=True):
+                choice["prompt_logprobs"] = self._prompt_logprobs(output, self.body.prompt_logprobs)
+        return response
+
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return min(len(output.token_ids), self._max_tokens)
 
-    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = []
-        for index, output in enumerate(outputs):
-            choice: dict[str, Any] = {
-                "index": index,
-                "text": self._text(index, output.text, is_first=True),
-                "logprobs": self._logprobs(index, output, output.token_ids),
-                "finish_reason": self._finish_reason(output.finish_reason),
-            }
-            if self.body.prompt_logprobs is not None:
-                rows = output.prompt_logprobs or []
-                choice["prompt_logprobs"] = prompt_logprobs(self._service.tokenizer, rows, self.body.prompt_logprobs)
-            choices.append(choice)
-        return {**self._head, "choices": choices, "usage": usage}
+    def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {"text": self._text(index, output.text, is_first=True)}
 
-    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        text, logprobs = delta.text, b"null"
-        if self.body.echo or not self._max_tokens:
-            is_first = 0 < len(delta.token_ids) == len(delta.output.token_ids)
-            text = self._text(index, text, is_first)
-        if self.body.logprobs is not None and delta.token_ids:
-            logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
-        elif not text and usage in (b"", b"null") and delta.finish_reason is None:
-            return b""
-        reason = None if delta.finish_reason is None else self._finish_reason(delta.finish_reason)
-        return self._write_event(index, encode_json(text), logprobs, reason, usage)
+    def _delta_content(self, index: int, delta: Delta) -> bytes:
+        text = delta.text
+        if self._is_text_changed:
+            text = self._text(index, text, is_first=0 < len(delta.token_ids) == len(delta.output.token_ids))
+        return encode_json(text)
 
     def _text(self, index: int, text: str, is_first: bool) -> str:
         text = text if self._max_tokens else ""
         return self._echoed_prompts[index // self.body.num_choices] + text if self.body.echo and is_first else text
 
-    def _finish_reason(self, reason: str | None) -> str | None:
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return reason if self._max_tokens else "length"
 
-    def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""
-        if self.body.logprobs is None:
-            return None
         all_ids: list[int] = []
         rows: list[RowLogprobs | None] = []
         if self.body.echo and len(token_ids) == len(output.token_ids):
@@ -107,7 +84,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
             all_ids += token_ids
             rows += (output.logprobs or [])[-len(token_ids) :]
         offset = self._text_offsets[index]
-        found = completion_logprobs(self._service.tokenizer, all_ids, rows, self.body.logprobs, offset)
+        found = completion_logprobs(self._service.tokenizer, all_ids, rows, self.body.logprobs or 0, offset)
         self._text_offsets[index] += sum(map(len, found["tokens"]))
         return found
 

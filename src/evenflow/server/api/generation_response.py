@@ -111,7 +111,7 @@ class GenerationResponse(Response):
         event, with_usage = self._writer.event, options.continuous_usage_stats
         usage = b"null" if options.include_usage else b""
         # Sent with the first token: clients take the time of the first event for the time to first token.
-        first = self._writer.first_event(index)
+        first = self._writer.first_event(index, usage)
         async for delta in self._streams[index]:
             _check(delta)
             if with_usage:

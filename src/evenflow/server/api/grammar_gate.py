@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -27,7 +27,7 @@ class GrammarGate:
     def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
         self._vocabulary = vocabulary
         self._num_logits = num_logits
-        self._valid: OrderedDict[Grammar, None] = OrderedDict()
+        self._compile_once = lru_cache(_CACHE_SIZE)(self._compile)  # errors are not cached
         self._lock = threading.Lock()
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
@@ -35,12 +35,7 @@ class GrammarGate:
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidRequest if a grammar cannot be used. Thread-safe; grammars are checked one at a time."""
         with self._lock:
-            if grammar not in self._valid:
-                self._compile(grammar)
-            self._valid[grammar] = None
-            self._valid.move_to_end(grammar)
-            if len(self._valid) > _CACHE_SIZE:
-                self._valid.popitem(last=False)
+            self._compile_once(grammar)
 
     def close(self) -> None:
         """Kill the process; a later check starts another."""

@@ -32,16 +32,15 @@ async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> B
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
     """The raw body, or an ApiError if it is too large."""
+
+    def check(size: int) -> None:
+        if size > max_bytes:
+            raise ApiError(413, f"Got a body of {size} bytes or more but this server allows {max_bytes}.")
+
     announced = request.headers.get("content-length", "")
-    parts: list[bytes] = []
-    size = int(announced) if announced.isdecimal() else 0
-    if size <= max_bytes:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                break
-            parts.append(part)
-    if size > max_bytes:
-        raise ApiError(413, f"Got a body of {size} bytes or more but this server allows {max_bytes}.")
-    return b"".join(parts)
+    check(int(announced) if announced.isdecimal() else 0)
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        check(len(content))
+    return bytes(content)

@@ -6,6 +6,7 @@ that change nothing here say so.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
@@ -22,6 +23,10 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 _MAX_SEED = 2**63 - 1
+_SAMPLING_FIELDS = (  # that SamplingParams takes as they are
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -67,37 +72,35 @@ class StreamOptions(StrictModel):
 class GenerationBody(StrictModel, GrammarFields):
     """The fields that chats and completions share."""
 
-    model: str | None = Field(default=None, description="A name from /v1/models; by default the first.")
-    n: int | None = Field(default=None, ge=1, description="Choices per prompt.")
+    model: str | None = Field(None, description="A name from /v1/models; by default the first.")
+    n: int | None = Field(None, ge=1, description="Choices per prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, description="0 or -1 keeps all tokens.")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=-(2**63), le=_MAX_SEED)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=_MAX_SEED)
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     tbt_target: Duration | None = Field(
-        default=None, description="Target time between this stream's tokens: seconds or '50ms'."
+        None, description="Target time between this stream's tokens: seconds or '50ms'."
     )
-    ttft_target: Duration | None = Field(default=None, description="Target time to the first token.")
-    tenant: Annotated[str, Field(max_length=64)] | None = Field(
-        default=None, description="Tenants do not share prefix caches."
-    )
-    user: str | None = Field(default=None, description="Has no effect.")
-    metadata: dict[str, Any] | None = Field(default=None, description="Has no effect.")
-    store: bool | None = Field(default=None, description="Has no effect: nothing is ever stored.")
-    service_tier: str | None = Field(default=None, description="Has no effect.")
-    safety_identifier: str | None = Field(default=None, description="Has no effect.")
-    prompt_cache_key: str | None = Field(default=None, description="Has no effect: see tenant.")
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=0, description="Must be empty.")
+    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
+    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
+    user: str | None = Field(None, description="Has no effect.")
+    metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
+    store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
+    service_tier: str | None = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect.")
+    prompt_cache_key: str | None = Field(None, description="Has no effect: see tenant.")
+    logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Must be empty.")
     skip_special_tokens: OnlyTrue | None = None
     spaces_between_special_tokens: OnlyTrue | None = None
     include_stop_str_in_output: OnlyFalse | None = None
@@ -119,23 +122,21 @@ class GenerationBody(StrictModel, GrammarFields):
         return (self.stream_options or StreamOptions()) if self.stream else None
 
     @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Top logprobs per output token; None: no logprobs."""
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def sampling(self, *, max_tokens: int, index: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, index: int, grammar: Grammar | None) -> SamplingParams:
         """For the choice of this index: each has its own seed."""
         stop = self.stop or ()
         given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
             "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed is None else (self.seed + index) & _MAX_SEED,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
             "prompt_logprobs": self.num_prompt_logprobs,
             "tbt_target": None if self.tbt_target is None else seconds_of(self.tbt_target),
             "ttft_target": None if self.ttft_target is None else seconds_of(self.ttft_target),
@@ -144,7 +145,7 @@ class GenerationBody(StrictModel, GrammarFields):
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=logprobs,
+            logprobs=self.num_logprobs,
             grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -154,12 +155,16 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: Prompt = Field(description="Text or token ids; a list of either is a batch.")
-    max_tokens: int | None = Field(default=None, ge=0, description="16 by default; 0 to only echo or score the prompt.")
-    echo: bool | None = Field(default=None, description="Start the text with the prompt.")
+    max_tokens: int | None = Field(None, ge=0, description="16 by default; 0 to only echo or score the prompt.")
+    echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: NumLogprobs | None = None
-    best_of: int | None = Field(default=None, ge=1, le=1)
+    best_of: int | None = Field(None, ge=1, le=1)
     suffix: None = None
-    add_special_tokens: bool | None = Field(default=None, description="Prepend the model's BOS token to text.")
+    add_special_tokens: bool | None = Field(None, description="Prepend the model's BOS token to text.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -196,14 +201,12 @@ class ChatBody(GenerationBody, ToolFields):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: int | None = Field(default=None, ge=1, description="By default, up to the end of the context.")
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Newer name of max_tokens; takes precedence."
-    )
+    max_tokens: int | None = Field(None, ge=1, description="By default, up to the end of the context.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Newer name of max_tokens; takes precedence.")
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool | None = Field(default=None, description="Let the template start the assistant's turn.")
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="For the model's chat template.")
+    add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -211,6 +214,10 @@ class ChatBody(GenerationBody, ToolFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only with logprobs=true")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -248,7 +255,7 @@ class TargetBody(StrictModel):
     tbt_target: Duration | None = Field(
         description="Time between a stream's tokens: seconds or '50ms'; at least 0.1 ms. null: keep no target."
     )
-    paced: bool | None = Field(default=None, description="Streams that are ahead lend their slack; null: unchanged.")
+    paced: bool | None = Field(None, description="Streams that are ahead lend their slack; null: unchanged.")
 
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TargetBody)

@@ -6,6 +6,7 @@ of one can occupy a processor for minutes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,13 @@ from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
 Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "json_object": lambda is_wanted: Grammar.json_object(),
+}
 
 
 class StrictModel(BaseModel):
@@ -92,13 +100,4 @@ def _format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | No
 
 
 def _grammar(kind: str, value: Any) -> Grammar | None:
-    if value is None or value is False:
-        return None
-    match kind:
-        case "json":
-            return Grammar.json_schema(value)
-        case "regex":
-            return Grammar.regex(value)
-        case "choice":
-            return Grammar.choice(value)
-    return Grammar.json_object()
+    return None if value is None or value is False else _GRAMMARS[kind](value)

@@ -9,14 +9,15 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.access import Caller
+from evenflow.server.access import cache_salt
+from evenflow.server.api.logprobs import prompt_logprobs
 from evenflow.server.api.request_models import GenerationBody
 from evenflow.server.api.service import ModelService
 
@@ -34,45 +35,56 @@ def event_of(content: bytes) -> bytes:
 class ResponseWriter(ABC, Generic[BodyType]):
     """Writes the response to one HTTP request, whole or as events. The choices of a prompt have adjacent indexes."""
 
-    def __init__(
-        self,
-        service: ModelService,
-        body: BodyType,
-        caller: Caller,
-        *,
-        id_prefix: str,
-        object_name: str,
-        event_start: bytes,
-        num_prompts: int = 1,
-    ) -> None:
+    _ID_PREFIX: ClassVar[str]
+    _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
+    _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
+
+    def __init__(self, service: ModelService, body: BodyType, key: str, object_name: str, num_prompts: int = 1) -> None:
         self.num_choices = num_prompts * body.num_choices
         service.gate.check_num_choices(self.num_choices)
         self.body = body
         self.tenant = body.tenant or ""
-        self.cache_salt = caller.tenant(body.tenant)
+        self.cache_salt = cache_salt(key, self.tenant)
         self._service = service
-        self._id = f"{id_prefix}-{secrets.token_hex(12)}"
+        self._num_logprobs = body.num_logprobs
+        self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
         model = service.model_name(body.model)
         self._head = {"id": self._id, "object": object_name, "created": int(time.time()), "model": model}
-        # Everything before the text is the same in all events of a choice.
-        start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,'
-        self._event_starts = [start % index + event_start for index in range(self.num_choices)]
+        # Everything before the content is the same in all events of a choice.
+        start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
+        self._event_starts = [start % index for index in range(self.num_choices)]
 
     @abstractmethod
     def prepare(self) -> list[Request]:
         """One engine request per choice. Tokenising takes long for long prompts: call it in a thread."""
 
-    @abstractmethod
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         """The whole response."""
+        choices = [
+            {
+                "index": index,
+                **self._content(index, output),
+                "logprobs": None if self._num_logprobs is None else self._logprobs(index, output, output.token_ids),
+                "finish_reason": self._finish_reason(index, output.finish_reason),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._head, "choices": choices, "usage": usage}
 
-    @abstractmethod
-    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        """The event for a delta, empty if there is nothing to say; `usage` is JSON to include, or empty."""
-
-    def first_event(self, index: int) -> bytes:
+    def first_event(self, index: int, usage: bytes) -> bytes:
         """An event to send before the first delta of a choice, if any."""
         return b""
+
+    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
+        content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
+        if self._num_logprobs is not None and delta.token_ids:
+            logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
+        elif content == self._NO_CONTENT and usage in (b"", b"null") and delta.finish_reason is None:
+            return b""
+        if delta.finish_reason is not None:
+            reason = encode_json(self._finish_reason(index, delta.finish_reason))
+        return self._write_event(index, content, usage, logprobs, reason)
 
     def usage_event(self, usage: bytes) -> bytes:
         return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
@@ -80,22 +92,39 @@ class ResponseWriter(ABC, Generic[BodyType]):
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return len(output.token_ids)
 
+    @abstractmethod
+    def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The field of a choice that holds its whole content."""
+
+    @abstractmethod
+    def _delta_content(self, index: int, delta: Delta) -> bytes:
+        """The content of an event, as JSON."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The logprobs of these last tokens of an output."""
+
+    @abstractmethod
+    def _finish_reason(self, index: int, reason: str | None) -> str | None: ...
+
+    def _prompt_logprobs(self, output: RequestOutput, num_top: int) -> list[dict[str, Any] | None]:
+        return prompt_logprobs(self._service.tokenizer, output.prompt_logprobs or [], num_top)
+
     def _write_event(
-        self, index: int, content: bytes, logprobs: bytes, finish_reason: str | None, usage: bytes
+        self, index: int, content: bytes, usage: bytes, logprobs: bytes = b"null", reason: bytes = b"null"
     ) -> bytes:
-        reason = b"null" if finish_reason is None else encode_json(finish_reason)
         end = b'}],"usage":' + usage + b"}\n\n" if usage else b"}]}\n\n"
         return b"".join(
             (self._event_starts[index], content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end)
         )
 
     def _requests(
-        self, prompt: list[int], *, max_tokens: int, logprobs: int | None, grammar: Grammar | None, first_index: int = 0
+        self, prompt: list[int], max_tokens: int, grammar: Grammar | None, first_index: int = 0
     ) -> list[Request]:
         """The requests for all choices of one prompt, numbered from `first_index`."""
         requests = []
         for index in range(first_index, first_index + self.body.num_choices):
-            sampling = self.body.sampling(max_tokens=max_tokens, index=index, logprobs=logprobs, grammar=grammar)
+            sampling = self.body.sampling(max_tokens=max_tokens, index=index, grammar=grammar)
             request_id = self._id if self.num_choices == 1 else f"{self._id}-{index}"
             requests.append(
                 self._service.client.prepare(prompt, sampling, request_id=request_id, tenant=self.cache_salt)

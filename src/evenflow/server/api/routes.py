@@ -49,7 +49,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes)
-        return GenerationResponse(service, CompletionWriter(service, body, request.state.caller))
+        return GenerationResponse(service, CompletionWriter(service, body, request.state.key))
 
     @routes.post(
         "/v1/chat/completions",
@@ -58,7 +58,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes)
-        return GenerationResponse(service, ChatWriter(service, body, request.state.caller))
+        return GenerationResponse(service, ChatWriter(service, body, request.state.key))
 
     return routes
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, TypeVar
 
 from evenflow.model.chat_template import ToolStyle
@@ -28,54 +28,8 @@ _T = TypeVar("_T")
 _Parser = Generator[None, str, _T]  # is sent characters and returns what they mean
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text outside of calls."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call begins; its arguments follow."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A piece of a call's arguments. Together they are the JSON that the model wrote."""
-
-    index: int
-    text: str
-
-
-Event = Content | CallStart | CallArguments
-
-
-def as_delta(events: Iterable[Event]) -> dict[str, Any]:
-    """Events as one delta of OpenAI's streams."""
-    content = ""
-    calls: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event:
-            case Content(text):
-                content += text
-            case CallStart(index, call_id, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
-            case CallArguments(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    delta: dict[str, Any] = {"content": content} if content else {}
-    return {**delta, "tool_calls": list(calls.values())} if calls else delta
-
-
-def whole_message(events: Iterable[Event]) -> dict[str, Any]:
-    """All events of a choice as one assistant message."""
-    delta = as_delta(events)
+def whole_message(delta: dict[str, Any]) -> dict[str, Any]:
+    """The delta of a whole choice as an assistant message."""
     calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
     message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", None if calls else "")}
     return {**message, "tool_calls": calls} if calls else message
@@ -89,9 +43,8 @@ class ToolStream:
     """Parses one choice.
 
         stream = ToolStream(style, names={"get_weather"})
-        for text in texts:
-            for event in stream.push(text): ...
-        for event in stream.finish(): ...
+        deltas = [stream.push(text) for text in texts]
+        last_delta = stream.push("", is_last=True)
 
     A call starts with the style's marker or, without one, at the very start of the output, where it must name a
     function in `names`. With `parallel` false only the first call is reported.
@@ -99,11 +52,12 @@ class ToolStream:
 
     def __init__(self, style: ToolStyle, names: set[str], *, parallel: bool = True) -> None:
         self.num_calls = 0
+        self._style = style
         self._opening, self._closing = _MARKERS[style]
         self._names = names
-        self._max_calls = None if parallel else 1
-        self._new_id = _short_id if style is ToolStyle.MISTRAL else _long_id
-        self._events: list[Event] = []
+        self._parallel = parallel
+        self._content: list[str] = []  # for the next delta
+        self._call_deltas: dict[int, dict[str, Any]] = {}  # likewise, by index; arguments are lists of pieces
         self._blanks = ""  # held until the next text: before a call they are dropped
         self._unread: deque[str] = deque()  # characters to read again
         self._read: list[str] = []  # since the attempt began
@@ -111,31 +65,20 @@ class ToolStream:
         self._parser = self._output()
         next(self._parser)
 
-    def push(self, text: str) -> list[Event]:
-        """The events that became certain with this text."""
+    def push(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        """What became certain with this text, as a delta of OpenAI's streams."""
         for character in text:
             self._parser.send(character)
-        return self._take_events()
-
-    def finish(self) -> list[Event]:
-        """What was held back, now that nothing follows."""
-        try:
-            self._parser.send(_END)
-        except StopIteration:
-            return self._take_events()
-        raise AssertionError("the parser went on after the end of the output")
-
-    def _take_events(self) -> list[Event]:
-        """The events since the last call, adjacent pieces of content or arguments joined."""
-        taken: list[Event] = []
-        for (kind, index), group in groupby(self._events, lambda event: (type(event), getattr(event, "index", 0))):
-            if kind is CallStart:
-                taken += group
-                continue
-            text = "".join([event.text for event in group if not isinstance(event, CallStart)])
-            taken.append(Content(text) if kind is Content else CallArguments(index, text))
-        self._events.clear()
-        return taken
+        if is_last:
+            with suppress(StopIteration):  # the parser ends with the output
+                self._parser.send(_END)
+        delta: dict[str, Any] = {"content": "".join(self._content)} if self._content else {}
+        if self._call_deltas:
+            delta["tool_calls"] = list(self._call_deltas.values())
+            for call in delta["tool_calls"]:
+                call["function"]["arguments"] = "".join(call["function"]["arguments"])
+        self._content, self._call_deltas = [], {}
+        return delta
 
     # ---- parsers: each is sent characters through `yield` ----
 
@@ -311,25 +254,26 @@ class ToolStream:
     def _back(self) -> None:
         self._unread.appendleft(self._read.pop())
 
-    # ---- events ----
+    # ---- the next delta ----
 
     def _start(self, call: _Call) -> None:
-        assert call.name is not None
         call.index, self.num_calls = self.num_calls, self.num_calls + 1
         self._blanks = ""
-        if self._reports(call.index):
-            self._events.append(CallStart(call.index, self._new_id(), call.name))
+        if self._parallel or call.index == 0:
+            # Mistral's templates accept only ids of nine letters and digits.
+            call_id = secrets.token_hex(5)[:9] if self._style is ToolStyle.MISTRAL else f"call_{secrets.token_hex(12)}"
+            delta: dict[str, Any] = {"index": call.index, "id": call_id, "type": "function"}
+            delta["function"] = {"name": call.name, "arguments": []}
+            self._call_deltas[call.index] = delta
 
     def _emit_arguments(self, call: _Call, text: str) -> None:
-        if call.index is not None and self._reports(call.index):
-            self._events.append(CallArguments(call.index, text))
-
-    def _reports(self, index: int) -> bool:
-        return self._max_calls is None or index < self._max_calls
+        if call.index is not None and (self._parallel or call.index == 0):
+            delta = self._call_deltas.setdefault(call.index, {"index": call.index, "function": {"arguments": []}})
+            delta["function"]["arguments"].append(text)
 
     def _emit_content(self, text: str) -> None:
         if self._blanks + text:
-            self._events.append(Content(self._blanks + text))
+            self._content.append(self._blanks + text)
         self._blanks = ""
 
 
@@ -339,13 +283,4 @@ class _Call:
 
     name: str | None = None
     arguments: str | None = None
-    index: int | None = None  # None until it is reported
-
-
-def _long_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _short_id() -> str:
-    """Mistral's templates accept only ids of nine letters and digits."""
-    return secrets.token_hex(5)[:9]
+    index: int | None = None  # None until it has started

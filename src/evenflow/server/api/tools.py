@@ -6,7 +6,7 @@ Used in this order:
     prompt = tokenizer.apply_chat_template(messages, tools=use.tools)
     sampling = SamplingParams(grammar=use.grammar)
     stream = use.new_stream()               one per choice; None if all text is content
-    delta = as_delta(stream.push(text))     likewise stream.finish(); for a whole response, whole_message(events)
+    delta = stream.push(text)               for a whole response, whole_message(stream.push(text, is_last=True))
     finish_reason = "tool_calls"            instead of "stop" if stream.num_calls is not 0
 """
 

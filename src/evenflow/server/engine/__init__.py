@@ -1,1 +1,1 @@
-"""The engine's process, and the front's side of it."""
+"""The engine process, and the front's side of it."""

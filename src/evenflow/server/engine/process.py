@@ -1,7 +1,7 @@
-"""The engine in a process of its own: commands in, one message a step out.
+"""The engine process: commands in, one message per step out.
 
-One thread reads commands. The main thread steps and never waits for the socket: a second thread sends what finds no
-room there.
+One thread reads commands. The main thread runs steps and never waits for the socket: another thread sends what does
+not fit into it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_served_engine(config: EngineConfig, record: Path | None = None) -> Eng
 
 
 def run_engine_process(connection: socket.socket, factory: EngineFactory) -> None:
-    """The whole life of the process; it ends with the front, however that ends."""
+    """The main function of the process, which ends when the front does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front handles an interrupt at the terminal
     commands: Commands = Commands()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
@@ -54,11 +54,11 @@ def _read_commands(connection: socket.socket, commands: Commands) -> None:
 
 
 class EventWriter:
-    """Sends events in order, at once and without blocking: another thread would first have to get the interpreter."""
+    """Sends events in order without blocking. It tries at once: another thread would have to wait for the GIL."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._unsent: deque[bytes] = deque()  # for the thread; the first is being sent
+        self._unsent: deque[bytes] = deque()  # for the thread, which is sending the first
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._send_rest, daemon=True)
@@ -81,23 +81,21 @@ class EventWriter:
         self._thread.join()
 
     def _send_now(self, content: bytes) -> int:
-        """How many bytes found room."""
+        """The number of bytes that fit into the socket."""
         try:
             return self._connection.send(content, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # the front is gone: the reader sees that too and ends the process
+        except OSError:  # the front is gone: the reading thread sees that too and ends the process
             return len(content)
 
     def _send_rest(self) -> None:
-        while self._wait_for_rest():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._is_closed)
+                if not self._unsent:
+                    return
             with contextlib.suppress(OSError):
                 self._connection.sendall(self._unsent[0])
             with self._changed:
                 self._unsent.popleft()
-
-    def _wait_for_rest(self) -> bool:
-        """False: there is none, and will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unsent or self._is_closed)
-            return bool(self._unsent)

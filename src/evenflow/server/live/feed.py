@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -197,19 +197,13 @@ def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     files = {path.name: path for path in _FOLDER.iterdir()}
 
-    def file_response(name: str) -> Response:
-        path = files.get(name)
-        if path is None:
-            raise HTTPException(404, f"The page has no file {name!r}.")
-        return Response(path.read_bytes(), media_type=_MEDIA_TYPES[path.suffix], headers=_HEADERS)
-
     @routes.get("/")
-    def page() -> Response:
-        return file_response("index.html")
-
     @routes.get("/live/{name}.{suffix}")
-    def file(name: str, suffix: str) -> Response:
-        return file_response(f"{name}.{suffix}")
+    def file(request: Request) -> Response:
+        name = "{name}.{suffix}".format(**request.path_params) if request.path_params else "index.html"
+        if name not in files:
+            raise HTTPException(404, f"The page has no file {name!r}.")
+        return Response(files[name].read_bytes(), media_type=_MEDIA_TYPES[files[name].suffix], headers=_HEADERS)
 
     @routes.get("/live/feed", dependencies=list(feed_dependencies))
     async def live_feed() -> StreamingResponse:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.server.access import cache_salt
 from evenflow.server.api.generation_response import client_disconnected
 from evenflow.server.api.request_body import read_bytes
 from evenflow.server.api.response_writer import DONE, encode_json, event_of
@@ -55,7 +56,7 @@ def proxy_routes(service: VllmService) -> APIRouter:
         url = _URL.copy_with(raw_path=request.scope["raw_path"] + (b"?" + query if query else b""))
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
         proxied = httpx.Request(request.method, url, headers=headers, content=content)
-        return ProxyResponse(service, proxied, request.state.caller.tenant(None))
+        return ProxyResponse(service, proxied, cache_salt(request.state.key))
 
     return routes
 

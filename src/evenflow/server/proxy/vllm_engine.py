@@ -17,6 +17,7 @@ import httpx
 
 from evenflow.core.request import FinishReason
 from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.hosts.policy_file import PolicyFile
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.step_receiver import StepReceiver
@@ -58,7 +59,7 @@ class VllmEngine(SupervisedEngine):
         if seconds is not None:
             self._last_target = self._last_target.with_target(seconds, paced)
         self.policy = None if seconds is None else self._last_target
-        self._folder.set_policy(self.policy)
+        PolicyFile(self._folder.policy_path).write(self.policy)
         self._publish_state()
 
     @contextmanager
