@@ -1,12 +1,10 @@
 """The record format: requests, plans and results as plain data for JSON, and back.
 
-A record holds every call of a scheduler, so that the same run can be planned again. Readers refuse a version that they
-do not know.
+A recording holds every call of a scheduler: replaying the calls gives the same plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +21,7 @@ Record = dict[str, Any]
 
 
 def header_record(scheduler: Scheduler) -> Record:
-    """The scheduler as it starts: its settings, and what it knows of step times."""
+    """A scheduler at its start: its settings, and what it has learned of step times."""
     return {
         "version": VERSION,
         "scheduler": asdict(scheduler.config) | policy_record(scheduler.config.policy),
@@ -84,21 +82,11 @@ def read_request(record: Record) -> Request:
 
 
 def plan_record(plan: StepPlan) -> Record:
-    """A plan as JSON would give it back: lists for tuples and sets."""
-    plain = _plain(asdict(plan))
-    assert isinstance(plain, dict)
-    return plain
+    return {name: _plain(value) for name, value in asdict(plan).items()}
 
 
 def result_record(result: StepResult) -> Record:
-    return {
-        "step_id": result.step_id,
-        "tokens": [list(tokens) for tokens in result.tokens],
-        "seconds": result.seconds,
-        "errors": {str(index): message for index, message in result.errors.items()},
-        "logprobs": _logprobs_record(result.logprobs),
-        "prompt_logprobs": _logprobs_record(result.prompt_logprobs),
-    }
+    return {name: _plain(value) for name, value in asdict(result).items()}
 
 
 def read_result(record: Record) -> StepResult:
@@ -113,17 +101,14 @@ def read_result(record: Record) -> StepResult:
 
 
 def _plain(value: object) -> object:
+    """The value as JSON returns it: lists for tuples and sets, text for keys."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _logprobs_record(logprobs: Mapping[int, tuple[RowLogprobs, ...]]) -> Record:
-    return {str(index): _plain(rows) for index, rows in logprobs.items()}
 
 
 def _read_logprobs(record: Record) -> dict[int, tuple[RowLogprobs, ...]]:

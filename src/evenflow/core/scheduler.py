@@ -275,7 +275,7 @@ class Scheduler:
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         for request in self.waiting:
             cached = self.prefix_cache.find(request)
-            missing = self.prefix_cache.first_missing(request, cached)
+            missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
                 if missing in starting or self.prefix_cache.is_being_computed(missing):
                     continue  # waiting for it is cheaper than computing it twice
