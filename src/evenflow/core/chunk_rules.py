@@ -1,7 +1,6 @@
 """Rules that choose the size of a prefill chunk from a few figures, without a model of the machine.
 
-The engine's `load`, `adaptive` and `prompt-length` policies are these; `evenflow.minimal` shows the first two.
-Must not know: requests, plans, tensors; seconds are given, never read from a clock.
+They make the policies `load`, `adaptive` and `prompt-length`; `evenflow.minimal` shows the first two.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import deque
 
 from evenflow.errors import InvalidConfig
 
-HIGH_DECODE_PRESSURE = 0.8  # share of the slots that decode, above which both rules by load shrink the chunk
+HIGH_DECODE_PRESSURE = 0.8  # share of decoding slots above which chunks shrink
 
 
 def select_optimal_chunk_size(
@@ -19,8 +18,7 @@ def select_optimal_chunk_size(
 ) -> int:
     """64 when over 80% of the slots decode, else 256 for prompts over 2,048 tokens, else 128.
 
-    `available_memory` is counted in tokens: how many more tokens' KV fit. The result never exceeds it, so that it is 0
-    when not even one token fits.
+    `available_memory` is the number of tokens whose KV still fits. The result never exceeds it, and may be 0.
     """
     _require("sequence_length", sequence_length, sequence_length >= 1, "at least 1 token")
     _require("available_memory", available_memory, available_memory >= 0, "at least 0 tokens")
@@ -36,7 +34,7 @@ def select_optimal_chunk_size(
 
 
 def chunk_size_for_prompt(prompt_length: int) -> int:
-    """Longer prompts in larger chunks, so that their number stays moderate."""
+    """Larger chunks for longer prompts keep the number of chunks moderate."""
     _require("prompt_length", prompt_length, prompt_length >= 1, "at least 1 token")
     if prompt_length < 4096:
         return 512
@@ -48,25 +46,21 @@ def chunk_size_for_prompt(prompt_length: int) -> int:
 class AdaptiveChunker:
     """Smaller chunks while most slots decode, larger ones while chunks take less time than the target.
 
-    The caller appends each chunk's seconds to `recent_chunk_times`, which forgets the oldest.
+    The caller appends each chunk's seconds to `recent_chunk_times`.
     """
 
     SMALLEST = 32
     LARGEST = 512
-    HISTORY = 16  # chunks that the recent average is taken over
+    HISTORY = 16  # chunks in the average
 
     def __init__(self, decode_latency_target: float = 0.05) -> None:
-        _require(
-            "decode_latency_target",
-            decode_latency_target,
-            0 < decode_latency_target < math.inf,
-            "a number of seconds above 0",
-        )
+        is_valid = 0 < decode_latency_target < math.inf
+        _require("decode_latency_target", decode_latency_target, is_valid, "a number of seconds above 0")
         self.decode_latency_target = decode_latency_target
         self.recent_chunk_times: deque[float] = deque(maxlen=self.HISTORY)
 
     def select_chunk_size(self, base_chunk_size: int, decode_pressure: float) -> int:
-        """`decode_pressure` is the share of the slots that decode. Without a history there is no reason to grow."""
+        """`decode_pressure` is the share of decoding slots. Without a history, chunks do not grow."""
         _require("base_chunk_size", base_chunk_size, base_chunk_size >= 1, "at least 1 token")
         _require("decode_pressure", decode_pressure, decode_pressure >= 0, "at least 0")
         if decode_pressure > HIGH_DECODE_PRESSURE:

@@ -1,6 +1,6 @@
-"""What an answer must look like: a JSON schema, a regular expression, a choice, or a grammar, as plain text.
+"""The form of a constrained answer, as plain text: a JSON schema, a regular expression, a choice or a Lark grammar.
 
-Crosses from the caller to the executor unchanged. Must not know: how text is matched, tokens (`model/grammar.py`).
+It passes from the caller to the executor unchanged; `model/grammar.py` interprets it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_CHARACTERS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The whole answer matches `text`, read as `kind` says. Best made by one of the functions below.
+    """The whole answer matches `text`, which `kind` interprets. The class methods create one.
 
     SamplingParams(grammar=Grammar.json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
     SamplingParams(grammar=Grammar.regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"))
@@ -27,7 +27,7 @@ class Grammar:
     """
 
     kind: GrammarKind
-    text: str  # a schema and the list of a choice are written in JSON
+    text: str  # JSON for a schema or a choice
 
     def __post_init__(self) -> None:
         kinds = get_args(GrammarKind)
@@ -38,11 +38,11 @@ class Grammar:
         if not 0 < len(self.text) <= MOST_CHARACTERS:
             raise InvalidRequest(f"Got a grammar of {len(self.text)} characters but expected 1 to {MOST_CHARACTERS}.")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
-            raise InvalidRequest("the grammar is not valid Unicode: it holds half of a surrogate pair")
+            raise InvalidRequest("Got a grammar that is not valid Unicode: it contains half of a surrogate pair.")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that is valid by this schema, which may be given as an object or as its text."""
+        """JSON that is valid by this schema, an object or its text."""
         return cls("json_schema", schema if isinstance(schema, str) else _to_json(schema))
 
     @classmethod
@@ -52,20 +52,19 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that this pattern matches from its first to its last character."""
+        """Text that this pattern matches as a whole."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of these texts."""
-        is_list = not isinstance(texts, str) and all(isinstance(text, str) and text for text in texts)
-        if not is_list or not texts:
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InvalidRequest(f"Got choice={texts!r} but expected a list of texts, none of them empty.")
         return cls("choice", _to_json(list(texts)))
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """Text of a context-free grammar in llguidance's Lark notation."""
+        """Text of a context-free grammar, in llguidance's Lark notation."""
         return cls("lark", grammar)
 
 
@@ -73,4 +72,4 @@ def _to_json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the schema or choice cannot be written as JSON: {error}") from error
+        raise InvalidRequest(f"Got a schema or choice that cannot be written as JSON: {error}.") from error

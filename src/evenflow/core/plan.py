@@ -1,7 +1,6 @@
-"""What one step computes and what came of it: the only types that cross into an executor.
+"""What a step computes and what it returned: the only types that an executor shares with the scheduler.
 
-All are frozen, and each has a record form (see `engine/recorder.py`), so that a recorded run is a test case, a
-calibration set and a replay. Must not know: tensors, devices, text.
+All are immutable, and `record` writes each as plain data: a recorded run is a test case and can be replayed.
 """
 
 from __future__ import annotations
@@ -15,32 +14,28 @@ from evenflow.core.request import SamplingParams
 
 
 class ChunkReason(StrEnum):
-    """Why a chunk is as long as it is, and not longer."""
+    """Why a chunk is not longer."""
 
-    END_OF_PROMPT = "end_of_prompt"  # nothing was left to take
+    END_OF_PROMPT = "end_of_prompt"  # the prompt ends here
     BUDGET = "budget"  # the step's tokens were used up
-    CHUNK_SIZE = "chunk_size"  # the policy's rule for the size of one chunk
+    CHUNK_SIZE = "chunk_size"  # the policy's rule for the size of a chunk
     LONG_PREFILL = "long_prefill"  # long_prefill_token_threshold
-    ALIGNMENT = "alignment"  # rounded down to what the executor runs well
-    FLOOR = "floor"  # nothing was left for prefill; the least that keeps it moving
+    ALIGNMENT = "alignment"  # rounded down to a size that the executor runs well
+    FLOOR = "floor"  # no room for prefill: the minimum that keeps it moving
     LATENCY = "latency"  # more would have made a stream's next token late
-    WARM_UP = "warm_up"  # twice the largest step seen so far: beyond that, step times are guesses
+    WARM_UP = "warm_up"  # twice the largest step seen so far: beyond it, step times are guesses
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCaps:
-    """What an executor can take and likes; the scheduler plans within it."""
+    """An executor's limits and preferences."""
 
     max_steps_in_flight: int = 1
     max_prefill_sequences: int = 16  # chunks in one step
-    chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to this
-    row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, which steps are padded to, ascending; empty: none
-    attention_tile: int = 1  # rows of a chunk that attention computes together, as many of them as there may be
-    attention_wave: int = 0  # rows of a chunk that occupy the whole device at once; 0: nothing like that
-
-    def is_launched(self, rows: int) -> bool:
-        """Is a step of so many rows launched op by op, which costs the host more than replaying a graph?"""
-        return bool(self.row_buckets) and rows > self.row_buckets[-1]
+    chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
+    row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
+    attention_tile: int = 1  # rows of a chunk that attention computes together
+    attention_wave: int = 0  # rows of a chunk that occupy the whole device; 0: not modelled
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
@@ -53,13 +48,13 @@ class ExecutorCaps:
         chunks: Iterable[tuple[int, int]] = (),  # starts and lengths
         prefill_logit_rows: int = 0,
     ) -> StepShape:
-        """The figures of a step that holds this, as it runs here. A decode with guessed tokens counts once for each."""
+        """The figures of such a step on this executor. A decode with speculative tokens counts once for each."""
         num_chunks = prefill_rows = attention = wave_attention = 0
         for start, length in chunks:
             num_chunks += 1
             prefill_rows += length
             attention += _attention(start, length, self.attention_tile)
-            if 2 * length > self.attention_wave > 0:  # shorter ones are spread over the device
+            if 2 * length > self.attention_wave > 0:  # shorter chunks are spread over the device
                 wave_attention += _attention(start, length, self.attention_wave)
         rows = num_decodes + prefill_rows
         return StepShape(
@@ -72,38 +67,38 @@ class ExecutorCaps:
             decode_context=decode_context,
             attention_calls=num_chunks + (1 if num_decodes else 0),
             logit_rows=num_decodes + prefill_logit_rows,
-            is_launched=self.is_launched(rows),
+            is_launched=bool(self.row_buckets) and rows > self.row_buckets[-1],
         )
 
     def prefill_shape(self, start: int, length: int) -> StepShape:
-        """A step of one chunk alone, which ends its prompt."""
+        """A step of a single chunk, which ends its prompt."""
         return self.step_shape(chunks=[(start, length)], prefill_logit_rows=1)
 
 
 def _attention(start: int, length: int, granule: int) -> int:
-    """The sum over a chunk's rows, padded to whole granules, of the positions each one sees."""
+    """The sum over a chunk's rows, padded to whole granules, of the positions that each attends to."""
     rows = -(-length // granule) * granule
     return rows * (2 * start + length + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that takes a slot in this step, first or after a preemption: all an executor needs of it, once."""
+    """A request that takes a slot in this step, for the first time or after a preemption."""
 
     request_id: str
     epoch: int
     slot: int
-    token_ids: tuple[int, ...]  # everything known: the prompt, and after a preemption the output so far
+    token_ids: tuple[int, ...]  # the prompt, and after a preemption the output so far
     num_prompt_tokens: int
-    num_cached_tokens: int  # leading tokens whose KV lies in the first blocks of its table already
-    max_known_tokens: int  # tokens this request can ever hold
+    num_cached_tokens: int  # leading tokens whose KV is already in the first blocks of its table
+    max_known_tokens: int  # upper bound of its tokens
     sampling: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # not sampled before `min_tokens` are out
+    stop_token_ids: frozenset[int]  # not sampled before `min_tokens`
 
 
 class BlockTableChange(NamedTuple):
-    """Blocks appended to a slot's table, from entry `first` on."""
+    """Blocks appended to a slot's table, starting at entry `first`."""
 
     slot: int
     first: int
@@ -112,10 +107,10 @@ class BlockTableChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """One token for each of these requests, as columns: an object a decode would cost more than planning it.
+    """One token for each of these requests, as columns: creating an object per decode would cost more than planning it.
 
-    Row i feeds the token at `positions[i]`, known to the host or not: an executor writes each sample behind the tokens
-    of its slot, so that a token still in flight needs no id here. Every decode row is sampled.
+    Row i feeds the token at `positions[i]`. The host need not know its id: an executor appends each sample to the
+    tokens of its slot. Every decode row is sampled.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -137,8 +132,8 @@ class Chunk:
     start: int
     length: int
     reason: ChunkReason
-    samples: bool  # the last row ends all that is known: it yields a token
-    prompt_logprobs: bool = False  # every row that predicts a prompt token needs its logits
+    samples: bool  # the last row is the last known token, and gives the next one
+    prompt_logprobs: bool = False  # every row that predicts a prompt token needs logits
 
     @property
     def end(self) -> int:
@@ -151,18 +146,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step costs is a function of these figures; any engine's step can be described by them."""
+    """The figures that a step's cost depends on. They describe a step of any engine."""
 
     total_rows: int
     padded_rows: int
     prefill_rows: int
-    prefill_attention: int  # sum over prefill rows, padded to tiles, of the positions each one sees
+    prefill_attention: int  # sum over prefill rows, padded to tiles, of the positions that each attends to
     decode_sequences: int
-    decode_context: int  # sum over decodes of the positions each one sees
+    decode_context: int  # the same sum over decodes
     attention_calls: int
     logit_rows: int
-    is_launched: bool = False  # op by op: it has more rows than any captured graph
-    wave_attention: int = 0  # the same of long chunks, padded to whole waves
+    is_launched: bool = False  # op by op, at a cost to the host: it has more rows than any captured graph
+    wave_attention: int = 0  # `prefill_attention` of long chunks, padded to whole waves
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +178,11 @@ class StepPlan:
 
     @property
     def num_sequences(self) -> int:
-        """Entries of the step's StepResult: one a decode, then one a chunk."""
+        """Entries of the StepResult: one for each decode, then one for each chunk."""
         return len(self.decodes) + len(self.chunks)
 
     def shape(self, caps: ExecutorCaps, num_chunks: int | None = None) -> StepShape:
-        """Its figures on an executor, or those of the same step with only the first of its chunks."""
+        """Its figures on an executor; with `num_chunks`, those of the step with only its first chunks."""
         chunks = self.chunks[:num_chunks]
         return caps.step_shape(
             num_decodes=len(self.decodes),
@@ -203,7 +198,7 @@ class TokenLogprob(NamedTuple):
 
 
 class RowLogprobs(NamedTuple):
-    """The token that came (or stood in the prompt) and the likeliest alternatives, best first."""
+    """The sampled token, or that of the prompt, and the likeliest alternatives, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -211,11 +206,11 @@ class RowLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave. Sequences are numbered as in the plan: decodes first, then chunks."""
+    """The outcome of a step. Sequences are numbered as in the plan: decodes first, then chunks."""
 
     step_id: int
-    tokens: tuple[tuple[int, ...], ...]  # a sequence's new tokens: none for a chunk that does not sample
-    seconds: float  # end - max(submitted, end of the step before): the time that belongs to this step
+    tokens: tuple[tuple[int, ...], ...]  # new tokens of each sequence: none for a chunk that does not sample
+    seconds: float  # end - max(submitted, end of the previous step): the step's own time
     errors: Mapping[int, str] = field(default_factory=dict)
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)  # for tokens start+1 .. end

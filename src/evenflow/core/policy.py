@@ -84,29 +84,28 @@ class Policy(ABC):
 
 
 def share_out(
-    view: StepView, budget: int, limit_of: Callable[[Candidate], int] | None = None, max_chunks: int | None = None
+    view: StepView,
+    budget: int,
+    reason_of_budget: ChunkReason = ChunkReason.BUDGET,
+    *,
+    limit_of: Callable[[Candidate], int] | None = None,
+    max_chunks: int | None = None,
 ) -> list[Quota]:
     """Give the budget to the candidates in order, each up to its length and limit."""
     quotas: list[Quota] = []
     max_chunks = min(max_chunks or view.caps.max_prefill_sequences, view.caps.max_prefill_sequences)
-    for index, candidate in enumerate(view.candidates):
-        if budget <= 0 or len(quotas) == max_chunks:
+    for index, candidate in enumerate(view.candidates[:max_chunks]):
+        if budget <= 0:
             break
-        limits = [(candidate.length, ChunkReason.END_OF_PROMPT), (budget, ChunkReason.BUDGET)]
+        limits = [(candidate.length, ChunkReason.END_OF_PROMPT), (budget, reason_of_budget)]
         if limit_of is not None:
             limits.append((limit_of(candidate), ChunkReason.CHUNK_SIZE))
         if view.long_prefill_token_threshold:
             limits.append((view.long_prefill_token_threshold, ChunkReason.LONG_PREFILL))
         tokens, reason = min(limits, key=lambda limit: limit[0])
-        tokens, reason = _align(tokens, reason, view.caps.chunk_alignment)
+        aligned = tokens - tokens % view.caps.chunk_alignment
+        if reason is not ChunkReason.END_OF_PROMPT and 0 < aligned < tokens:
+            tokens, reason = aligned, ChunkReason.ALIGNMENT
         quotas.append(Quota(index, tokens, reason))
         budget -= tokens
     return quotas
-
-
-def _align(tokens: int, reason: ChunkReason, alignment: int) -> tuple[int, ChunkReason]:
-    """Round down a chunk that does not end its prompt, unless that leaves nothing."""
-    aligned = tokens - tokens % alignment
-    if reason is ChunkReason.END_OF_PROMPT or aligned in (0, tokens):
-        return tokens, reason
-    return aligned, ChunkReason.ALIGNMENT

@@ -1,14 +1,13 @@
-"""Which leading tokens of a request have their KV in the pool already, or will soon.
+"""Which leading tokens of a request already have their KV in the pool, or will soon.
 
-A block's hash covers its tokens and, through its parent's hash, all tokens before it; a salt in the first link keeps
-tenants apart. The hash is collision-resistant, because a hit hands one request's KV to another.
-Must not know: scheduling order, text.
+A block's hash covers its tokens and, through its parent's hash, all tokens before it; a salt in the first link isolates
+tenants. The hash is collision-resistant, because a hit gives one request's KV to another.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -35,30 +34,28 @@ def hash_blocks(
 
 
 class PrefixCache:
-    """Finds cached prefixes, and knows which prompts are being computed right now."""
+    """Finds cached prefixes, and prefixes that running requests are computing."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
         self._pool = pool
         self._block_size = block_size
         self._enabled = enabled
-        self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> the request that computes it
+        self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> id of the request computing it
 
     def find(self, request: Request) -> list[int]:
         """Blocks that hold the request's leading tokens. At least one token is left to compute: it gives the logits."""
         return self._pool.find(self._usable_hashes(request))
 
-    def first_missing(self, request: Request, cached_blocks: Sequence[int]) -> bytes | None:
-        """The hash of the block after the cached ones, where others could share it."""
-        hashes = self._usable_hashes(request)
-        return hashes[len(cached_blocks)] if len(cached_blocks) < len(hashes) else None
+    def first_missing(self, request: Request, num_cached_blocks: int) -> bytes | None:
+        """The hash of the block after the cached ones, if others could share it."""
+        return next(islice(self._usable_hashes(request), num_cached_blocks, None), None)
 
     def is_being_computed(self, block_hash: bytes) -> bool:
         return block_hash in self._being_computed
 
-    def _usable_hashes(self, request: Request) -> list[bytes]:
-        if not self._enabled or request.sampling.prompt_logprobs is not None:
-            return []
-        return list(islice(request.block_hashes, (request.num_known - 1) // self._block_size))
+    def _usable_hashes(self, request: Request) -> Iterator[bytes]:
+        usable = self._enabled and request.sampling.prompt_logprobs is None  # logprobs need every row
+        return islice(request.block_hashes, (request.num_known - 1) // self._block_size if usable else 0)
 
     def start_computing(self, request: Request) -> None:
         if self._enabled:
@@ -67,7 +64,7 @@ class PrefixCache:
                 self._being_computed.setdefault(block_hash, request.id)
 
     def publish(self, request: Request, num_committed_before: int) -> None:
-        """Offer the blocks that were completed since; tokens sampled meanwhile are hashed here."""
+        """Publish the blocks completed since. Sampled tokens are hashed here."""
         if not self._enabled:
             return
         first, end = num_committed_before // self._block_size, request.num_committed // self._block_size
@@ -79,7 +76,7 @@ class PrefixCache:
             self._stop_computing(block_hash, request)
 
     def abandon(self, request: Request) -> None:
-        """The request stops before all of its prompt is published: nobody shall wait for the rest."""
+        """The request leaves before its whole prompt is published: nobody should wait for the rest."""
         for block_hash in islice(request.block_hashes, request.num_committed // self._block_size, None):
             self._stop_computing(block_hash, request)
 

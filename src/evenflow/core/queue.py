@@ -1,24 +1,18 @@
-"""Who is next: the requests that wait for a slot, by rank.
-
-A rank is a moment: the request's arrival, plus the patience its own size calls for (see `Scheduler.add`). Without
-patience that is first come, first served. With it the short pass the long, but only those that arrive within the long
-one's patience: later arrivals have later ranks, so nobody starves.
-"""
+"""Requests that wait for a slot, in order of rank (see `deadlines.rank_time`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from evenflow.core.request import Request
 
-
-def rank(request: Request) -> tuple[float, int]:
-    return request.rank
+rank = attrgetter("rank")
 
 
 class RankedQueue:
-    """Requests in order of rank. A preempted one comes back to the place that its rank gives it."""
+    """A preempted request returns to the place that its rank gives it."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

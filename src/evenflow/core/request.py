@@ -6,7 +6,8 @@ There are no phases. A request has tokens known and tokens computed, and the sec
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, StrEnum
 
 from evenflow.core.deadlines import StreamDeadline
@@ -38,33 +39,27 @@ class SamplingParams:
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require_int("max_tokens", self.max_tokens, 1, None)
+        _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _require_float("temperature", self.temperature, 0.0, None)
-        _require_int("top_k", self.top_k, 0, None)
-        _require_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _require_float("min_p", self.min_p, 0.0, 1.0)
-        _require_float("repetition_penalty", self.repetition_penalty, 0.0, None, low_open=True)
-        _require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _require_int("seed", self.seed, 0, 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _require_int(name, count, 0, 100)
+        _require_int("top_k", self.top_k, 0)
+        _require_number("temperature", self.temperature, 0)
+        _require_number("top_p", self.top_p, 0, 1, above=True)
+        _require_number("min_p", self.min_p, 0, 1)
+        _require_number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _require_number("presence_penalty", self.presence_penalty, -2, 2)
+        _require_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        for name, most in (("seed", 2**63 - 1), ("logprobs", 100), ("prompt_logprobs", 100)):
+            if (value := getattr(self, name)) is not None:
+                _require_int(name, value, 0, most)
         for name in ("tbt_target", "ttft_target"):
-            if getattr(self, name) is not None:
-                _require_float(name, getattr(self, name), 0.0, None, low_open=True)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidRequest(
-                f"Got stop={list(self.stop)!r} but every stop string must hold at least one character."
-            )
+            if (value := getattr(self, name)) is not None:
+                _require_number(name, value, 0, above=True)
         for token_id in self.stop_token_ids:
-            _require_int("stop_token_ids", token_id, 0, None)
+            _require_int("stop_token_ids", token_id, 0)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidRequest(f"Got stop={list(self.stop)!r} but expected stop strings of at least one character.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest(
                 f"Got grammar={self.grammar!r} but expected a Grammar, such as Grammar.regex('[a-z]+')."
@@ -73,20 +68,18 @@ class SamplingParams:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
 
 
-def _require_int(name: str, value: object, low: int, high: int | None) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
-        allowed = f"a whole number >= {low}" if high is None else f"a whole number in [{low}, {high}]"
-        raise InvalidRequest(f"Got {name}={value!r} but expected {allowed}.")
+def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= (value if high is None else high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidRequest(f"Got {name}={value!r} but expected a whole number {allowed}.")
 
 
-def _require_float(name: str, value: object, low: float, high: float | None, low_open: bool = False) -> None:
+def _require_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """From `low`, or from above it, to `high`; never infinite."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    too_low = is_number and (value < low or (low_open and value == low))  # type: ignore[operator]
-    if not is_number or too_low or (high is not None and value > high):  # type: ignore[operator]
-        sign, bracket = (">", "(") if low_open else (">=", "[")
-        allowed = f"a number {sign} {low:g}" if high is None else f"a number in {bracket}{low:g}, {high:g}]"
-        raise InvalidRequest(f"Got {name}={value!r} but expected {allowed}.")
+    if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        allowed = f"{'>' if above else '>='} {low}" if high == math.inf else f"in {'(' if above else '['}{low}, {high}]"
+        raise InvalidRequest(f"Got {name}={value!r} but expected a number {allowed}.")
 
 
 class Status(Enum):
@@ -135,6 +128,7 @@ class RequestRecord:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """A request's counters over its token positions:
 
@@ -143,72 +137,48 @@ class Request:
         [scheduled, known)          ids known, not yet scheduled
         [known, known + pending)    sampled on the device by steps in flight, ids not yet seen
 
-    committed <= scheduled <= known + pending. Leaving its slot, by preemption or for good, starts a new epoch: what
-    steps of an older epoch return is dropped.
+    committed <= scheduled <= known + pending. A request that leaves its slot, by preemption or for good, starts a new
+    epoch: results of steps of an older epoch are dropped.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "block_hashes",
-        "block_ids",
-        "deadline",
-        "epoch",
-        "error",
-        "finish_reason",
-        "id",
-        "max_known_tokens",
-        "num_cached_tokens",
-        "num_committed",
-        "num_pending",
-        "num_prompt_tokens",
-        "num_scheduled",
-        "rank",
-        "salt",
-        "sampling",
-        "seed",
-        "slot",
-        "status",
-        "stop_token_ids",
-        "tokens",
-    )
+    id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    sampling: SamplingParams
+    _: KW_ONLY
+    seed: int
+    max_model_len: InitVar[int]
+    eos_token_ids: InitVar[tuple[int, ...]] = ()
+    salt: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)
+    arrival_time: float = 0.0
 
-    def __init__(
-        self,
-        id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...] = (),
-        salt: bytes = b"",
-        block_hashes: list[bytes] | None = None,
-        arrival_time: float = 0.0,
+    tokens: list[int] = field(init=False)  # the prompt, then the output
+    num_prompt_tokens: int = field(init=False)
+    max_known_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    deadline: StreamDeadline = field(init=False)
+    rank: tuple[float, int] = (0.0, 0)  # place in line, set by the scheduler: the lowest goes first and yields last
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    epoch: int = 0
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    num_committed: int = 0
+    num_pending: int = 0
+    num_cached_tokens: int = 0
+
+    def __post_init__(
+        self, prompt_token_ids: Sequence[int], max_model_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self.id = id
         self.tokens = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling = sampling
-        self.seed = seed
-        self.stop_token_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.max_known_tokens = min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids).union(
+            () if self.sampling.ignore_eos else eos_token_ids
         )
-        self.max_known_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
-        self.salt = salt
-        self.arrival_time = arrival_time
-        self.rank = (0.0, 0)  # place in line, given by the scheduler; lower goes first, and yields last
-        self.deadline = StreamDeadline(sampling.tbt_target)
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: str | None = None
-        self.epoch = 0
-        self.slot = -1
-        self.num_scheduled = 0
-        self.num_committed = 0
-        self.num_pending = 0
-        self.num_cached_tokens = 0
-        self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = block_hashes if block_hashes is not None else []
+        self.deadline = StreamDeadline(self.sampling.tbt_target)
 
     def record(self) -> RequestRecord:
         return RequestRecord(

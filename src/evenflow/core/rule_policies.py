@@ -1,11 +1,8 @@
-"""Policies that go by a rule: a fixed budget, turns, load, recent times, prompt length.
-
-None of them knows what a step costs.
-"""
+"""Policies that follow a rule and do not predict step times: fixed budget, turns, load, recent times, prompt length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from evenflow.core.chunk_rules import AdaptiveChunker, chunk_size_for_prompt, select_optimal_chunk_size
 from evenflow.core.plan import ChunkReason, StepShape
@@ -15,7 +12,7 @@ _ADAPTIVE_BASE_CHUNK = 128
 
 
 class Unchunked(Policy):
-    """A prompt is prefilled in one step: whole prompts, as many as the budget holds, and always one."""
+    """Whole prompts, as many as fit in the budget and at least one."""
 
     def plan(self, view: StepView) -> Quotas:
         quotas: list[Quota] = []
@@ -40,18 +37,11 @@ class Alternate(Policy):
         self._chunk_ran_last = prefills
         if not prefills:
             return Quotas(True, ())
-        chunk = share_out(view, self.max_step_tokens, max_chunks=1)
-        return Quotas(False, tuple(_because_of_chunk_size(chunk)))
-
-
-def _because_of_chunk_size(quotas: Iterable[Quota]) -> Iterable[Quota]:
-    """Where the budget of a step is the policy's chunk size, say so."""
-    for quota in quotas:
-        yield quota._replace(reason=ChunkReason.CHUNK_SIZE) if quota.reason is ChunkReason.BUDGET else quota
+        return Quotas(False, tuple(share_out(view, self.max_step_tokens, ChunkReason.CHUNK_SIZE, max_chunks=1)))
 
 
 class Budgeted(Policy):
-    """Decodes first, the rest of the step's budget to chunks; what a chunk may hold is the subclass's rule."""
+    """Decodes first; chunks share the rest of the budget, by the subclass's rule."""
 
     def __init__(self, max_step_tokens: int) -> None:
         super().__init__(max_step_tokens)
@@ -83,7 +73,7 @@ class ByLoad(Budgeted):
             active_decode_requests=view.num_decodes,
             batch_size=view.max_num_seqs,
         )
-        return list(_because_of_chunk_size(share_out(view, min(size, budget))))
+        return share_out(view, min(size, budget), ChunkReason.CHUNK_SIZE)
 
 
 class Adaptive(Budgeted):
@@ -95,7 +85,7 @@ class Adaptive(Budgeted):
 
     def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
         size = self._chunker.select_chunk_size(_ADAPTIVE_BASE_CHUNK, view.num_decodes / view.max_num_seqs)
-        return list(_because_of_chunk_size(share_out(view, min(size, budget))))
+        return share_out(view, min(size, budget), ChunkReason.CHUNK_SIZE)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         if shape.prefill_rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
 
 from evenflow.core.blocks import BlockPool
-from evenflow.core.deadlines import LateToken, Pacing, Urgency, rank_time, urgency
+from evenflow.core.deadlines import LateToken, Urgency, rank_time, urgency
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -44,8 +44,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
 
 
-# A request, its place in the StepResult and its new tokens: a plain tuple, because a named one would cost a fifth of
-# what a decoding request costs here.
+# A request, its index in the StepResult and its new tokens. A named tuple would make a decoding request cost a fifth
+# more here.
 Emission = tuple[Request, int, tuple[int, ...]]
 
 
@@ -72,7 +72,7 @@ class _InFlight:
 
 
 class Scheduler:
-    """Owns the requests, the blocks and the slots of one engine."""
+    """Owns the requests, blocks and slots of one engine."""
 
     def __init__(
         self, config: SchedulerConfig, caps: ExecutorCaps | None = None, *, step_time: StepTimeModel | None = None
@@ -86,11 +86,11 @@ class Scheduler:
         self.waiting = RankedQueue()
         self.requests: dict[str, Request] = {}  # unfinished
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
-        self._decoding: dict[str, Request] = {}  # running, exactly one token to feed
-        self._decode_columns: Decodes | None = None  # of all decodes, while these stay the same
+        self._decoding: dict[str, Request] = {}  # running, with exactly one token to feed
+        self._decode_columns: Decodes | None = None  # of all of `_decoding`, until that changes
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []  # for the next plan
-        self.step_time = step_time or StepTimeModel()  # learns from every step, whatever the policy
+        self.step_time = step_time or StepTimeModel()  # learns under every policy
         self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, less the run itself
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
@@ -100,7 +100,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         if request.id in self.requests:
-            raise InvalidRequest(f"Got request id {request.id!r} but a request of that id is being served.")
+            raise InvalidRequest(f"Got request id {request.id!r} but an unfinished request has the same id.")
         capacity = self.pool.num_blocks * self.block_size
         if request.max_known_tokens > capacity:
             raise InvalidRequest(
@@ -134,7 +134,7 @@ class Scheduler:
         return True
 
     def set_policy(self, policy: PolicySpec) -> None:
-        """Plan by another policy from the next step on; requests and steps in flight stay as they are."""
+        """Use another policy from the next step on. Requests and steps in flight are unaffected."""
         self.policy = policy.build()
         for request in self.requests.values():
             request.deadline.restart(self.policy.pacing)
@@ -164,14 +164,15 @@ class Scheduler:
     # ---- planning a step ----
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None if nothing can run before a commit or an arrival."""
+        """Plan the next step; None if nothing can run before the next commit or arrival."""
         if not self.can_schedule:
-            raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most this executor takes")
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
         candidates = self._candidates()
-        urgent = self._urgency(decodes)
+        pacing = self.policy.pacing
+        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
         view = StepView(
             now=now,
             num_in_flight=len(self._in_flight),
@@ -182,7 +183,7 @@ class Scheduler:
             overhead=self.overhead,
             step_time=self.step_time,
             max_num_seqs=self.config.max_num_seqs,
-            candidates=[candidate for candidate, _ in candidates],
+            candidates=candidates,
             free_tokens=self.pool.num_free * self.block_size,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             caps=self.caps,
@@ -198,8 +199,10 @@ class Scheduler:
         self._released_slots.clear()
         columns = self._take_decodes(decodes, positions)
         admissions: list[Admission] = []
+        prefills = [self.requests[candidates[quota.candidate].request_id] for quota in quotas.chunks]
         chunks = [
-            self._take_chunk(candidates[quota.candidate][1], quota, admissions, changes) for quota in quotas.chunks
+            self._take_chunk(request, quota, admissions, changes)
+            for request, quota in zip(prefills, quotas.chunks, strict=True)
         ]
         plan = StepPlan(
             step_id=step_id,
@@ -207,21 +210,16 @@ class Scheduler:
             admissions=tuple(admissions),
             block_changes=tuple(changes),
             decodes=columns,
-            chunks=tuple(chunk for chunk, _ in chunks),
+            chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
-        self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + [request for _, request in chunks]))
+        self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
 
-    def _urgency(self, decodes: Sequence[Request]) -> Urgency:
-        if self.policy.pacing is None:
-            return Urgency(None, None)
-        return urgency([request.deadline for request in decodes], self.policy.pacing)
-
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
-        """The requests that decode in this step, each with a block for its next token; preempts if none is left."""
+        """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
@@ -240,9 +238,9 @@ class Scheduler:
         ]
 
     def _make_room(self, request: Request) -> bool:
-        """Free a block for `request` by preempting younger ones; False if it has to wait or is the youngest itself.
+        """Free a block for `request` by preempting younger ones; False if it must wait or is the youngest itself.
 
-        Only younger requests yield to older ones, so the oldest always makes progress, and in the end all do.
+        Only younger requests yield, so the oldest always makes progress, and eventually all do.
         """
         while self.pool.num_free == 0:
             if self.pool.num_settling:
@@ -253,18 +251,22 @@ class Scheduler:
                 return False
         return True
 
-    def _candidates(self) -> list[tuple[Candidate, Request]]:
-        """Prompts to continue and prompts that could start, by rank, up to what one step takes."""
+    def _candidates(self) -> list[Candidate]:
+        """Prompts to continue and prompts that could start, by rank, as many as fit in one step."""
         room = self.caps.max_prefill_sequences
-        found = [(_candidate(request, request.num_scheduled), request) for request in self._prefilling.values()]
-        found += [(_candidate(request, num_cached), request) for request, num_cached in self._admissible(room)]
-        return sorted(found, key=lambda pair: pair[1].rank)[:room]
+        starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
+        starts += self._admissible(room)
+        starts.sort(key=lambda pair: pair[0].rank)
+        return [
+            Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)
+            for request, start in starts[:room]
+        ]
 
     def _admissible(self, limit: int) -> Iterator[tuple[Request, int]]:
-        """Waiting requests for which a slot and blocks for all known tokens are free, with their cached tokens.
+        """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
 
-        Each running request reserves one more block, so that a new one does not preempt it at once. The first that
-        does not fit ends the line: letting others pass could starve it.
+        Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
+        fit ends the line: letting others pass could starve it.
         """
         limit = min(limit, len(self._free_slots))
         if not limit or not self.pool.num_free:
@@ -273,7 +275,7 @@ class Scheduler:
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         for request in self.waiting:
             cached = self.prefix_cache.find(request)
-            missing = self.prefix_cache.first_missing(request, cached)
+            missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
                 if missing in starting or self.prefix_cache.is_being_computed(missing):
                     continue  # waiting for it is cheaper than computing it twice
@@ -304,19 +306,18 @@ class Scheduler:
 
     def _take_chunk(
         self, request: Request, quota: Quota, admissions: list[Admission], changes: list[BlockTableChange]
-    ) -> tuple[Chunk, Request]:
+    ) -> Chunk:
         if request.status is not Status.RUNNING:
             admissions.append(self._admit(request, changes))
         start = request.num_scheduled
         request.num_scheduled = end = start + quota.tokens
         samples = end == request.num_known
-        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
         if samples:
             request.num_pending += 1
             del self._prefilling[request.id]
             self._decoding[request.id] = request
             self._decode_columns = None
-        chunk = Chunk(
+        return Chunk(
             request_id=request.id,
             epoch=request.epoch,
             slot=request.slot,
@@ -324,9 +325,8 @@ class Scheduler:
             length=quota.tokens,
             reason=quota.reason,
             samples=samples,
-            prompt_logprobs=wants_prompt_logprobs,
+            prompt_logprobs=request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0,
         )
-        return chunk, request
 
     def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
         """Give a waiting request a slot and blocks for all its known tokens."""
@@ -367,20 +367,27 @@ class Scheduler:
     # ---- taking in a step's result ----
 
     def commit(self, result: StepResult, now: float) -> Committed:
-        """Take in the oldest step in flight. Sequences whose request has left its slot since are dropped."""
+        """Take in the result of the oldest step in flight, except for requests that have left their slot since."""
         step = self._in_flight.popleft()
         plan = step.plan
         if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
-            raise RuntimeError(f"step {plan.step_id} is the oldest in flight, but the result is of {result.step_id}")
+            raise RuntimeError(
+                f"step {plan.step_id} is the oldest in flight, but the result is of step {result.step_id}"
+            )
         outcome = Committed(plan, result, [], [], step.shape, step.predicted_seconds)
         epochs = [*plan.decodes.epochs, *(chunk.epoch for chunk in plan.chunks)]
         for index, message in result.errors.items():
-            if step.sequences[index].epoch == epochs[index]:
-                self._fail(step.sequences[index], message, outcome)
+            request = step.sequences[index]
+            if request.epoch == epochs[index]:
+                request.error = message
+                self._end(request, FinishReason.ERROR)  # starts an epoch: `_advance` drops the row
+                outcome.finished.append(request)
         self._advance(step.sequences, epochs, outcome)
         self.pool.settle(plan.step_id)
-        if self.policy.pacing is not None:
-            self._set_deadlines(self.policy.pacing, outcome, now)
+        if (pacing := self.policy.pacing) is not None:
+            for request, _, tokens in outcome.emissions:
+                if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
+                    outcome.late.append(late)
         if not result.errors:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
@@ -388,13 +395,8 @@ class Scheduler:
             self._overheads.append(max(0.0, now - step.planned_at - result.seconds))
         return outcome
 
-    def _set_deadlines(self, pacing: Pacing, outcome: Committed, now: float) -> None:
-        for request, _, tokens in outcome.emissions:
-            if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
-                outcome.late.append(late)
-
     def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
-        """Every token passes this loop; it is flat, because at 1,000 streams each call in it counts."""
+        """Flat, because every token passes this loop: with 1,000 streams each call in it counts."""
         block_size, plan = self.block_size, outcome.plan
         emit = outcome.emissions.append
         lengths = chain(repeat(1, len(plan.decodes)), [chunk.length for chunk in plan.chunks])
@@ -424,16 +426,10 @@ class Scheduler:
         self._end(request, reason)
         outcome.finished.append(request)
 
-    def _fail(self, request: Request, message: str, outcome: Committed) -> None:
-        """End a request whose sequence failed. Its epoch moves on, so the row is dropped like any stale one."""
-        request.error = message
-        self._end(request, FinishReason.ERROR)
-        outcome.finished.append(request)
-
     # ---- leaving a slot ----
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's slot and blocks; it starts over when there is room, with its output so far."""
+        """Take a running request's slot and blocks. It starts over when there is room, keeping its output so far."""
         self._leave(request)
         request.status = Status.PREEMPTED
         request.num_scheduled = request.num_committed = request.num_pending = 0
@@ -461,7 +457,3 @@ class Scheduler:
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)
         self._decode_columns = None
-
-
-def _candidate(request: Request, start: int) -> Candidate:
-    return Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)

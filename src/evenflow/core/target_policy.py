@@ -43,7 +43,7 @@ class Target(Policy):
         quotas: list[Quota] = []
         if view.candidates:
             tokens, reason = self._largest_prefill(view, self._seconds_left(view, start))
-            quotas = [_because_of(reason, quota) for quota in share_out(view, tokens)]
+            quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
         return Quotas(True, tuple(quotas))
 
@@ -102,11 +102,6 @@ def _most_in_time(
         else:
             too_long = middle
     return fits
-
-
-def _because_of(reason: ChunkReason, quota: Quota) -> Quota:
-    """`share_out` knows only the budget; give what set it."""
-    return quota._replace(reason=reason) if quota.reason is ChunkReason.BUDGET else quota
 
 
 def _most_of(view: StepView, candidate: Candidate) -> int:
