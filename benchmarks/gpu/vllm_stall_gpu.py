@@ -26,7 +26,7 @@ from stall_curve import table, to_json  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
 from evenflow.bench.stall_load import StallLoad  # noqa: E402
-from evenflow.bench.stall_run import ClientFigures, is_pending, step_time_error  # noqa: E402
+from evenflow.bench.stall_run import ClientFigures, is_pending  # noqa: E402
 from evenflow.core.policies import PolicySpec  # noqa: E402
 from evenflow.core.report import StepReport  # noqa: E402
 
@@ -167,7 +167,8 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"{time.perf_counter() - started:.0f} s: {point}", flush=True)
         if steps:
             run = f"{len(points)} {mode}"
-            errors[run] = fmean([error for step in pending if (error := step_time_error(step)) is not None] or [0.0])
+            mixed = (step.prediction_error for step in pending if step.is_mixed)
+            errors[run] = fmean([error for error in mixed if error is not None] or [0.0])
             steps_of_runs[run] = [step_row(step) for step in steps]
     speeds: dict[str, list[float]] = {}
     for mode in [args.modes.split(",")[0], "fixed:8192"] * 3:

@@ -58,7 +58,7 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listen
 def driving() -> Iterator[Driver]:
     driver = Driver(make_scheduler())
     yield driver
-    driver.scheduler.steering.close()
+    driver.scheduler.steering.core.close()
 
 
 def test_a_target_that_is_written_is_kept_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,7 @@ class Round:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     a: Round
     b: Round
 
@@ -156,7 +155,7 @@ def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
         if a.error is None and b.error is None
     ]
     differences = [_difference(number, request, a.text, b.text) for number, request, a, b in both if a.text != b.text]
-    errors = [answer.error for pair in pairs for side in (pair.a, pair.b) for answer in side.answers if answer.error]
+    errors = [answer.error for pair in pairs for side in pair for answer in side.answers if answer.error]
     return Outcome(pairs, _estimates(pairs, goals, random.Random(seed)), len(both), differences, errors)
 
 

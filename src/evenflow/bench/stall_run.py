@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from evenflow.bench.figures import percentile
 from evenflow.bench.stall_load import StallLoad
-from evenflow.core.report import Stall, StepReport
+from evenflow.core.report import Stall
 
 NUM_WORST_GAPS = 5  # of a run
 
@@ -61,7 +61,7 @@ class StallRun:
     total_s: float = 0.0
     # From the engine's reports; empty if only clients were watched.
     prefills: list[PrefillSpan] = field(default_factory=list)
-    step_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual of mixed steps
+    step_errors: list[float] = field(default_factory=list)  # prediction errors of mixed steps
     num_late: int = 0  # of the tokens that count, after their deadline
     worst: list[Stall] = field(default_factory=list)  # the longest gaps that count, longest first, one per step
 
@@ -119,13 +119,6 @@ def join(runs: Iterable[StallRun]) -> StallRun:
         joined.num_late += run.num_late
         joined.worst = longest_gaps([*joined.worst, *run.worst])
     return joined
-
-
-def step_time_error(report: StepReport) -> float | None:
-    """Relative error of the predicted seconds; None unless the step had prefill and decodes and its own duration."""
-    if not (report.is_mixed and report.is_own_time and report.seconds):
-        return None
-    return abs(report.predicted_seconds - report.seconds) / report.seconds
 
 
 def longest_gaps(gaps: Iterable[Stall]) -> list[Stall]:

@@ -8,7 +8,7 @@ from itertools import count, groupby
 
 from evenflow.bench.endpoints import Ask
 from evenflow.bench.stall_load import StallLoad
-from evenflow.bench.stall_run import PrefillSpan, StallRun, longest_gaps, observe, step_time_error
+from evenflow.bench.stall_run import PrefillSpan, StallRun, longest_gaps, observe
 from evenflow.core.deadlines import LateToken
 from evenflow.core.report import StepReport
 from evenflow.core.request import Request
@@ -95,7 +95,7 @@ def _add_reports(run: StallRun, reports: Sequence[StepReport], long_ids: Sequenc
     run.output_tokens = sum(report.num_output_tokens for report in reports)
     for report in reports:
         at = report.at - run.began
-        if (error := step_time_error(report)) is not None:
+        if report.is_mixed and (error := report.prediction_error) is not None:
             run.step_errors.append(error)
         chunks = [chunk for chunk in report.chunks if chunk.request_id in waits and waits[chunk.request_id].covers(at)]
         if chunks:

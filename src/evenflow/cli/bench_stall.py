@@ -191,10 +191,7 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
         "interval_s": load.interval,
         "feasible_target_s": comparison.feasible_target_s,
         "runs": [_run_report(policy) for policy in comparison.figures],
-        "against_fixed": [
-            asdict(target) | {"ttft_ratio": target.ttft_ratio, "prefill_ratio": target.prefill_ratio}
-            for target in against_fixed(comparison.figures)
-        ],
+        "against_fixed": against_fixed(comparison.figures),
     }
 
 

@@ -9,9 +9,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from types import TracebackType
 
-from evenflow import errors
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.client import EngineClient
@@ -19,7 +17,7 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
 from evenflow.engine.loaded_model import GREEDY, LoadedModel, Prompt
 from evenflow.engine.loop import Commands, run_engine
-from evenflow.engine.messages import Command, Event, Failed, Refused, SetPolicy, Stepped, Stop
+from evenflow.engine.messages import Event, Failed, Refused, SetPolicy, Stepped, Stop
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import EngineFailed, EvenflowError
 
@@ -37,10 +35,11 @@ class AsyncLLM(LoadedModel):
     def _start(self, engine: Engine, intake: Intake) -> None:
         super()._start(engine, intake)
         self._commands: Commands = Commands()
-        self._client = EngineClient(intake.codec, self._send)
+        self._client = EngineClient(intake.codec, self._commands.put)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
         self._failure: EvenflowError | None = None
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="evenflow-engine", daemon=True)
+        arguments = (lambda: engine, self._commands, self._deliver)
+        self._thread = threading.Thread(target=run_engine, args=arguments, name="evenflow-engine", daemon=True)
         self._thread.start()
 
     async def stream(
@@ -87,44 +86,35 @@ class AsyncLLM(LoadedModel):
 
     def _set_policy(self, policy: PolicySpec) -> None:
         self._policy = policy
-        self._send(SetPolicy.of(policy))
+        self._commands.put(SetPolicy.of(policy))
 
     async def close(self) -> None:
         """End every request and the engine's thread."""
-        self._send(Stop())
+        self._commands.put(Stop())
         await asyncio.to_thread(self._thread.join)
         self._fail(EngineFailed("the engine was closed"))
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-    def _send(self, command: Command) -> None:
-        self._commands.put(command)
 
     def _take(self, event: Event) -> None:
         match event:
             case Stepped() | Refused():
                 self._client.take(event)
-            case Failed(kind, message):
-                self._fail(getattr(errors, kind, EngineFailed)(message))
+            case Failed():
+                self._fail(event.error())
 
     def _fail(self, failure: EvenflowError) -> None:
         self._failure = self._failure or failure
         self._client.fail_all(self._failure)
 
-    # ---- on the engine's thread ----
-
-    def _run(self, engine: Engine) -> None:
-        run_engine(lambda: engine, self._commands, self._deliver)
-
     def _deliver(self, event: Event) -> None:
+        """Called on the engine's thread."""
         if isinstance(event, Failed):  # also for callers that come later
-            self._failure = getattr(errors, event.kind, EngineFailed)(event.message)
+            self._failure = event.error()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and its requests with it
                 self._loop.call_soon_threadsafe(self._take, event)

@@ -17,7 +17,7 @@ from evenflow.config import GIB, EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
-from evenflow.engine.calibration import calibrate
+from evenflow.engine.calibration import MAX_SECONDS, calibrate
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.recorder import Recorder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenflow")
 
 _MOST_DEFAULT_KV_BYTES = 4 * GIB
-_CALIBRATION_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    step_time = _known_step_times(config, model.config, executor, scheduler_config) if policy.target else None
+    step_time = _known_step_times(config, model.config, executor, num_blocks) if policy.target else None
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     limits = Limits(max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
@@ -124,9 +123,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return min(wanted, capacity)
 
 
-def _known_step_times(
-    config: EngineConfig, model: ModelConfig, executor: Executor, scheduler: SchedulerConfig
-) -> StepTimeModel:
+def _known_step_times(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> StepTimeModel:
     """What a step costs on this machine, from an earlier start or measured now."""
     from evenflow.native.build import library
 
@@ -134,14 +131,13 @@ def _known_step_times(
     path = step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
     known = load_step_times(path)
     if known is None:
-        logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", _CALIBRATION_S)
+        logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
         known = calibrate(
             executor,
-            num_blocks=scheduler.num_blocks,
-            block_size=scheduler.block_size,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
             vocab_size=model.vocab_size,
-            max_model_len=min(model.max_position, scheduler.num_blocks * scheduler.block_size),
-            seconds=_CALIBRATION_S,
+            max_position=model.max_position,
         )
         save_step_times(known, path)
     return known

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evenflow.core.plan import RowLogprobs, StepPlan, StepResult
+from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport, StepTimes
 from evenflow.core.request import FinishReason, Request
@@ -139,7 +139,7 @@ class Engine:
 
     def _report(self, committed: Committed, now: float) -> StepReport:
         plan, result, scheduler = committed.plan, committed.result, self.scheduler
-        num_decodes = len(plan.decodes)
+        num_decodes, logprobs = len(plan.decodes), result.logprobs
         times = self._split_time(committed, now)
         given = [(request.id, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
         num_decoded = sum(1 for _, sequence, _ in given if sequence < num_decodes)
@@ -176,7 +176,9 @@ class Engine:
             tokens=[tokens for _, _, tokens in given] + [()] * len(failed),
             num_decoded=num_decoded,
             ended={ids.index(one.id): Ended(one.finish_reason or "", one.error) for one in committed.finished},
-            logprobs=_by_row(result.logprobs, [sequence for _, sequence, _ in given]) if result.logprobs else {},
+            logprobs={row: logprobs[sequence] for row, (_, sequence, _) in enumerate(given) if sequence in logprobs}
+            if logprobs
+            else {},
             prompt_logprobs={place - num_decodes: rows for place, rows in result.prompt_logprobs.items()},
         )
 
@@ -196,9 +198,3 @@ class Engine:
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
-
-
-def _by_row(
-    logprobs: Mapping[int, tuple[RowLogprobs, ...]], sequences: Sequence[int]
-) -> dict[int, tuple[RowLogprobs, ...]]:
-    return {row: logprobs[sequence] for row, sequence in enumerate(sequences) if sequence in logprobs}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from evenflow import errors
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.core.request import RequestRecord
@@ -72,6 +73,10 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     kind: str
     message: str
+
+    def error(self) -> errors.EvenflowError:
+        found: errors.EvenflowError = getattr(errors, self.kind, errors.EngineFailed)(self.message)
+        return found
 
 
 Command = Add | Abort | StopAfter | SetPolicy | Stop

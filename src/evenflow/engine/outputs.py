@@ -135,24 +135,24 @@ class OutputBuilder:
             output.logprobs += logprobs
         text, stopped = "", False
         if self._decoder is not None:
+            shown = tokens
             if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is no part of the text
-                tokens_of_text = [token for token in tokens if token not in self._stop_token_ids]
-            else:
-                tokens_of_text = tokens  # type: ignore[assignment]
-            text, stopped = self._stop_finder.push("".join(map(self._decoder.push, tokens_of_text)))
+                shown = tuple(token for token in tokens if token not in self._stop_token_ids)
+            text, stopped = self._stop_finder.push("".join(map(self._decoder.push, shown)))
             output.text += text
         if stopped:
-            text += self.finish(FinishReason.STOP, stopped_by_text=True)
+            self._decoder = None  # what it holds comes after the stop string
+            self.finish(FinishReason.STOP)
         elif ended is not None:
             text += self.finish(ended.reason, ended.error)
         return Delta(output.request_id, tokens, text, output.finish_reason, output)
 
-    def finish(self, reason: str, error: str | None = None, *, stopped_by_text: bool = False) -> str:
+    def finish(self, reason: str, error: str | None = None) -> str:
         """Close the output; returns the text held back until now."""
         self.output.finish_reason = reason
         self.output.error = error
         rest = ""
-        if self._decoder is not None and not stopped_by_text:
+        if self._decoder is not None:
             certain, _ = self._stop_finder.push(self._decoder.flush())
             rest = certain + self._stop_finder.flush()
         self.output.text += rest
@@ -166,9 +166,6 @@ class Outputs:
         self._codec = codec  # None: tokens only
         self._stop = stop  # ends a request after this many tokens, in the engine
         self._builders: dict[str, OutputBuilder] = {}
-
-    def __len__(self) -> int:
-        return len(self._builders)
 
     def add(self, request: Request) -> RequestOutput:
         decoder = None if self._codec is None else self._codec.stream_decoder(request.tokens)

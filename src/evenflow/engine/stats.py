@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenflow.core.report import StepReport
 
@@ -33,8 +33,7 @@ class Stats:
     def __init__(self) -> None:
         self.totals = Totals()
         self._logged_at: float | None = None
-        self._logged_prefill = 0
-        self._logged_output = 0
+        self._logged = Totals()  # the totals at that time
 
     def observe(self, report: StepReport) -> None:
         totals = self.totals
@@ -50,20 +49,18 @@ class Stats:
 
     def idle(self) -> None:
         """No work is left: the next interval starts with the next step."""
-        self._logged_at = None
-        self._logged_prefill, self._logged_output = self.totals.prefill_tokens, self.totals.output_tokens
+        self._logged_at, self._logged = None, replace(self.totals)
 
     def _log(self, report: StepReport, seconds: float) -> None:
-        totals = self.totals
+        totals, logged = self.totals, self._logged
         logger.info(
             "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
             "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
-            (totals.prefill_tokens - self._logged_prefill) / seconds,
-            (totals.output_tokens - self._logged_output) / seconds,
+            (totals.prefill_tokens - logged.prefill_tokens) / seconds,
+            (totals.output_tokens - logged.output_tokens) / seconds,
             report.num_running,
             report.num_waiting,
             100 * report.kv_cache_usage,
             100 * totals.prefix_hit_rate,
         )
-        self._logged_at = report.at
-        self._logged_prefill, self._logged_output = totals.prefill_tokens, totals.output_tokens
+        self._logged_at, self._logged = report.at, replace(totals)

@@ -91,18 +91,14 @@ class Steering:
 
     def set_policy(self, spec: PolicySpec | None) -> None:
         """None: the host is left to its own budget."""
-        self._spec = spec
+        self.policy = spec
         self._pacing = spec.pacing if spec is not None else None
-        self._policy: Policy | None = None
+        self._planner: Policy | None = None
         if spec is not None and spec.target is not None:
             staged = replace(spec, seconds=spec.target / self._host.num_stages, written="")
-            self._policy = staged.bounded(self._host.budget).build()
+            self._planner = staged.bounded(self._host.budget).build()
         for stream in self._streams.values():
             stream.deadline.restart(self._pacing)
-
-    @property
-    def policy(self) -> PolicySpec | None:
-        return self._spec
 
     @property
     def target(self) -> float | None:
@@ -110,13 +106,13 @@ class Steering:
 
     @property
     def is_active(self) -> bool:
-        return self._policy is not None
+        return self._planner is not None
 
     # ---- before a step ----
 
     def follow_policy_file(self) -> None:
-        policy = self._policy_file.read_if_changed(self._spec) if self._policy_file is not None else self._spec
-        if policy is not self._spec:
+        policy = self._policy_file.read_if_changed(self.policy) if self._policy_file is not None else self.policy
+        if policy is not self.policy:
             self.set_policy(policy)
             change = "no latency target" if self.target is None else f"latency target {1000 * self.target:g} ms"
             self._host.logger.info("evenflow: %s from now on", change)
@@ -125,7 +121,7 @@ class Steering:
         uncached = self._host.caps.prefill_shape(
             request.num_cached_tokens, request.num_tokens - request.num_cached_tokens
         )
-        patience = self._policy.patience if self._policy is not None else 0.0
+        patience = self._planner.patience if self._planner is not None else 0.0
         rank = rank_time(request.arrival_time, patience, self.step_time.predict(uncached), request.ttft_target)
         self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), rank)
         arrived_at = self.clock() - max(0.0, time.time() - request.arrival_time)
@@ -148,7 +144,7 @@ class Steering:
         long_prefill_token_threshold: int,
     ) -> tuple[int, Sequence[Quota]]:
         """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
-        assert self._policy is not None
+        assert self._planner is not None
         assert self._pacing is not None
         decoding = [decode for decode in decodes if decode.rows]
         urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
@@ -168,17 +164,14 @@ class Steering:
             long_prefill_token_threshold=long_prefill_token_threshold,
             caps=self._host.caps,
         )
-        quotas = self._policy.plan(view).chunks
-        self._warn_if_infeasible(self._policy, self._pacing.target)
-        return view.num_decodes, quotas
-
-    def _warn_if_infeasible(self, policy: Policy, target: float) -> None:
-        if (feasible := policy.infeasibility_warning()) is not None:
+        quotas = self._planner.plan(view).chunks
+        if (feasible := self._planner.infeasibility_warning()) is not None:
             self._host.logger.warning(
                 "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.0f ms.",
-                1000 * target,
+                1000 * self._pacing.target,
                 1000 * feasible * self._host.num_stages,
             )
+        return view.num_decodes, quotas
 
     # ---- after a step ----
 
@@ -252,16 +245,16 @@ class Steering:
             decode_seconds=times.decode_seconds,
             num_decodes=step.shape.decode_sequences,
             chunks=[
-                ChunkReport(request_id, start, length, self._reason(step, request_id), seconds, request_id in tokens)
-                for (request_id, start, length), seconds in zip(step.chunks, times.chunk_seconds, strict=True)
+                ChunkReport(*chunk, step.reasons.get(chunk[0], ChunkReason.BUDGET), seconds, chunk[0] in tokens)
+                for chunk, seconds in zip(step.chunks, times.chunk_seconds, strict=True)
             ],
             admissions=[],
             causes=times.causes,
             late=late,
-            policy=NO_TARGET if self._spec is None else str(self._spec),
+            policy=NO_TARGET if self.policy is None else str(self.policy),
             budget=self._host.budget,
             target_s=self.target,
-            feasible_target_s=self._policy.feasible_target if self._policy is not None else None,
+            feasible_target_s=self._planner.feasible_target if self._planner is not None else None,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_cache_usage=load.kv_cache_usage,
@@ -271,10 +264,6 @@ class Steering:
             ended={},
             is_own_time=step.is_own_time,
         )
-
-    @staticmethod
-    def _reason(step: InFlightStep, request_id: str) -> ChunkReason:
-        return step.reasons.get(request_id, ChunkReason.BUDGET)
 
     def close(self) -> None:
         if self.step_time.is_calibrated:

@@ -69,13 +69,13 @@ def steered(base: type[Any]) -> type[Any]:
             return output
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            step = self.steering.ended(scheduler_output)
+            step = self.steering.core.ended(scheduler_output)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             self.steering.emitted(step, outputs)
             return outputs
 
         def shutdown(self) -> None:
-            self.steering.close()
+            self.steering.core.close()
             super().shutdown()
 
     Steered.__name__ = Steered.__qualname__ = f"LatencyTarget{base.__name__}"

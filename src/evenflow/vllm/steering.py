@@ -223,9 +223,6 @@ class VllmSteering:
                 num_ended += not request.is_prefill_chunk
         self.core.scheduled(step, num_rows, context, num_ended)
 
-    def ended(self, output: Any) -> InFlightStep:
-        return self.core.ended(output)
-
     def emitted(self, step: InFlightStep, outputs: Mapping[int, Any]) -> None:
         """vLLM has handed out the step's tokens."""
         rows = chain.from_iterable(outputs_of_client.outputs for outputs_of_client in outputs.values())
@@ -233,9 +230,6 @@ class VllmSteering:
         num_running, num_waiting = self._scheduler.get_request_counts()
         load = HostLoad(num_running, num_waiting, self._scheduler.kv_cache_manager.usage)
         self.core.emitted(step, tokens, self._scheduler.requests, load)
-
-    def close(self) -> None:
-        self.core.close()
 
 
 def _candidate(request: Any, start: int) -> Candidate:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
-from evenflow import errors
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
@@ -121,8 +120,8 @@ class ServedEngine(SupervisedEngine):
                 self._client.take(event)
             case Ready():
                 self._on_ready(event)
-            case Failed(kind, message):
-                self._exit_error = getattr(errors, kind, EngineFailed)(message)
+            case Failed():
+                self._exit_error = event.error()
 
     def _on_ready(self, ready: Ready) -> None:
         self.max_num_seqs = ready.max_num_seqs
