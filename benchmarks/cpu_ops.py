@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, TorchStepAttention, attention_for
+from evenflow.model.attention.cpu import TorchStepAttention, attention_for
+from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.model.decoder import RmsNorm
 from evenflow.model.int4 import DynamicInt8Linear, NativeInt4Linear, NativeInt8Linear, WeightOnlyInt4Linear, int4_linear

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from evenflow.model.attention.cpu import Span
+from evenflow.model.attention.native import Span
 from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import (
     DynamicInt4Linear,

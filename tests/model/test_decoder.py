@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span
+from evenflow.model.attention.native import Span
 from evenflow.model.config import (
     FrequencyFactors,
     LinearScaling,

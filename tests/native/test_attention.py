@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, TorchStepAttention, attention_for, native_attention
+from evenflow.model.attention.cpu import TorchStepAttention, attention_for
+from evenflow.model.attention.native import NativeStepAttention, Span, has_native_attention
 from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.native import build
-from evenflow.native.attention import NativeStepAttention, has_native_attention
 from tests.model.tiny import tiny_config
 
 
@@ -59,7 +59,7 @@ def _packed(config: ModelConfig, num_rows: int) -> Tensor:
 def _check(config: ModelConfig, places: list[tuple[int, int]], seed: int = 0, spare_heads: int = 0) -> None:
     packed = _packed(config, sum(length for _, length in places))
     native_spans, torch_spans = (_spans(config, places, seed, spare_heads) for _ in range(2))
-    native, reference = native_attention(config, native_spans), TorchStepAttention(config, torch_spans)
+    native, reference = NativeStepAttention(config, native_spans), TorchStepAttention(config, torch_spans)
     for layer in range(2):
         torch.testing.assert_close(native(layer, packed), reference(layer, packed), rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(native_spans, torch_spans, strict=True):
@@ -99,19 +99,19 @@ def test_same_as_torch(
 def test_a_prompt_in_chunks_is_the_same_as_in_one(window: int | None) -> None:
     config, length = _config(window=window), 300
     packed = _packed(config, length)
-    whole = native_attention(config, _spans(config, [(0, length)], 0))(1, packed).clone()
+    whole = NativeStepAttention(config, _spans(config, [(0, length)], 0))(1, packed).clone()
     for size in (1, 7, 64, 250):
         kv = _spans(config, [(0, length)], 0)[0].kv
         for start in range(0, length, size):
             rows = slice(start, min(start + size, length))
-            found = native_attention(config, [Span(kv, start, rows.stop - start)])(1, packed[rows])
+            found = NativeStepAttention(config, [Span(kv, start, rows.stop - start)])(1, packed[rows])
             torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
 
 
 def test_scores_far_apart_stay_numbers() -> None:
     config = _config()
     packed = _packed(config, 40) * 200
-    found = native_attention(config, _spans(config, [(0, 40)], 0))(0, packed)
+    found = NativeStepAttention(config, _spans(config, [(0, 40)], 0))(0, packed)
     expected = TorchStepAttention(config, _spans(config, [(0, 40)], 0))(0, packed)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
@@ -123,7 +123,7 @@ def test_same_on_several_threads() -> None:
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(native_attention(config, _spans(config, places, 0))(0, packed))
+            found.append(NativeStepAttention(config, _spans(config, places, 0))(0, packed))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span
+from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import NativeInt4Linear, NativeInt8Linear, dequantise, quantise

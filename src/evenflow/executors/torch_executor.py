@@ -21,7 +21,7 @@ from torch import Tensor
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.host import total_memory
-from evenflow.model.attention.cpu import Span
+from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import int4_head, int4_linear
@@ -90,7 +90,7 @@ class TorchExecutor:
     ) -> None:
         self._config = config
         self._grammars = grammars
-        self._caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
+        self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
         self._decoder = Decoder(config, tensors, *_linear_forms(config, weights))
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
@@ -100,10 +100,6 @@ class TorchExecutor:
         self._worker = ThreadPoolExecutor(
             1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
         )
-
-    @property
-    def caps(self) -> ExecutorCaps:
-        return self._caps
 
     def submit(self, plan: StepPlan) -> None:
         self._in_flight.append(self._worker.submit(self._run, plan, time.perf_counter()))

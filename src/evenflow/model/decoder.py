@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import Span, StepAttention, attention_for, runs_natively
+from evenflow.model.attention.cpu import StepAttention, attention_for, runs_natively
+from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
+from evenflow.model.native_layers import NativeLayer, NativeLayers
 from evenflow.model.rope import Rotation, interleave, rotate_
-from evenflow.native.layers import NativeLayer, NativeLayers
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
@@ -63,18 +64,8 @@ class Decoder:
 
 def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
     """The layers for steps of few rows, if the native kernels support this model."""
-    native = [layer.native for layer in layers]
-    if not runs_natively(config) or None in native:
-        return None
-    return NativeLayers(
-        [layer for layer in native if layer is not None],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_rotary_pairs=config.rope.rotary_dim // 2,
-        norm_eps=config.rms_norm_eps,
-        attention_scale=config.attention_scale,
-    )
+    native = [found for layer in layers if (found := layer.native) is not None]
+    return NativeLayers(config, native) if len(native) == len(layers) and runs_natively(config) else None
 
 
 class RmsNorm:
@@ -95,28 +86,28 @@ class _Layer:
         def norm(name: str) -> RmsNorm:
             return RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
 
+        def linear(block: str, names: Sequence[str], has_bias: bool) -> Linear:
+            full_names = [f"layers.{index}.{block}.{name}" for name in names]
+            return make_linear(*_fused(config, tensors, full_names, has_bias))
+
         self._index = index
         self._uses_rope, self._window = config.layer_uses_rope[index], config.layer_windows[index]
         self._query_key_norm = _QueryKeyNorm(config, index, tensors) if config.qk_norm else None
         self._attention_norm = norm("input_layernorm")
         self._mlp_norm = norm("post_attention_layernorm")
-        prefix = f"layers.{index}."
-        self._qkv = make_linear(*_fused_qkv(config, tensors, prefix + "self_attn."))
-        self._output = make_linear(*_fused(tensors, [prefix + "self_attn.o_proj"], config.output_bias))
-        self._gate_up = make_linear(
-            *_fused(tensors, [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], config.mlp_bias)
-        )
-        self._down = make_linear(*_fused(tensors, [prefix + "mlp.down_proj"], config.mlp_bias))
+        self._qkv = linear("self_attn", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+        self._output = linear("self_attn", ("o_proj",), config.output_bias)
+        self._gate_up = linear("mlp", ("gate_proj", "up_proj"), config.mlp_bias)
+        self._down = linear("mlp", ("down_proj",), config.mlp_bias)
 
     @property
     def native(self) -> NativeLayer | None:
         """The same weights for the native kernels; None if one of the linears has no native form."""
-        qkv, output, gate_up, down = self._qkv.native, self._output.native, self._gate_up.native, self._down.native
-        if qkv is None or output is None or gate_up is None or down is None:
-            return None
+        linears = self._qkv, self._output, self._gate_up, self._down
+        matrices = [linear.native for linear in linears if linear.native is not None]
         query_key_norm = None if self._query_key_norm is None else self._query_key_norm.weight
         norms = self._attention_norm.weight, self._mlp_norm.weight, query_key_norm
-        return NativeLayer(qkv, output, gate_up, down, *norms, self._uses_rope, self._window)
+        return NativeLayer(matrices, norms, self._uses_rope, self._window) if len(matrices) == len(linears) else None
 
     def __call__(self, rows: Tensor, factors: Tensor, attention: StepAttention, kept: Tensor | None = None) -> Tensor:
         packed = self._qkv(self._attention_norm(rows))
@@ -150,24 +141,20 @@ class _QueryKeyNorm:
         heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self.weight))
 
 
-def _fused(tensors: Mapping[str, Tensor], names: list[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Several projections of the same rows as one."""
-    weights = [tensors[f"{name}.weight"] for name in names]
-    biases = [tensors[f"{name}.bias"] for name in names] if has_bias else []
-    return weights[0] if len(names) == 1 else torch.cat(weights), torch.cat(biases) if has_bias else None
+def _fused(
+    config: ModelConfig, tensors: Mapping[str, Tensor], names: list[str], has_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Several projections of the same rows as one; queries and keys have their rotary pairs side by side."""
 
-
-def _fused_qkv(config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor | None]:
-    """One projection to [queries, keys, values], with rotary pairs side by side."""
-
-    def interleaved(name: str) -> Tensor:
-        tensor = tensors[prefix + name]
+    def part(name: str, kind: str) -> Tensor:
+        tensor = tensors[f"{name}.{kind}"]
+        if not name.endswith(("q_proj", "k_proj")):
+            return tensor
         per_head = tensor.view(-1, config.head_dim, *tensor.shape[1:])
         return interleave(per_head, config.rope.rotary_dim).reshape(tensor.shape)
 
     def fused(kind: str) -> Tensor:
-        return torch.cat(
-            [interleaved(f"q_proj.{kind}"), interleaved(f"k_proj.{kind}"), tensors[f"{prefix}v_proj.{kind}"]]
-        )
+        parts = [part(name, kind) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    return fused("weight"), fused("bias") if config.qkv_bias else None
+    return fused("weight"), fused("bias") if has_bias else None

@@ -6,12 +6,10 @@ Grammars compile on a thread of their own while the prompt is computed.
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -60,9 +58,8 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
         self._vocabulary = vocabulary
         self._num_logits = num_logits
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
+        self._compile_soon = lru_cache(_MAX_CACHED)(lambda grammar: self._worker.submit(self._compile, grammar))
 
     def check(self, grammar: Grammar) -> None:
         """Compile it; InvalidRequest if it cannot be used."""
@@ -71,15 +68,6 @@ class Grammars:
     def constrain(self, grammar: Grammar) -> Constraint:
         """For one answer. Returns at once; sampling waits for the grammar if it must."""
         return Constraint(self._compile_soon(grammar), self._num_logits, self._vocabulary.eos_token_ids)
-
-    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = self._worker.submit(self._compile, grammar)
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-            return self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         tokenizer, began = self._tokenizer, time.thread_time()

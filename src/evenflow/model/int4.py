@@ -59,8 +59,10 @@ def int4_head(weight: Tensor, bias: Tensor | None) -> Linear:
     return FloatLinear(weight, bias, packs=can_pack())
 
 
-class SplitLinear:
+class SplitLinear(Linear):
     """A native form of a weight for few rows, another form for many."""
+
+    native: NativeMatrix
 
     def __init__(self, native: NativeMatrix, many: Linear) -> None:
         self.native = native
@@ -99,18 +101,6 @@ class NativeInt8Linear(SplitLinear):
         super().__init__(native, FloatLinear(weight, bias))
 
 
-class TorchLinear:
-    """Base of forms without a native one."""
-
-    native = None
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        return residual.add_(self(rows))
-
-
 def _has_arm_kernels() -> bool:
     backend = getattr(torch.backends, "kleidiai", None)
     return backend is not None and bool(backend.is_available())
@@ -140,7 +130,7 @@ def _has_int8_kernels() -> bool:
         return False
 
 
-class DynamicInt8Linear(TorchLinear):
+class DynamicInt8Linear(Linear):
     """8-bit weights with one scale per output, by activations quantised row by row: rows do not affect each other."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -160,7 +150,7 @@ class DynamicInt8Linear(TorchLinear):
         return product if self._bias is None else product.add_(self._bias)
 
 
-class DynamicInt4Linear(TorchLinear):
+class DynamicInt4Linear(Linear):
     """4-bit weights by activations quantised row by row to 8 bits: `_dyn_quant_matmul_4bit`, made for ARM.
 
     The kernel has scales but no zeros, so these are a second, small product: each group's zero by the sum of its
@@ -183,7 +173,7 @@ class DynamicInt4Linear(TorchLinear):
         return product.addmm_(rows.view(rows.shape[0], -1, GROUP).sum(-1), self._zeros)
 
 
-class Bfloat16Linear(TorchLinear):
+class Bfloat16Linear(Linear):
     """Weights and activations in 16 bits, products summed in 32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -200,7 +190,7 @@ def _dequantised_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     return Bfloat16Linear(weight, bias) if _has_fast_bfloat16() else FloatLinear(weight, bias)
 
 
-class WeightOnlyInt4Linear(TorchLinear):
+class WeightOnlyInt4Linear(Linear):
     """Torch's 4-bit weights by bfloat16 activations for a few rows, the same weights in 16 or 32 bits for more."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import platform
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +21,20 @@ _PACKED_ROWS = range(2, 32)  # where oneDNN's packed weights win: 1.2-1.5x on x8
 _MIN_PACKED = 500_000  # weights in a layer; for smaller ones a packed call's 25 microseconds outweigh the gain
 
 
-class Linear(Protocol):
-    """rows -> rows @ weight.T + bias."""
+class Linear:
+    """rows -> rows @ weight.T + bias. `native` is the same product for few rows, if there are native kernels."""
 
-    @property
-    def native(self) -> NativeMatrix | None:
-        """The same product for few rows, if there are native kernels."""
-        ...
+    native: NativeMatrix | None = None
 
-    def __call__(self, rows: Tensor) -> Tensor: ...
+    def __call__(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The residual plus this layer's output; may overwrite the residual."""
-        ...
+        return residual.add_(self(rows))
 
 
-class FloatLinear:
+class FloatLinear(Linear):
     """The file's own weight, for the native kernel and for many rows.
 
     Without the kernel, the weight is input-major on x86, and if `packs` there is a second copy packed by oneDNN.

@@ -22,6 +22,10 @@ class MatrixStruct(ctypes.Structure):
     )
 
 
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 class NativeMatrix:
     """rows -> rows @ weight.T + bias, for up to `max_rows`. Made by `float_matrix` and `quantised_matrix`.
 
@@ -35,8 +39,7 @@ class NativeMatrix:
         self._run = kernels.evenflow_linear
         self._num_outputs = shape[0]
         self._tensors = tensors  # keeps alive what the structure points to
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self.struct = MatrixStruct(*addresses, *shape, bits)
+        self.struct = MatrixStruct(*map(address, tensors), *shape, bits)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, rows.new_empty(rows.shape[0], self._num_outputs), adds=False)

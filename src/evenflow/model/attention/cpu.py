@@ -11,13 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenflow.model.attention.native import NativeStepAttention, Span, has_native_attention
 from evenflow.model.config import ModelConfig
-from evenflow.native.attention import NativeStepAttention, has_native_attention
 
 logger = logging.getLogger("evenflow")
 
@@ -29,31 +28,14 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _WINDOW_BLOCK = 128  # query rows that share one mask and one range of keys under a sliding window
 
 
-class Span(NamedTuple):
-    """Rows of a step that are positions [start, start + length) of one sequence."""
-
-    kv: Tensor  # [layers, 2, KV heads, capacity, head_dim]
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
 def attention_for(config: ModelConfig) -> Callable[[Sequence[Span]], StepAttention]:
     """Prepares the attention of this model's steps."""
-    return functools.partial(native_attention if runs_natively(config) else TorchStepAttention, config)
+    return functools.partial(NativeStepAttention if runs_natively(config) else TorchStepAttention, config)
 
 
 def runs_natively(config: ModelConfig) -> bool:
     """Whether the native kernel is available, supports this model, and gives torch's results."""
     return has_native_attention(config.head_dim) and _native_agrees(config)
-
-
-def native_attention(config: ModelConfig, spans: Sequence[Span]) -> NativeStepAttention:
-    sizes = config.num_heads, config.num_kv_heads, config.head_dim
-    return NativeStepAttention(spans, *sizes, config.attention_scale, config.layer_windows)
 
 
 def _native_agrees(config: ModelConfig) -> bool:
@@ -64,7 +46,7 @@ def _native_agrees(config: ModelConfig) -> bool:
     memory = torch.randn(1, 2, config.num_kv_heads, 96, config.head_dim, generator=generator)
     packed = torch.randn(33, num_heads * config.head_dim, generator=generator)
     found = []
-    for prepare in (native_attention, TorchStepAttention):
+    for prepare in (NativeStepAttention, TorchStepAttention):
         spans = [Span(memory.clone(), 70, 1), Span(memory.clone(), 20, 32)]
         found.append((prepare(config, spans)(0, packed), spans[0].kv, spans[1].kv))
     agrees = all(torch.allclose(native, other, rtol=0, atol=1e-4) for native, other in zip(*found, strict=True))

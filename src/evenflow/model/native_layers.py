@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from evenflow.native.attention import SequenceSpan, native_spans
+from evenflow.model.attention.native import Span, native_spans
+from evenflow.model.config import ModelConfig
 from evenflow.native.build import library
-from evenflow.native.matrix import MatrixStruct, NativeMatrix
+from evenflow.native.matrix import MatrixStruct, NativeMatrix, address
 
 
 class _LayerStruct(ctypes.Structure):
@@ -36,63 +37,46 @@ class _ModelStruct(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NativeLayer:
-    """One layer: its weights, whether heads are rotated, and its sliding window (None: it sees all positions)."""
+class NativeLayer(NamedTuple):
+    """One layer: its weights, whether heads are rotated, and its sliding window (None: it sees all positions).
 
-    qkv: NativeMatrix
-    output: NativeMatrix
-    gate_up: NativeMatrix
-    down: NativeMatrix
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query_key_norm: Tensor | None
+    Matrices and norms are in the order of `Layer`.
+    """
+
+    matrices: Sequence[NativeMatrix]
+    norms: Sequence[Tensor | None]
     uses_rope: bool
     window: int | None
 
     @property
-    def max_rows(self) -> int:
-        return min(matrix.max_rows for matrix in (self.qkv, self.output, self.gate_up, self.down))
-
-    @property
     def struct(self) -> _LayerStruct:
-        return _LayerStruct(
-            self.qkv.struct,
-            self.output.struct,
-            self.gate_up.struct,
-            self.down.struct,
-            self.attention_norm.data_ptr(),
-            self.mlp_norm.data_ptr(),
-            None if self.query_key_norm is None else self.query_key_norm.data_ptr(),
-            self.uses_rope,
-            self.window or 0,
-        )
+        matrices, norms = (matrix.struct for matrix in self.matrices), map(address, self.norms)
+        return _LayerStruct(*matrices, *norms, self.uses_rope, self.window or 0)
 
 
 class NativeLayers:
     """Runs up to `max_rows` rows through all layers."""
 
-    def __init__(
-        self,
-        layers: Sequence[NativeLayer],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_rotary_pairs: int,
-        norm_eps: float,
-        attention_scale: float,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layers: Sequence[NativeLayer]) -> None:
         kernels = library()
         assert kernels is not None, "check library() first"
         self._run = kernels.evenflow_layers
-        self.max_rows = min(layer.max_rows for layer in layers)
+        self.max_rows = min(matrix.max_rows for layer in layers for matrix in layer.matrices)
         self._weights = layers  # keeps alive what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(layer.struct for layer in layers))
-        sizes = len(layers), len(layers[0].attention_norm), num_heads, num_kv_heads, head_dim, num_rotary_pairs
-        self._model = _ModelStruct(ctypes.addressof(self._layers), *sizes, norm_eps, attention_scale)
+        self._model = _ModelStruct(
+            ctypes.addressof(self._layers),
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rope.rotary_dim // 2,
+            config.rms_norm_eps,
+            config.attention_scale,
+        )
 
-    def run_(self, rows: Tensor, rotations: Tensor, spans: Sequence[SequenceSpan]) -> None:
+    def run_(self, rows: Tensor, rotations: Tensor, spans: Sequence[Span]) -> None:
         """Replace embedded tokens by the last layer's output; `rotations` are each row's complex rotary factors."""
         self._run(
             ctypes.byref(self._model),

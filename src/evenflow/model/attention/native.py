@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenflow.model.config import ModelConfig
 from evenflow.native.build import library
 
 _HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 
-# Memory of one sequence [layers, 2, KV heads, capacity, head_dim], its first position in the step, number of positions.
-SequenceSpan = tuple[Tensor, int, int]
+
+class Span(NamedTuple):
+    """Rows of a step that are positions [start, start + length) of one sequence."""
+
+    kv: Tensor  # [layers, 2, KV heads, capacity, head_dim]
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
-class _Span(ctypes.Structure):
+class _SpanStruct(ctypes.Structure):
     """`Span` of attention.h."""
 
     _fields_ = (
@@ -41,33 +52,28 @@ def has_native_attention(head_dim: int) -> bool:
     return head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _MAX_HEAD_DIM and library() is not None
 
 
-def native_spans(spans: Sequence[SequenceSpan]) -> ctypes.Array[_Span]:
+def native_spans(spans: Sequence[Span]) -> ctypes.Array[_SpanStruct]:
     """The spans as the kernels read them. The caller keeps their memory alive."""
-    return (_Span * len(spans))(*(_Span(kv.data_ptr(), start, length, kv.stride()[:4]) for kv, start, length in spans))
+    return (_SpanStruct * len(spans))(
+        *(_SpanStruct(kv.data_ptr(), start, length, kv.stride()[:4]) for kv, start, length in spans)
+    )
 
 
 class NativeStepAttention:
     """Writes the new keys and values of all spans and attends over them, layer by layer."""
 
-    def __init__(
-        self,
-        spans: Sequence[SequenceSpan],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        layer_windows: Sequence[int | None],
-    ) -> None:
+    def __init__(self, config: ModelConfig, spans: Sequence[Span]) -> None:
         kernels = library()
         assert kernels is not None, "check has_native_attention() first"
         self._run = kernels.evenflow_attention
         self._num_spans = ctypes.c_int64(len(spans))
-        self._kv = [kv for kv, _, _ in spans]  # keeps alive what the structures point to
+        self._kv = [span.kv for span in spans]  # keeps alive what the structures point to
         self._spans = native_spans(spans)
-        sizes = num_heads, num_kv_heads, head_dim
-        shapes = {window: _Shape(*sizes, window or 0, scale) for window in set(layer_windows)}
-        self._shapes = [shapes[window] for window in layer_windows]
-        self._attended = torch.empty(sum(length for _, _, length in spans), num_heads * head_dim)
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
+        windows = config.layer_windows
+        shapes = {window: _Shape(*sizes, window or 0, config.attention_scale) for window in set(windows)}
+        self._shapes = [shapes[window] for window in windows]
+        self._attended = torch.empty(sum(span.length for span in spans), config.num_heads * config.head_dim)
         self._attended_address = ctypes.c_void_p(self._attended.data_ptr())
 
     def __call__(self, layer: int, packed: Tensor) -> Tensor:
