@@ -90,8 +90,4 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
 
 
 def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)

@@ -6,14 +6,13 @@ A `ResponseWriter` writes the bytes. A client that disconnects aborts its reques
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from evenflow.core.request import FinishReason, Request
+from evenflow.core.request import FinishReason
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
@@ -35,30 +34,21 @@ class GenerationResponse(Response):
         self._streams: list[Stream] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = self._writer
+        writer, client = self._writer, self._service.client
         with self._service.gate.enter(writer.cache_salt, writer.num_choices):
             requests = await asyncio.to_thread(writer.prepare)
-            async with self._submitted(requests, receive):
-                if (options := writer.body.streaming) is None:
-                    await self._send_whole(send)
-                else:
-                    await self._send_events(send, options)
-
-    @asynccontextmanager
-    async def _submitted(self, requests: list[Request], receive: Receive) -> AsyncIterator[None]:
-        """Run the requests in the engine until this context ends or the client disconnects."""
-        client = self._service.client
-        try:
-            for index, request in enumerate(requests):
-                num_choices = None if index else len(requests)
-                self._streams.append(client.submit(request, tenant=self._writer.tenant, num_choices=num_choices))
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
-                yield
+                for index, request in enumerate(requests):
+                    num_choices = None if index else len(requests)
+                    self._streams.append(client.submit(request, tenant=writer.tenant, num_choices=num_choices))
+                if (options := writer.body.streaming) is None:
+                    await self._send_whole(scope, receive, send)
+                else:
+                    await self._send_events(send, options)
             finally:
                 watch.cancel()
-        finally:
-            self._abort()
+                self._abort()
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         await client_disconnected(receive)
@@ -68,7 +58,7 @@ class GenerationResponse(Response):
         for stream in self._streams:
             self._service.client.abort(stream)
 
-    async def _send_whole(self, send: Send) -> None:
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         for stream in self._streams:
             async for delta in stream:
                 _check(delta)
@@ -76,9 +66,7 @@ class GenerationResponse(Response):
         if any(output.finish_reason == FinishReason.ABORT for output in outputs):
             return  # the client is gone
         body = encode_json(self._writer.response(outputs, self._usage()))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await Response(body, media_type="application/json")(scope, receive, send)
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""

@@ -58,7 +58,7 @@ OnlyTrue = Annotated[bool, _only(True), WithJsonSchema({"type": "boolean", "cons
 OnlyFalse = Annotated[bool, _only(False), WithJsonSchema({"type": "boolean", "const": False})]
 
 
-def seconds_of(duration: float | str) -> float:
+def _seconds(duration: float | str | None) -> float | None:
     """A number is in seconds; text has a unit."""
     return parse_duration(duration) if isinstance(duration, str) else duration
 
@@ -138,8 +138,8 @@ class GenerationBody(StrictModel, GrammarFields):
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "seed": None if self.seed is None else (self.seed + index) & _MAX_SEED,
             "prompt_logprobs": self.num_prompt_logprobs,
-            "tbt_target": None if self.tbt_target is None else seconds_of(self.tbt_target),
-            "ttft_target": None if self.ttft_target is None else seconds_of(self.ttft_target),
+            "tbt_target": _seconds(self.tbt_target),
+            "ttft_target": _seconds(self.ttft_target),
         }
         return SamplingParams(
             max_tokens=max_tokens,
@@ -256,6 +256,10 @@ class TargetBody(StrictModel):
         description="Time between a stream's tokens: seconds or '50ms'; at least 0.1 ms. null: keep no target."
     )
     paced: bool | None = Field(None, description="Streams that are ahead lend their slack; null: unchanged.")
+
+    @property
+    def target_s(self) -> float | None:
+        return _seconds(self.tbt_target)
 
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TargetBody)

@@ -17,14 +17,7 @@ from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
-from evenflow.server.api.request_models import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TargetBody,
-    TokenizeBody,
-    seconds_of,
-)
+from evenflow.server.api.request_models import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.errors import ApiError, overloaded
@@ -147,7 +140,7 @@ def target_routes(service: Service) -> APIRouter:
     @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, service.gate.limits.max_body_bytes)
-        client.set_target(None if body.tbt_target is None else seconds_of(body.tbt_target), body.paced)
+        client.set_target(body.target_s, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)
         return _json(_target(client.policy))
 

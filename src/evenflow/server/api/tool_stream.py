@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from evenflow.model.chat_template import ToolStyle
 
 _BLANK = " \t\r\n"
-_END = ""  # read after the last character
+_END = "<end>"  # read after the last character; equals no character and is in no set of them
 _MARKERS = {
     ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
     ToolStyle.LLAMA: ("<|python_tag|>", ""),
@@ -207,7 +207,7 @@ class ToolStream:
     def _literal(self, first: str) -> _Parser[str]:
         """A number, true, false or null; null means no arguments."""
         text, character = "", first
-        while character.isalnum() or (character and character in "+-."):
+        while character.isalnum() or character in "+-.":
             text += character
             character = yield from self._next()
         self._back()
@@ -231,7 +231,7 @@ class ToolStream:
     def _visible(self, expected: str) -> _Parser[str]:
         """The next character that is not blank, which must be one of `expected`."""
         character = yield from self._next_visible()
-        if character == _END or character not in expected:
+        if character not in expected:
             raise _NotACall
         return character
 
@@ -243,7 +243,7 @@ class ToolStream:
     def _next_visible(self, also_skipped: str = "") -> _Parser[str]:
         while True:
             character = yield from self._next()
-            if character == _END or character not in _BLANK + also_skipped:
+            if character not in _BLANK + also_skipped:
                 return character
 
     def _next(self) -> _Parser[str]:

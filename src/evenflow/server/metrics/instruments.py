@@ -66,7 +66,7 @@ class MetricFactory:
         self._collectors.register(metric)
         return metric
 
-    def labelled_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
+    def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
         """The counter of a label's value. `known` values start at 0, so rates include their first increment."""
         metric = self._create(Counter, name, text, [*self._labels, label])
         counter = cache(partial(metric.labels, *self._labels.values()))
@@ -87,8 +87,7 @@ class VllmMetrics:
     """Metrics that dashboards for vLLM show, as far as this engine has them."""
 
     def __init__(self, factory: MetricFactory) -> None:
-        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
-        labelled = factory.labelled_counter
+        counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
         self.running = gauge("vllm:num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for memory.")
         self.kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
@@ -96,12 +95,12 @@ class VllmMetrics:
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self.preemptions = counter("vllm:num_preemptions", "Preempted requests that got a slot again.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.")
-        self.prompt_tokens_by_source = labelled(
+        self.prompt_tokens_by_source = split(
             "vllm:prompt_tokens_by_source", "These by source.", "source", PROMPT_SOURCES
         )
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Those that were cached.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.request_success = labelled("vllm:request_success", "Finished requests.", "finished_reason", FinishReason)
+        self.request_success = split("vllm:request_success", "Finished requests.", "finished_reason", FinishReason)
         self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
         self.params_n = histogram("vllm:request_params_n", "Choices per API request.", (1, 2, 5, 10, 20))
         self.request_preemptions = histogram(
@@ -121,7 +120,7 @@ class VllmMetrics:
         self.phases = [(start, end, histogram(name, text, _LATENCY_S)) for name, text, start, end in _PHASES]
 
 
-def request_token_histograms(factory: MetricFactory, max_model_len: int) -> list[tuple[str, Histogram]]:
+def token_histograms(factory: MetricFactory, max_model_len: int) -> list[tuple[str, Histogram]]:
     """vLLM's histograms whose buckets end at the model's context, each with the field of RequestRecord it shows."""
     buckets = tuple(
         float(mantissa * 10**exponent)
@@ -136,24 +135,23 @@ class EvenflowMetrics:
     """What vLLM's metrics lack: how steps were filled, how long they took, and what delayed tokens."""
 
     def __init__(self, factory: MetricFactory) -> None:
-        counter, gauge, histogram = factory.counter, factory.gauge, factory.histogram
-        labelled = factory.labelled_counter
+        counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
         self.up = gauge("evenflow:up", "1 while the engine is up.")
         self.restarts = counter("evenflow:engine_restarts", "Restarts of the engine process.")
-        self.rejected = labelled("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
+        self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
-        self.chunks = labelled("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
+        self.chunks = split("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
         self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request.", _CHUNKS)
         self.budget_use = histogram("evenflow:step_budget_use", "Share of its token budget that a step used.", _SHARES)
-        self.step_tokens = labelled("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)
-        self.part_seconds = labelled("evenflow:step_part_seconds", "Seconds of steps, by phase.", "part", STEP_PARTS)
+        self.step_tokens = split("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)
+        self.part_seconds = split("evenflow:step_part_seconds", "Seconds of steps, by phase.", "part", STEP_PARTS)
         self.step_seconds = histogram("evenflow:step_seconds", "Duration of steps.", _STEP_S)
         self.predicted_seconds = histogram("evenflow:step_predicted_seconds", "Predicted duration of steps.", _STEP_S)
         self.prediction_error = histogram(
             "evenflow:step_prediction_error", "|predicted - actual| / actual of a step.", _SHARES
         )
         self.stalls = counter("evenflow:stalls", "Steps that made tokens late.")
-        self.stall_seconds = labelled(
+        self.stall_seconds = split(
             "evenflow:stall_seconds", "Longest gap of these steps, by cause.", "cause", CauseKind
         )
         self.late_tokens = counter("evenflow:late_tokens", "Tokens after their deadline.")
@@ -165,8 +163,6 @@ class EvenflowMetrics:
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
-        self.tenant_requests = labelled("evenflow:tenant_requests", "Finished requests.", "tenant")
-        self.tenant_prompt_tokens = labelled("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
-        self.tenant_generation_tokens = labelled(
-            "evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant"
-        )
+        self.tenant_requests = split("evenflow:tenant_requests", "Finished requests.", "tenant")
+        self.tenant_prompt_tokens = split("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
+        self.tenant_generation_tokens = split("evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant")

@@ -17,12 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.instruments import (
-    EvenflowMetrics,
-    MetricFactory,
-    VllmMetrics,
-    request_token_histograms,
-)
+from evenflow.server.metrics.instruments import EvenflowMetrics, MetricFactory, VllmMetrics, token_histograms
 
 WINDOW_S = 60  # of the recent quantiles
 MAX_TENANTS = 100  # with their own label: its memory is never freed, and clients can make up tenants
@@ -116,7 +111,7 @@ class Observer:
         self.engine_state = state
         self.policy, self.target_s, self.feasible_target_s = state.policy, state.target_s, None
         if state.max_model_len and not self._token_histograms:
-            self._token_histograms = request_token_histograms(self._factory, state.max_model_len)
+            self._token_histograms = token_histograms(self._factory, state.max_model_len)
             sizes = {"block_size": str(state.block_size), "num_gpu_blocks": str(state.num_blocks)}
             self._factory.info("vllm:cache_config_info", "The KV cache's sizes.", sizes)
         if not state.is_up:
