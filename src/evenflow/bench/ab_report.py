@@ -27,7 +27,7 @@ def draw(target: Path | BinaryIO, names: tuple[str, str], outcome: Outcome) -> N
     figure, (ratios, tails) = pyplot().subplots(1, 2, figsize=(12, 4.5))
     _draw_ratios(ratios, names, outcome.estimates)
     _draw_tails(tails, names, outcome)
-    save(figure, target, format="png")
+    save(figure, target)
 
 
 def _draw_ratios(axis: Any, names: tuple[str, str], estimates: Sequence[Estimate]) -> None:

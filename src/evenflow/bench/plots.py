@@ -71,7 +71,7 @@ def _family(policy: str) -> str:
     return name if name in ("fixed", "target") else "other"
 
 
-def save(figure: Any, target: Path | BinaryIO, **options: Any) -> None:
+def save(figure: Any, target: Path | BinaryIO) -> None:
     figure.tight_layout()
-    figure.savefig(target, dpi=130, **options)
+    figure.savefig(target, dpi=130)  # PNG, or what a path's extension says
     pyplot().close(figure)

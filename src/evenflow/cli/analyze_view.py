@@ -14,7 +14,7 @@ from evenflow.advisor.decision import Decision
 from evenflow.advisor.explanation import TARGET_IN_VLLM
 from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
 from evenflow.advisor.report import Advice, VllmAdvice
-from evenflow.bench.plots import pyplot
+from evenflow.bench.plots import pyplot, save
 from evenflow.cli.output import make_table
 
 _BAR_CELLS = 40
@@ -133,8 +133,7 @@ def _print_vllm(console: Console, advice: VllmAdvice, reasons: Mapping[str, str]
 
 def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:
     """Plot the share of inputs up to each length, one curve per dataset, and the threshold."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.5))
+    figure, axis = pyplot().subplots(figsize=(8, 4.5))
     for dataset in analysis.datasets:
         lengths, shares = dataset.lengths.cumulative()
         axis.step(lengths, shares, where="post", label=dataset.name)
@@ -147,6 +146,4 @@ def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:
     axis.set_ylim(0, 1.02)
     axis.set_title(f"Chunked prefill: {decision.decision}", loc="left")
     axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
