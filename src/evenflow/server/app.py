@@ -40,9 +40,7 @@ def make_app(
         engine_routes = [metrics_routes(service, observer), proxy_routes(service)]
     add_error_handlers(app)
     if allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
     def check_key(request: Request) -> None:
         request.state.key = keys.check(request.headers.get("authorization"))

@@ -140,9 +140,8 @@ class Server(uvicorn.Server):
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
         app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), settings.allowed_origins)
-        super().__init__(
-            uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
-        )
+        config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._drain())

@@ -53,7 +53,7 @@ def check_flags(flags: Sequence[str]) -> None:
         name, _, inline = flag.partition("=")
         name = name.replace("_", "-")
         if name in _REFUSED_FLAGS:
-            raise InvalidInput(f"Got {flag!r} behind the -- but {_REFUSED_FLAGS[name]}.")
+            raise InvalidInput(f"Got {flag!r} after the -- but {_REFUSED_FLAGS[name]}.")
         if name == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value):
             raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but evenflow sets it: use --tbt-target.")
 
@@ -88,10 +88,9 @@ class VllmLaunch:
 
     def environment(self, folder: RunFolder, policy: PolicySpec) -> dict[str, str]:
         """The environment of vLLM's processes; `policy` is the one to start with."""
-        path = [str(folder.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {
             TARGET_VARIABLE: str(policy).removeprefix("target:"),
             SOCKET_VARIABLE: str(folder.step_socket),
             TARGET_FILE_VARIABLE: str(folder.policy_path),
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder.packages), os.environ.get("PYTHONPATH")))),
         }

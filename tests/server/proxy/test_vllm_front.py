@@ -329,7 +329,7 @@ def test_other_flags_are_vllms_to_judge() -> None:
         ("--model m --policy fixed:64", "--engine vllm needs --tbt-target"),
         ("--model m --tbt-target 50ms --weights int4", "Got --weights with --engine vllm"),
         ("--model m --tbt-target 50ms --max-n 3", "Got --max-n with --engine vllm"),
-        ("--model m --tbt-target 50ms -- --port 1", "Got '--port' behind the --"),
+        ("--model m --tbt-target 50ms -- --port 1", "Got '--port' after the --"),
         ("--model m --tbt-target 50ms --vllm-python /no/such/python", "cannot be run"),
     ],
 )

@@ -26,7 +26,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 class ServedEngine(SupervisedEngine):
-    """Evenflow's own engine. `factory` builds it in the child process, which must be able to import it."""
+    """The engine of evenflow itself. `factory` builds it in the child process, which must be able to import it."""
 
     policy: PolicySpec
 
@@ -104,7 +104,7 @@ class ServedEngine(SupervisedEngine):
             await link.lost
             self._go_down(self._exit_error or EngineFailed("the engine process died"))
         except asyncio.CancelledError:
-            if not self.is_up:  # it is loading, and would end only after that
+            if not self.is_up:  # it is still loading, and would finish that first
                 process.kill()
             raise
         finally:
@@ -136,9 +136,7 @@ class ServedEngine(SupervisedEngine):
     def _on_end(self, stream: Stream) -> None:
         output = stream.output
         assert output.finish_reason is not None
-        self._observer.on_request_finished(
-            stream.request.id, output.finish_reason, len(output.token_ids), self._observer.clock()
-        )
+        self._observer.on_request_finished(stream.request.id, output.finish_reason, len(output.token_ids))
 
     def _send(self, command: Command) -> None:
         if self.is_up and self._link is not None:  # a process that is gone has no requests
@@ -170,7 +168,7 @@ class _Link(asyncio.Protocol):
         self._transport.write(frame(command))
 
     def close(self) -> None:
-        """The engine process ends when it sees this."""
+        """The engine process sees this and ends."""
         if self._transport is not None:
             self._transport.close()
 

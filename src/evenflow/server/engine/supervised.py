@@ -63,7 +63,10 @@ class SupervisedEngine(ABC):
         clock, delay = asyncio.get_running_loop().time, 0.0
         while True:
             started_at = clock()
-            await self._run_process()
+            try:
+                await self._run_process()
+            except OSError as error:
+                self._go_down(EngineFailed(f"the engine process cannot be started: {error}"))
             if not first_start.done():
                 first_start.set_exception(self.failure)
                 return

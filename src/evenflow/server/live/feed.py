@@ -66,10 +66,10 @@ class LiveFeed(Listener):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._rows: deque[StepRow] = deque(maxlen=_MAX_STEPS)
-        self._num_steps = 0  # ever
+        self._num_steps = 0  # since the start
         self._numbers: dict[str, int] = {}
         self._next_numbers = count(1)
-        self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # when, tokens, cached ones
+        self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # time, tokens, cached tokens
         self._stalls: list[dict[str, Any]] = []  # worst first
         self._num_readers = 0
         self._is_closed = False
@@ -98,10 +98,6 @@ class LiveFeed(Listener):
         return self._numbers.get(request_id, 0)
 
     def _row(self, report: StepReport) -> StepRow:
-        chunks = [
-            (self._number(chunk.request_id), chunk.start, chunk.length, chunk.reason, chunk.seconds)
-            for chunk in report.chunks
-        ]
         return StepRow(
             step=report.step_id,
             at=report.at,
@@ -113,7 +109,10 @@ class LiveFeed(Listener):
             budget=report.budget,
             target=report.target_s,
             late=len(report.late),
-            chunks=chunks,
+            chunks=[
+                (self._number(chunk.request_id), chunk.start, chunk.length, chunk.reason, chunk.seconds)
+                for chunk in report.chunks
+            ],
         )
 
     def _add_stall(self, report: StepReport, stall: Stall) -> None:
@@ -160,9 +159,8 @@ class LiveFeed(Listener):
         """The last steps, at most what one message holds, as columns: that is how the page stores them."""
         num_kept = min(num_steps, len(self._rows), _STEPS_AT_ONCE)
         rows = islice(self._rows, len(self._rows) - num_kept, None)
-        columns: dict[str, Any] = dict(zip(StepRow._fields, zip(*rows, strict=True), strict=True))
-        columns["now"] = self._observer.clock()
-        return columns
+        columns = zip(*rows, strict=True)
+        return {**dict(zip(StepRow._fields, columns, strict=True)), "now": self._observer.clock()}
 
     def _figures(self) -> dict[str, Any]:
         observer, now = self._observer, self._observer.clock()

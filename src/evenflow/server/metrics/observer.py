@@ -140,11 +140,12 @@ class Observer:
         if num_choices is not None:
             self._vllm.params_n.observe(num_choices)
 
-    def on_request_finished(self, request_id: str, reason: str, num_output_tokens: int, now: float) -> None:
+    def on_request_finished(self, request_id: str, reason: str, num_tokens: int, now: float | None = None) -> None:
         """A request ended: by stop, length, abort or error. Call this once for every request that was started."""
         record = self.requests.pop(request_id)
         record.last_token_at = self._last_token_at.pop(request_id, None)
-        record.finish_reason, record.num_output_tokens, record.finished_at = reason, num_output_tokens, now
+        record.finish_reason, record.num_output_tokens = reason, num_tokens
+        record.finished_at = self.clock() if now is None else now
         self._observe_request(record)
         if not self.requests:  # no further step may come
             self.last_report = None

@@ -80,7 +80,7 @@ class ProxyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gate, is_counted = self._service.gate, self._request.method == "POST"
-        with gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._service.client.proxying(self):
+        with gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._service.client.proxying(self.fail):
             self._relay = asyncio.create_task(self._run(send))
             disconnect = asyncio.create_task(client_disconnected(receive))
             try:

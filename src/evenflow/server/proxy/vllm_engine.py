@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 
@@ -31,12 +30,6 @@ _STDERR = 2
 _GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 
 
-class OpenRequest(Protocol):
-    """A request that is being proxied to vLLM."""
-
-    def fail(self, failure: EvenflowError) -> None: ...
-
-
 class VllmEngine(SupervisedEngine):
     """One vLLM server, which routes reach over `http`."""
 
@@ -47,11 +40,11 @@ class VllmEngine(SupervisedEngine):
         self._folder = RunFolder(Path(tempfile.mkdtemp(prefix="evenflow-")))
         transport = httpx.AsyncHTTPTransport(
             uds=str(self._folder.http_socket),
-            # vLLM closes idle connections at a time of its own, and a new one on this machine costs little.
+            # vLLM may close an idle connection at any time, and a new one on this machine costs little.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self.http = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
-        self._open: set[OpenRequest] = set()
+        self._open: set[Callable[[EvenflowError], None]] = set()
 
     # ---- what routes use ----
 
@@ -63,21 +56,21 @@ class VllmEngine(SupervisedEngine):
         self._publish_state()
 
     @contextmanager
-    def proxying(self, request: OpenRequest) -> Iterator[None]:
-        """Within this, `request.fail` is called if vLLM dies."""
+    def proxying(self, fail: Callable[[EvenflowError], None]) -> Iterator[None]:
+        """A request is open during this context; `fail` ends it if vLLM dies."""
         if not self.is_up:
             raise self.failure
-        self._open.add(request)
+        self._open.add(fail)
         try:
             yield
         finally:
-            self._open.discard(request)
+            self._open.discard(fail)
             if not self._open:
                 asyncio.get_running_loop().call_later(_FORGET_S, self._forget_requests)
 
     def fail_all(self, failure: EvenflowError) -> None:
-        for request in list(self._open):
-            request.fail(failure)
+        for fail in list(self._open):
+            fail(failure)
 
     async def close(self) -> None:
         await super().close()
@@ -85,36 +78,34 @@ class VllmEngine(SupervisedEngine):
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _forget_requests(self) -> None:
-        """End the requests whose end was lost or will not be reported, once none is open."""
+        """Once no request is open, end those whose end vLLM has not reported."""
         if not self._open:
             for request_id in list(self._observer.requests):
-                self._observer.on_request_finished(request_id, FinishReason.ABORT, 0, self._observer.clock())
+                self._observer.on_request_finished(request_id, FinishReason.ABORT, 0)
 
     # ---- the process ----
 
     async def _run_process(self) -> None:
-        self._folder.http_socket.unlink(missing_ok=True)
-        feed = await asyncio.get_running_loop().create_unix_server(
-            lambda: StepReceiver(self._observer), self._folder.step_socket
-        )
-        process = subprocess.Popen(
-            self._launch.command(self._folder),
-            env=self._launch.environment(self._folder, self._last_target),
-            stdin=subprocess.DEVNULL,
-            stdout=_STDERR,
-            start_new_session=True,  # the front handles an interrupt at the terminal
-        )
-        guard = start_guard(process.pid)
-        ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
-        try:
-            if await self._becomes_ready(ended):
-                self._go_up()
-                await asyncio.wait([ended])
-            self._go_down(_exit_error(process.returncode, self.is_up))
-        finally:
-            feed.close()
-            await asyncio.to_thread(_end_group, process)
-            await asyncio.to_thread(guard.communicate)
+        loop, folder = asyncio.get_running_loop(), self._folder
+        folder.http_socket.unlink(missing_ok=True)
+        with closing(await loop.create_unix_server(lambda: StepReceiver(self._observer), folder.step_socket)):
+            process = subprocess.Popen(
+                self._launch.command(folder),
+                env=self._launch.environment(folder, self._last_target),
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                start_new_session=True,  # the front handles an interrupt at the terminal
+            )
+            guard = start_guard(process.pid)
+            ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
+            try:
+                if await self._becomes_ready(ended):
+                    self._go_up()
+                    await asyncio.wait([ended])
+                self._go_down(_exit_error(process.returncode, self.is_up))
+            finally:
+                await asyncio.to_thread(_end_group, process)
+                await asyncio.to_thread(guard.communicate)
 
     async def _becomes_ready(self, ended: asyncio.Future[int]) -> bool:
         while not ended.done():
@@ -146,6 +137,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT_S)
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only dead ones are left
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses if all of them are dead
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
