@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from statistics import median
 
 from evenflow.core.plan import StepShape
@@ -59,7 +58,7 @@ class MachineSpeed:
         self.update()
 
     def update(self) -> None:
-        ratios = [self.level] * _LAST_STEPS + [step.ratio for step in self._last(_LAST_STEPS)]
+        ratios = [self.level] * _LAST_STEPS + [step.ratio for step in self.recent]
         deviation = math.log(median(ratios[-_LAST_STEPS:]) / self.level)
         # Suppresses deviations within the noise, smoothly.
         self.now = self.level * math.exp(deviation**3 / (deviation**2 + _NOISE**2))
@@ -75,7 +74,7 @@ class MachineSpeed:
 
     def suspected_level(self) -> float | None:
         """The level that the last steps suggest, if they all deviate from the current one."""
-        ratios = [step.ratio for step in self._last(_STRAYING_STEPS) if step.is_familiar]
+        ratios = [step.ratio for step in list(self.recent)[-_STRAYING_STEPS:] if step.is_familiar]
         if len(ratios) < _STRAYING_STEPS:
             return None
         strays = min(ratios) > self.level * _LASTING_CHANGE or max(ratios) < self.level / _LASTING_CHANGE
@@ -88,6 +87,3 @@ class MachineSpeed:
             if (step.ratio > between) == (level > between):
                 step.sample.level = level
         self.level = level
-
-    def _last(self, number: int) -> list[RecentStep]:
-        return list(islice(self.recent, max(0, len(self.recent) - number), None))

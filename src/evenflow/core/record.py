@@ -1,4 +1,4 @@
-"""The record format: requests, plans and results as plain data for JSON, and back.
+"""Requests, plans and results as plain data for JSON, and back.
 
 A recording holds every call of a scheduler: replaying the calls gives the same plans.
 """
@@ -35,8 +35,7 @@ def read_header(record: Record) -> Scheduler:
         raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
     caps = record["caps"] | {"row_buckets": tuple(record["caps"]["row_buckets"])}
     step_time = StepTimeModel.from_record(record["step_time"])
-    settings = dict(record["scheduler"])
-    settings["policy"] = read_policy(settings)
+    settings = record["scheduler"] | {"policy": read_policy(record["scheduler"])}
     del settings["max_num_batched_tokens"]
     return Scheduler(SchedulerConfig(**settings), ExecutorCaps(**caps), step_time=step_time)
 

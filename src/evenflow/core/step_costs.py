@@ -99,15 +99,15 @@ def fits(features: list[Features], seconds: list[float], previous: StepCosts, at
     with all of them while samples are few, later with a different one at each attempt.
     """
     rows = [[figure / s for figure in figures] for figures, s in zip(features, seconds, strict=True)]
-    firsts = [_sum(previous.first.costs, row) for row in rows]
-    seconds_by_second = [_sum(previous.second.costs, row) for row in rows]
-    misfits = [abs(max(pair) - 1) for pair in zip(firsts, seconds_by_second, strict=True)]
+    by_first = [_sum(previous.first.costs, row) for row in rows]
+    by_second = [_sum(previous.second.costs, row) for row in rows]
+    misfits = [abs(max(pair) - 1) for pair in zip(by_first, by_second, strict=True)]
     tolerance = 3 * max(0.01, median(misfits))
     # Errors beyond the tolerance count linearly, not squared: outliers have little influence.
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
     weighted = [[figure * weight for figure in row] for row, weight in zip(rows, weights, strict=True)]
     knees = _KNEES if len(rows) < FEW_SAMPLES else (_KNEES[attempt % len(_KNEES)],)
-    last_split = list(map(ge, firsts, seconds_by_second))
+    last_split = list(map(ge, by_first, by_second))
     by_rows = ([figures[_ROWS] < knee for figures in features] for knee in knees)
     splits = [split for split in (last_split, *by_rows) if _is_worthwhile(split)]
     for costs, num_costs in _fits(weighted, weights, splits):

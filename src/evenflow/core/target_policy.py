@@ -83,7 +83,6 @@ class Target(Policy):
         self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
 
     def infeasibility_warning(self) -> float | None:
-        """The lowest feasible target, once, when the target has been infeasible for a while."""
         if self._has_warned or self._num_infeasible_steps < _STEPS_TO_WARN:
             return None
         self._has_warned = True
