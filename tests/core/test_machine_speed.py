@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from evenflow.core.machine_speed import MachineSpeed, RecentStep, Sample
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.step_costs import features_of
 
 
 def step(ratio: float, *, spread: float = 1.0) -> RecentStep:
     """A step that took `ratio` times what the costs say."""
-    return RecentStep(Sample((1,), ratio, 1.0), ratio, 1.0, 1.0, spread, is_fresh=False)
+    shape = ExecutorCaps().step_shape(num_decodes=1, decode_context=1)
+    return RecentStep(Sample(features_of(shape), ratio, 1.0), shape, ratio, 1.0, 1.0, spread, is_fresh=False)
 
 
 def speed_after(*ratios: float) -> MachineSpeed:

@@ -1,7 +1,6 @@
-"""Least squares whose coefficients are never negative, for about ten columns of some hundred rows, in plain Python.
+"""Least squares with non-negative coefficients, for about ten columns of a hundred rows.
 
-The base package has no numpy, and at this size a fit takes about a millisecond without it.
-Must not know: what is fitted.
+The base package does not depend on numpy, and at this size a fit in plain Python takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ Matrix = list[list[float]]
 
 
 def fit_nonnegative(columns: Sequence[Vector], targets: Vector, ridge: float) -> tuple[list[float], Matrix]:
-    """The coefficients x >= 0 for which columns.x is nearest to the targets, and their covariance for errors of 1.
+    """The x >= 0 for which columns.x is nearest to the targets, and the covariance of an unbounded x for errors of 1.
 
-    The covariance is that of the fit without the constraint. `ridge` pulls towards zero like so many rows would, each
-    column being measured by the root mean square of its values; it must be positive, for columns may be alike.
+    `ridge` pulls x towards zero with the weight of that many rows, each column scaled to a root mean square of 1. It
+    must be positive, because columns may be equal.
     """
     sizes = [math.sqrt(_dot(column, column) / len(column)) or 1.0 for column in columns]
     gram = [[0.0] * len(columns) for _ in columns]
@@ -37,10 +36,10 @@ def fit_nonnegative(columns: Sequence[Vector], targets: Vector, ridge: float) ->
 
 
 def _minimise(gram: Matrix, right: Vector) -> list[float]:
-    """The x >= 0 with the least x.gram.x / 2 - right.x: Lawson and Hanson's active sets, with all free at first."""
+    """The x >= 0 that minimises x.gram.x / 2 - right.x: Lawson and Hanson's active sets, with all free at first."""
     x = [0.0] * len(right)
     free = list(range(len(right)))
-    for _ in range(10 * len(right)):  # it ends long before, unless rounding leads it in circles
+    for _ in range(10 * len(right)):  # an upper bound, in case rounding errors make it cycle
         solved = _solve([[gram[i][j] for j in free] for i in free], [[right[i]] for i in free])
         solution = {i: value for i, (value,) in zip(free, solved, strict=True)}
         negative = [i for i in free if solution[i] <= 0]
@@ -63,10 +62,7 @@ def _minimise(gram: Matrix, right: Vector) -> list[float]:
 
 
 def _solve(matrix: Matrix, right: Matrix) -> Matrix:
-    """Gauss and Jordan's elimination, dropping each column once it is eliminated, until only the solution is left.
-
-    Needs no pivoting, since the matrix is positive definite.
-    """
+    """Gauss-Jordan elimination, dropping each eliminated column. A positive definite matrix needs no pivoting."""
     rows = [[*line, *values] for line, values in zip(matrix, right, strict=True)]
     for i in range(len(rows)):
         first, *rest = rows[i]

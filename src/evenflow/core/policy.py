@@ -75,7 +75,7 @@ class Policy(ABC):
     def plan(self, view: StepView) -> Quotas: ...
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a step that ran. Most policies have nothing to learn."""
+        """Learn from a step that ran. By default there is nothing to learn."""
         return
 
     def infeasibility_warning(self) -> float | None:

@@ -1,6 +1,6 @@
-"""By how much predictions of steps were off, and what is to be allowed for that: the margin.
+"""Errors of recent predictions, and the margin that follows from them.
 
-Errors are logarithms of actual / predicted, of mixed steps. Must not know: what a step costs, speeds, clocks.
+An error is log(actual / predicted) of a mixed step.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_NUM_ERRORS = 128  # that margins are taken over
+_NUM_ERRORS = 128
 _QUANTILE = 0.98
-_BURST_QUANTILE = 0.84  # hardly moved by bursts, in which the machine is disturbed and against which no margin helps
-_MAX_TAIL = 2.2  # times that lesser quantile are as much as the margin allows for
+# In bursts, when something else disturbs the machine, no margin helps. They hardly move a lower quantile, which bounds
+# the margin. Of normal noise the upper quantile is twice the lower one; with bursts it is far more.
+_LOWER_QUANTILE = 0.84
+_MAX_TAIL = 2.2  # margin / lower quantile
 _UNTRIED_MARGIN = 0.25
-# A captured graph, or the kernels chosen for one number of rows, may be worse than those for a few more. No cost shows
-# that, and a policy that fills steps up to a limit comes there again and again. So errors are kept by size, too.
+# A captured graph, or the kernels for one number of rows, may be slower than those for a few more. Costs do not show
+# that, and a policy that fills steps up to a limit returns to the same size. So errors are also kept by size.
 _ERRORS_PER_SIZE = 3
 _MAX_SIZES = 256
 
 
 class PredictionError(NamedTuple):
     error: float
-    unexplained: float  # by a lasting change of the machine, and in units of how sure the prediction was
-    is_fresh: bool  # among the first steps of a prefill
+    unexplained: float  # by a change of the machine's speed; divided by the spread of the prediction
+    is_fresh: bool  # one of the first steps of a prefill
 
 
 class PredictionErrors:
-    """Those of the last steps. Fresh steps have a margin of their own."""
+    """The errors of recent steps. Fresh steps have their own margin."""
 
     def __init__(self, errors: Iterable[PredictionError] = ()) -> None:
         self.recent = deque(errors, maxlen=_NUM_ERRORS)
-        self._by_size: dict[int, deque[float]] = {}  # the size not seen for longest first
+        self._by_size: dict[int, deque[float]] = {}  # least recently seen first
         self._margins = {is_fresh: self._margin(is_fresh) for is_fresh in (False, True)}
 
     def add(self, error: PredictionError) -> None:
@@ -47,11 +49,11 @@ class PredictionErrors:
             del self._by_size[next(iter(self._by_size))]
 
     def margin(self, is_fresh: bool) -> float:
-        """The logarithm that 98 of 100 errors stay below."""
+        """98 of 100 errors are below this."""
         return self._margins[is_fresh]
 
     def least_of_size(self, size: int) -> float:
-        """By how much steps of a size took longer than predicted, each of the last few times."""
+        """The smallest error of the last few steps of this size."""
         errors = self._by_size.get(size, ())
         return min(errors) if len(errors) == _ERRORS_PER_SIZE else 0.0
 
@@ -61,8 +63,7 @@ class PredictionErrors:
         return sum(abs(math.exp(-error) - 1) for error, *_ in self.recent) / max(1, len(self.recent))
 
     def _margin(self, of_fresh: bool) -> float:
-        """The greater quantile of noise is twice the lesser one; where there are bursts, it lies far beyond."""
         errors = sorted(unexplained for _, unexplained, is_fresh in self.recent if is_fresh == of_fresh)
         last = len(errors) - 1
-        largest = min(errors[int(_QUANTILE * last)], _MAX_TAIL * errors[int(_BURST_QUANTILE * last)]) if errors else 0.0
+        largest = min(errors[int(_QUANTILE * last)], _MAX_TAIL * errors[int(_LOWER_QUANTILE * last)]) if errors else 0.0
         return max(largest, _UNTRIED_MARGIN / math.sqrt(1 + len(errors)))

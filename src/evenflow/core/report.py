@@ -189,12 +189,11 @@ def _causes(
     # When the collector ran is not known; either way, nothing else explains that time.
     gc_in_step = min(gc_seconds, unexplained)
     gc_outside = min(gc_seconds - gc_in_step, host)
-    kinds = CauseKind
     found = [
-        Cause(kinds.DECODES, parts[0]),
-        *(Cause(kinds.PREFILL, part, *chunk) for part, chunk in zip(parts[1:], chunks, strict=True)),
-        Cause(kinds.UNEXPLAINED, unexplained - gc_in_step),
-        Cause(kinds.HOST, host - gc_outside),
-        Cause(kinds.GARBAGE_COLLECTION, gc_in_step + gc_outside),
+        Cause(CauseKind.DECODES, parts[0]),
+        *(Cause(CauseKind.PREFILL, part, *chunk) for part, chunk in zip(parts[1:], chunks, strict=True)),
+        Cause(CauseKind.UNEXPLAINED, unexplained - gc_in_step),
+        Cause(CauseKind.HOST, host - gc_outside),
+        Cause(CauseKind.GARBAGE_COLLECTION, gc_in_step + gc_outside),
     ]
     return (cause for cause in found if cause.seconds > 0)

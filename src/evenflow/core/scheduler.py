@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import LateToken, Urgency, rank_time, urgency
@@ -44,8 +44,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
 
 
-# A request, its index in the StepResult and its new tokens. A named tuple would make a decoding request cost a fifth
-# more here.
+# A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
 Emission = tuple[Request, int, tuple[int, ...]]
 
 
@@ -195,8 +194,7 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
-        released = tuple(self._released_slots)
-        self._released_slots.clear()
+        released, self._released_slots = tuple(self._released_slots), []
         columns = self._take_decodes(decodes, positions)
         admissions: list[Admission] = []
         prefills = [self.requests[candidates[quota.candidate].request_id] for quota in quotas.chunks]
@@ -255,21 +253,20 @@ class Scheduler:
         """Prompts to continue and prompts that could start, by rank, as many as fit in one step."""
         room = self.caps.max_prefill_sequences
         starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
-        starts += self._admissible(room)
+        starts += islice(self._admissible(), min(room, len(self._free_slots)))
         starts.sort(key=lambda pair: pair[0].rank)
         return [
             Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)
             for request, start in starts[:room]
         ]
 
-    def _admissible(self, limit: int) -> Iterator[tuple[Request, int]]:
-        """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
+    def _admissible(self) -> Iterator[tuple[Request, int]]:
+        """Waiting requests that fit in the free blocks, each with its number of cached tokens.
 
         Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
         fit ends the line: letting others pass could starve it.
         """
-        limit = min(limit, len(self._free_slots))
-        if not limit or not self.pool.num_free:
+        if not self.pool.num_free:
             return
         claimed = self.num_running
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
@@ -285,9 +282,6 @@ class Scheduler:
                 return
             yield request, len(cached) * self.block_size
             claimed += needed + 1
-            limit -= 1
-            if not limit:
-                return
 
     def _take_decodes(self, decodes: Sequence[Request], positions: Sequence[int]) -> Decodes:
         for request in decodes:
@@ -371,9 +365,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         plan = step.plan
         if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
-            raise RuntimeError(
-                f"step {plan.step_id} is the oldest in flight, but the result is of step {result.step_id}"
-            )
+            raise RuntimeError(f"step {plan.step_id} is the oldest in flight, not step {result.step_id} of this result")
         outcome = Committed(plan, result, [], [], step.shape, step.predicted_seconds)
         epochs = [*plan.decodes.epochs, *(chunk.epoch for chunk in plan.chunks)]
         for index, message in result.errors.items():
@@ -432,8 +424,7 @@ class Scheduler:
         """Take a running request's slot and blocks. It starts over when there is room, keeping its output so far."""
         self._leave(request)
         request.status = Status.PREEMPTED
-        request.num_scheduled = request.num_committed = request.num_pending = 0
-        request.num_cached_tokens = 0
+        request.num_scheduled = request.num_committed = request.num_pending = request.num_cached_tokens = 0
         self.waiting.push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:

@@ -1,7 +1,7 @@
-"""How long a step of a given shape takes on this machine, learned from the steps it ran.
+"""How long a step of a given shape takes on this machine, learned from the steps that ran.
 
 Seconds are a speed, which follows the machine within a few steps, times costs fitted to samples of every kind of step.
-Must not know: requests, policies, clocks. The same observations give the same model.
+The same observations give the same model.
 """
 
 from __future__ import annotations
@@ -14,33 +14,19 @@ from typing import Any
 from evenflow.core.machine_speed import MachineSpeed, RecentStep, Sample
 from evenflow.core.plan import StepShape
 from evenflow.core.prediction_errors import PredictionError, PredictionErrors
-from evenflow.core.step_costs import (
-    ATTEMPTS,
-    FEW_SAMPLES,
-    Features,
-    Fit,
-    StepCosts,
-    candidates,
-    features_of,
-    has_prefill,
-    is_mixed,
-    padded_rows,
-)
+from evenflow.core.step_costs import ATTEMPTS, FEW_SAMPLES, Features, Fit, StepCosts, features_of, fits, has_prefill
 from evenflow.errors import InvalidInput
 
 _VERSION = 4
 
 _MAX_SAMPLES = 128
 _SAMPLES_PER_KIND = 8
-_MIN_SAMPLES = 12  # to be calibrated, with prefill of
-_MIN_PREFILL_KINDS = 4
+_MIN_SAMPLES, _MIN_PREFILL_KINDS = 12, 4  # to be calibrated
 _STEPS_BETWEEN_FITS = 64
 _STEPS_BETWEEN_FITS_IF_SURPRISED = 4
-
 _SURPRISING_ERROR = 0.15
-
-# The first steps of a prefill are called fresh: a device that has rested runs faster until it is hot, and they are
-# unlike those that the speed was learned from. They have a margin of their own.
+# The first steps of a prefill are called fresh. An idle device runs faster until it is hot, so they differ from the
+# steps that the speed was learned from, and have their own margin.
 _FRESH_STEPS = 8
 _MAX_MARGIN = 3.0
 
@@ -48,7 +34,7 @@ _Kind = tuple[int, ...]
 
 
 def _kind(features: Features) -> _Kind:
-    """Steps of one kind are alike within a factor of 2 in rows and of 4 in attention."""
+    """Steps of one kind agree within a factor of 2 in rows and of 4 in attention."""
     _, _, is_launched, _, prefill_rows, prefill_attention, decodes, decode_context, *_ = features
     return (
         prefill_rows.bit_length(),
@@ -60,45 +46,43 @@ def _kind(features: Features) -> _Kind:
 
 
 class StepTimeModel:
-    """Predicts the seconds of steps from their shapes. Tell it of every step, in the order they ran.
+    """Predicts the seconds of steps from their shapes. `observe` takes every step, in the order they ran.
 
-    A sample pushes out one of its own kind, so that thousands of steps that merely decode do not wash out what is known
-    of the others. A lasting change of speed moves the level: samples are held against the level of their time, so that
-    a change makes none of them stale. Steps with prefill have a speed of their own: what slows a machine's arithmetic
-    need not slow its memory, and an error in what decodes cost must not pass for a change of the machine.
+    A sample replaces one of its own kind, so thousands of decode steps do not displace the others. A lasting change of
+    speed moves the level: a sample keeps the level at which it ran, so a change makes none of them stale. Steps with
+    prefill have their own speed: what slows arithmetic need not slow memory, and an error in the cost of decodes must
+    not look like a change of the machine.
     """
 
     def __init__(self) -> None:
         self.is_calibrated = False
         self.largest_rows_seen = 0  # padded
-        self._kinds: dict[_Kind, deque[Sample]] = {}  # the one not seen for longest first
+        self._kinds: dict[_Kind, deque[Sample]] = {}  # least recently seen first
         self._num_samples = 0
         self._costs = StepCosts()
-        self._fitting: Iterator[Fit] | None = None  # a fit in the making: a step gives time for one candidate
+        self._fitting: Iterator[Fit] | None = None  # of a new fit: one candidate per step
         self._best_fit: Fit | None = None
-        self._suspects: list[MachineSpeed] = []  # that seemed to have changed when the fit began
+        self._suspects: list[MachineSpeed] = []  # speeds that seemed to have changed when the fit began
         self._num_fits = 0
         self._steps_since_fit = 0
-        self._speed_of_decodes = MachineSpeed()  # while nothing else is in the step
-        self._speed_of_prefill = MachineSpeed()
+        self._speeds = MachineSpeed(), MachineSpeed()  # of steps without prefill and with it
         self._errors = PredictionErrors()
         self._prefill_steps = 0  # since the last step without prefill
 
-    # ---- asking ----
+    # ---- predicting ----
 
     def predict(self, shape: StepShape) -> float:
-        """Median seconds: never negative, 0 before anything was observed.
+        """Median seconds; 0 before anything was observed.
 
-        Among steps with prefill, as among those without, more of anything never takes less.
+        Monotonic in every figure, separately for steps with prefill and without.
         """
         features = features_of(shape)
         return self._speed_of(features).now * self._costs.seconds(features)
 
     def margin(self, shape: StepShape) -> float:
-        """The factor on `predict` that 98 of 100 mixed steps stay below; wider the less is known of such shapes.
+        """The factor on `predict` that covers 98 of 100 mixed steps; larger for less familiar shapes.
 
-        A step that took longer may be the first of several: the next one allows for as much. So does one of a size that
-        took longer each time.
+        A slow step may be the first of several, so the margin covers the last step, and a size that was slow each time.
         """
         features = features_of(shape)
         speed = self._speed_of(features)
@@ -108,17 +92,17 @@ class StepTimeModel:
             math.log(speed.last / speed.now),
         )
         if shape.padded_rows > self.largest_rows_seen > 0:
-            # If the machine turns compute-bound just beyond what was seen, seconds grow as fast as rows.
+            # If the machine becomes compute-bound just beyond the rows seen, seconds grow as fast as rows.
             log_margin += math.log(shape.padded_rows / self.largest_rows_seen)
         return math.exp(min(log_margin, math.log(_MAX_MARGIN)))
 
     def upper(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape hardly ever exceeds."""
+        """Seconds that a step of this shape rarely exceeds."""
         return self.predict(shape) * self.margin(shape)
 
     @property
     def error(self) -> float:
-        """Mean of |predicted - actual| / actual over recent mixed steps, each predicted before it ran."""
+        """Mean of |predicted - actual| / actual over recent mixed steps."""
         return self._errors.mean
 
     # ---- learning ----
@@ -133,36 +117,28 @@ class StepTimeModel:
         self.largest_rows_seen = max(self.largest_rows_seen, shape.padded_rows)
         self._keep(sample)
         if surprised or has_prefill(features):
-            self._steps_since_fit += 1  # others, which decode as ever, give no reason to fit
-        self._go_on_fitting(surprised)
-
-    def _go_on_fitting(self, surprised: bool) -> None:
+            self._steps_since_fit += 1  # decodes alone, as predicted, give no reason to fit
         patience = _STEPS_BETWEEN_FITS_IF_SURPRISED if surprised else _STEPS_BETWEEN_FITS
         if self._fitting is None and self._steps_since_fit >= min(patience, 1 + self._num_samples // 2):
             self._begin_fit()
         if self._num_samples < FEW_SAMPLES:
             self._finish_fit()
         else:
-            self._try_next_candidate()
-
-    @property
-    def _speeds(self) -> tuple[MachineSpeed, MachineSpeed]:
-        return self._speed_of_decodes, self._speed_of_prefill
+            self._try_next_fit()
 
     def _speed_of(self, features: Features) -> MachineSpeed:
-        return self._speed_of_prefill if has_prefill(features) else self._speed_of_decodes
+        return self._speeds[has_prefill(features)]
 
     def _follow_speed(self, shape: StepShape, sample: Sample) -> bool:
-        """Take in how fast a step was for its shape; True if that is a surprise."""
+        """Update the speed after a step; True if the step was a surprise."""
         predicted = self.predict(shape)
         if not predicted:
-            return True  # nothing that such a step holds has a known cost yet
+            return True  # none of its figures has a known cost yet
         speed = self._speed_of(sample.features)
         spread = self._costs.spread(sample.features)
-        step = RecentStep(sample, self._ratio(sample), predicted, speed.level, spread, self._is_fresh)
+        step = RecentStep(sample, shape, self._ratio(sample), predicted, speed.level, spread, self._is_fresh)
         speed.take(step)
-        settled = speed.settled()
-        if settled is not None:
+        if (settled := speed.settled()) is not None:
             self._count_error(settled)
         is_off = abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
         return is_off or not step.is_familiar or speed.suspected_level() is not None
@@ -172,17 +148,18 @@ class StepTimeModel:
         return self._prefill_steps < _FRESH_STEPS
 
     def _ratio(self, sample: Sample) -> float:
-        """Seconds / what the costs say; the level itself where new costs say nothing of such a step."""
+        """Seconds / fitted cost; the level if the costs do not cover such a step."""
         expected = self._costs.seconds(sample.features)
         return sample.seconds / expected if expected else sample.level
 
     def _count_error(self, step: RecentStep) -> None:
-        """Note log(actual / predicted) of a mixed step, and what of it no lasting change explains, for the margin."""
-        if is_mixed(step.sample.features):
+        """Record the error of a mixed step; for the margin, only what no change of level explains."""
+        if step.shape.prefill_rows and step.shape.decode_sequences:
             error = math.log(step.sample.seconds / step.predicted)
-            unexplained = min(error, error - math.log(self._speed_of_prefill.level / step.level), key=abs)
+            level = self._speed_of(step.sample.features).level
+            unexplained = min(error, error - math.log(level / step.level), key=abs)
             self._errors.add(PredictionError(error, unexplained / step.spread, step.is_fresh))
-            self._errors.add_to_size(padded_rows(step.sample.features), unexplained)
+            self._errors.add_to_size(step.shape.padded_rows, unexplained)
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample.features)
@@ -207,14 +184,14 @@ class StepTimeModel:
         samples = self._samples()
         features = [sample.features for sample in samples]
         normal_seconds = [sample.normal_seconds for sample in samples]
-        self._fitting = candidates(features, normal_seconds, self._costs, self._num_fits)
+        self._fitting = fits(features, normal_seconds, self._costs, self._num_fits)
         self._best_fit = None
         self._suspects = [speed for speed in self._speeds if speed.suspected_level() is not None]
         self._num_fits += 1
         self._steps_since_fit = 0
 
-    def _try_next_candidate(self) -> bool:
-        """False if there is none."""
+    def _try_next_fit(self) -> bool:
+        """False if there was none left."""
         if self._fitting is None:
             return False
         fit = next(self._fitting, None)
@@ -226,18 +203,18 @@ class StepTimeModel:
         return fit is not None
 
     def _finish_fit(self) -> None:
-        while self._try_next_candidate():
+        while self._try_next_fit():
             pass
 
     def _adopt_best_fit(self) -> None:
-        assert self._best_fit is not None  # all samples together are a candidate always
+        assert self._best_fit is not None  # there is at least one candidate: a single bound
         self._costs = self._best_fit.costs
         for speed in self._speeds:
             for step in speed.recent:
                 step.ratio = self._ratio(step.sample)
             level = speed.suspected_level()
             if level is not None and speed in self._suspects:
-                speed.change_level(level)  # no costs explain how its steps stray
+                speed.change_level(level)  # the new costs do not explain the deviation
             speed.update()
 
     def _samples(self) -> list[Sample]:
@@ -246,16 +223,16 @@ class StepTimeModel:
     # ---- saving ----
 
     def to_record(self) -> dict[str, Any]:
-        """All that was learned, as plain data, for a machine as fast as it is now."""
+        """Everything learned, as plain data, at the machine's current speed."""
         return {
             "version": _VERSION,
             "largest_rows_seen": self.largest_rows_seen,
-            "samples": [[*sample.features[1:], self._seconds_now(sample)] for sample in self._samples()],
+            "samples": [
+                [*sample.features[1:], sample.normal_seconds * self._speed_of(sample.features).level]
+                for sample in self._samples()
+            ],
             "errors": [list(error) for error in self._errors.recent],
         }
-
-    def _seconds_now(self, sample: Sample) -> float:
-        return sample.normal_seconds * self._speed_of(sample.features).level
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepTimeModel:

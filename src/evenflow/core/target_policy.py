@@ -32,7 +32,6 @@ class Target(Policy):
         super().__init__(max_step_tokens)
         self.pacing: Pacing = pacing
         self.patience = PATIENCE
-        self._target = pacing.target
         self._busy_until = 0.0  # when the last planned step is predicted to end
         self._num_cut_steps = 0  # steps limited by latency
         self._num_infeasible_steps = 0  # in a row
@@ -49,11 +48,11 @@ class Target(Policy):
 
     def _seconds_left(self, view: StepView, start: float) -> float:
         if not view.num_decodes:
-            return IDLE_STRETCH * self._target
+            return IDLE_STRETCH * self.pacing.target
         deadline = view.earliest_deadline
         if view.num_in_flight or deadline is None:
             # The tokens due at that deadline come from the step in flight, at its end; this step gives those after.
-            deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self._target)
+            deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self.pacing.target)
         return deadline - start - view.overhead
 
     def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
@@ -84,7 +83,6 @@ class Target(Policy):
         self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
 
     def infeasibility_warning(self) -> float | None:
-        """The lowest feasible target, once, when the target has been infeasible for a while."""
         if self._has_warned or self._num_infeasible_steps < _STEPS_TO_WARN:
             return None
         self._has_warned = True
