@@ -13,7 +13,7 @@ from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, RequestRecord, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
-from evenflow.executors.record import Record, header_record, policy_record, read, read_header, read_policy, write_line
+from evenflow.executors.recorded import Record, header_record, policy_record, read, read_header, read_policy, write_line
 
 VOCAB = 1000
 

@@ -9,7 +9,7 @@ import pytest
 from evenflow import Grammar, SamplingParams
 from evenflow.core.request import Request, RequestRecord
 from evenflow.errors import InvalidRequest
-from evenflow.executors.record import read, write_line
+from evenflow.executors.recorded import read, write_line
 
 
 def test_schemas_and_choices_are_kept_as_json() -> None:

@@ -23,7 +23,7 @@ from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
 from evenflow.errors import InvalidConfig
-from evenflow.executors.record import policy_record, read_policy
+from evenflow.executors.recorded import policy_record, read_policy
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 from evenflow.core.plan import RowLogprobs, StepResult, TokenLogprob
 from evenflow.core.request import SamplingParams
 from evenflow.errors import EngineFailed, InvalidInput
-from evenflow.executors.record import read, write_line
-from evenflow.executors.recorded import replay
+from evenflow.executors.recorded import read, replay, write_line
 from tests.engine.fakes import fake_llm
 
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from evenflow.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from evenflow.model.config import FrequencyFactors, LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
-from evenflow.model.hf_config import JsonFile, read_config
+from evenflow.model.hf_config import read_config
 from evenflow.model.loader import LoadedModel, load_model
+from evenflow.model.typed_values import TypedValues
 from tests.models import (
     ARCHITECTURES,
     VARIED_TEXTS,
@@ -147,7 +148,7 @@ def config_of(**changes: Any) -> ModelConfig:
         "num_attention_heads": 4,
         "max_position_embeddings": 256,
     }
-    return read_config(JsonFile("config.json", {**content, **changes}), None, ())
+    return read_config(TypedValues("config.json", {**content, **changes}), None, ())
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

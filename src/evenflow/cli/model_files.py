@@ -120,7 +120,7 @@ def _gguf_config(path: Path) -> dict[str, Any]:
 
     file = GgufFile(path)
     prefix = file.get("general.architecture", str) + "."
-    config = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    config = {key.removeprefix(prefix): value for key, value in file.content.items() if key.startswith(prefix)}
     if not config.get("vocab_size"):
         config["vocab_size"] = len(file.get_list("tokenizer.ggml.tokens", str))
     return config

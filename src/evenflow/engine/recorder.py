@@ -17,7 +17,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
-from evenflow.executors.record import Record, header_record, policy_record, write_line
+from evenflow.executors.recorded import Record, header_record, policy_record, write_line
 
 
 class Recorder:

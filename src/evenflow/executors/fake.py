@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenflow.core.plan import Admission, ExecutorCaps, StepPlan, StepResult, StepShape
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult, StepShape
 
 _START = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -109,17 +109,14 @@ class FakeExecutor:
         for slot in plan.released_slots:
             del self._slots[slot]
         for admission in plan.admissions:
-            self._admit(admission)
+            if admission.slot in self._slots:
+                raise RuntimeError(f"slot {admission.slot} is taken")
+            self._slots[admission.slot] = _Slot(list(admission.token_ids))
         for change in plan.block_changes:
             table = self._slots[change.slot].block_ids
             if change.first != len(table):
                 raise RuntimeError(f"slot {change.slot}: a table of {len(table)} blocks grows at entry {change.first}")
             table += change.block_ids
-
-    def _admit(self, admission: Admission) -> None:
-        if admission.slot in self._slots:
-            raise RuntimeError(f"slot {admission.slot} is taken")
-        self._slots[admission.slot] = _Slot(list(admission.token_ids))
 
     def _run(self, slot_number: int, start: int, length: int, samples: bool = True) -> int:
         if length < 1:

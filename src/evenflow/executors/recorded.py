@@ -1,15 +1,62 @@
-"""Replays a recording: a fresh scheduler gets its events and results; a plan that differs is a change of behaviour."""
+"""Recordings: a scheduler's calls as JSON lines, and their replay by a fresh scheduler.
+
+A plan that differs from the recorded one is a change of behaviour. Readers refuse a version that they do not know.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from evenflow.core.plan import StepPlan, StepResult
+import msgspec
+
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, RequestRecord
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import EngineFailed, InvalidInput
-from evenflow.executors.record import Record, read, read_header, read_policy
+
+VERSION = 2
+Record = dict[str, Any]
+Kind = TypeVar("Kind")
+
+write_line = msgspec.json.Encoder().encode
+
+
+def read(record: object, kind: type[Kind]) -> Kind:
+    """A plan, result, request or the like, from what a line holds of it."""
+    return msgspec.convert(record, kind, str_keys=True)
+
+
+def header_record(scheduler: Scheduler) -> Record:
+    """The scheduler as it starts: its settings, and what it knows of step times."""
+    return {
+        "version": VERSION,
+        "scheduler": asdict(scheduler.config) | policy_record(scheduler.config.policy),
+        "caps": scheduler.caps,
+        "step_time": scheduler.step_time.to_record(),
+    }
+
+
+def read_header(record: Record) -> Scheduler:
+    if record.get("version") != VERSION:
+        raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
+    settings = dict(record["scheduler"])
+    settings["policy"] = read_policy(settings)
+    del settings["max_num_batched_tokens"]
+    step_time = StepTimeModel.from_record(record["step_time"])
+    return Scheduler(SchedulerConfig(**settings), read(record["caps"], ExecutorCaps), step_time=step_time)
+
+
+def policy_record(policy: PolicySpec) -> Record:
+    return {"policy": str(policy), "max_num_batched_tokens": policy.budget}
+
+
+def read_policy(record: Record) -> PolicySpec:
+    return PolicySpec.parse(record["policy"]).bounded(record["max_num_batched_tokens"])
 
 
 def replay(path: str | Path) -> list[StepPlan]:

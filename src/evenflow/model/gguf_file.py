@@ -8,7 +8,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -16,11 +16,10 @@ from gguf.quants import dequantize
 
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import unsupported
+from evenflow.model.typed_values import TypedValues
 
 if TYPE_CHECKING:
     import torch
-
-Value = TypeVar("Value")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -46,37 +45,20 @@ class GgufTensor:
     num_bytes: int
 
 
-class GgufFile:
-    """An open GGUF file: `metadata` by key, `tensors` by name."""
+class GgufFile(TypedValues):
+    """An open GGUF file: its metadata by key, `tensors` by name."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = _map_file(path)
         cursor = _Cursor(self._bytes)
         num_tensors, num_keys = _read_header(cursor)
-        self.metadata: dict[str, Any] = {cursor.string(): cursor.value(cursor.u32()) for _ in range(num_keys)}
+        super().__init__("", {cursor.string(): cursor.value(cursor.u32()) for _ in range(num_keys)})
         headers = [_read_tensor_header(cursor) for _ in range(num_tensors)]
         alignment = self.get("general.alignment", int, _DEFAULT_ALIGNMENT)
         if alignment <= 0:
             raise BrokenModel(f"general.alignment is {alignment}, it must be positive")
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = {header[0]: self._place(data_start, *header) for header in headers}
-
-    def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A metadata value; BrokenModel if it is missing or of another type."""
-        value = self.metadata.get(key, default)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            problem = "is missing" if value is None else f"is {str(value)[:80]!r}, expected {kind.__name__}"
-            raise BrokenModel(f"{key} {problem}")
-        return value
-
-    def get_list(self, key: str, kind: type[Value], default: list[Value] | None = None) -> list[Value]:
-        """A metadata list; BrokenModel if an item is of another type."""
-        values: list[Value] = self.get(key, list, default)
-        if any(type(value) is not kind for value in values):
-            raise BrokenModel(f"{key} is not a list of {kind.__name__}")
-        return values
 
     def read(self, name: str) -> "torch.Tensor":
         """A tensor as float32, in memory of its own."""

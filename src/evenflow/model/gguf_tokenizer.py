@@ -72,24 +72,26 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     if len(set(tokens)) != len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise BrokenModel(f"the vocabulary holds the token {twice!r} more than once")
+    types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")
     kind = file.get("tokenizer.ggml.model", str)
     if kind == "gpt2":
         splitter = _splitter(file)
         backend, adds_bos = _byte_level_backend(file, tokens, splitter), splitter.adds_bos
     elif kind == "llama":
-        backend, adds_bos = _sentencepiece_backend(file, tokens), True
+        backend, adds_bos = _sentencepiece_backend(file, tokens, types), True
     else:
         raise unsupported(f"the tokenizer model {kind!r}")
-    _mark_special_tokens(backend, tokens, _token_types(file, tokens))
+    _mark_special_tokens(backend, tokens, types)
     bos, eos = _token_id(file, "bos", tokens), _token_id(file, "eos", tokens)
     add_special_tokens_around(
         backend,
         bos if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos) else None,
         eos if file.get("tokenizer.ggml.add_eos_token", bool, False) else None,
     )
-    return Tokenizer(
-        backend, bos_token_id=bos, eos_token_ids=_end_ids(file, tokens), chat_template=_chat_template(file, tokens)
-    )
+    ends, template = _end_ids(file, tokens, types), _chat_template(file, tokens)
+    return Tokenizer(backend, bos_token_id=bos, eos_token_ids=ends, chat_template=template)
 
 
 def _splitter(file: GgufFile) -> _Splitter:
@@ -119,11 +121,10 @@ def _byte_level_backend(file: GgufFile, tokens: list[str], splitter: _Splitter) 
     return backend
 
 
-def _sentencepiece_backend(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+def _sentencepiece_backend(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
     scores = file.get_list("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise BrokenModel(f"{len(scores)} scores for {len(tokens)} tokens")
-    types = _token_types(file, tokens)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     score_of = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     backend = tokenizers.Tokenizer(
@@ -154,13 +155,6 @@ def _merges_by_score(score_of: dict[str, float]) -> list[tuple[str, str]]:
     return merges
 
 
-def _token_types(file: GgufFile, tokens: list[str]) -> list[int]:
-    types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
-    if len(types) != len(tokens):
-        raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")
-    return types
-
-
 def _mark_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
     marked = [
         AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -172,7 +166,7 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types
 
 def _token_id(file: GgufFile, name: str, tokens: list[str]) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    if key not in file.metadata:
+    if key not in file.content:
         return None
     token_id = file.get(key, int)
     if not 0 <= token_id < len(tokens):
@@ -180,8 +174,7 @@ def _token_id(file: GgufFile, name: str, tokens: list[str]) -> int | None:
     return token_id
 
 
-def _end_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
-    types = _token_types(file, tokens)
+def _end_ids(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[int, ...]:
     named = (_token_id(file, name, tokens) for name in ("eos", "eot", "eom"))
     known = (i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_OF_ANSWER)
     return tuple(dict.fromkeys(token_id for token_id in (*named, *known) if token_id is not None))
@@ -190,7 +183,7 @@ def _end_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
 def _chat_template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
     key = "tokenizer.chat_template"
     sources = {"default": file.get(key, str, "")}
-    if f"{key}.tool_use" in file.metadata:
+    if f"{key}.tool_use" in file.content:
         sources["tool_use"] = file.get(f"{key}.tool_use", str)
     if not sources["default"]:
         return None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
+from evenflow.model.tokenizer import Tokenizer
 
 # Schemas come from untrusted clients. These allow what people write and bound the cost of one grammar.
 _LIMITS = LLParserLimits(
@@ -39,23 +39,10 @@ BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
 _SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 
 
-class Vocabulary(Protocol):
-    """The part of a tokenizer that grammars need."""
-
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def is_special(self, token_id: int) -> bool: ...
-
-
 class Grammars:
     """Compiles grammars for one model, and reads its vocabulary at the first one. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+    def __init__(self, vocabulary: Tokenizer, num_logits: int) -> None:
         self._vocabulary = vocabulary
         self._num_logits = num_logits
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
@@ -124,7 +111,7 @@ class Constraint:
 class _TokenizerView:
     """A vocabulary with the attributes that llguidance expects."""
 
-    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+    def __init__(self, vocabulary: Tokenizer, num_logits: int) -> None:
         self._vocabulary = vocabulary
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_id = vocabulary.eos_token_ids[0]

@@ -1,9 +1,7 @@
 """Reads the config.json of a Hugging Face folder, with the defaults of transformers, in its form of 5 or older."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from evenflow.errors import BrokenModel
 from evenflow.model.config import (
@@ -18,8 +16,7 @@ from evenflow.model.config import (
     unsupported,
     yarn_attention_factor,
 )
-
-Value = TypeVar("Value")
+from evenflow.model.typed_values import TypedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +40,7 @@ _FAMILIES = {
 }
 
 
-class JsonFile:
-    """The object in a JSON file; checks the type of each value that is read."""
-
-    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
-        self.name = name
-        self.content = content
-
-    def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """The value of `key`; BrokenModel if it is missing or null and there is no default."""
-        value = self.optional(key, kind)
-        value = default if value is None else value
-        if value is None:
-            raise BrokenModel(f"{self.name}: {key} is missing")
-        return value
-
-    def optional(self, key: str, kind: type[Value]) -> Value | None:
-        """The value of `key`, or None if it is missing or null."""
-        value = self.content.get(key)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if value is not None and type(value) is not kind:
-            raise BrokenModel(f"{self.name}: {key} is {str(value)[:80]!r}, expected {kind.__name__}")
-        return value
-
-
-def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(file: TypedValues, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """The configuration in config.json; the special tokens depend on other files too."""
     architecture, family = _architecture(file)
     hidden_size = file.get("hidden_size", int)
@@ -102,13 +74,13 @@ def read_config(file: JsonFile, bos_token_id: int | None, eos_token_ids: tuple[i
     )
 
 
-def _architecture(file: JsonFile) -> tuple[str, _Family]:
+def _architecture(file: TypedValues) -> tuple[str, _Family]:
     names = file.get("architectures", list)
     name = ", ".join(map(str, names))
     if name not in _FAMILIES:
         raise unsupported(f"the architecture {name or 'without a name'}")
     if file.content.get("quantization_config") is not None:
-        method = JsonFile(file.name, file.get("quantization_config", dict)).optional("quant_method", str)
+        method = TypedValues(file.name, file.get("quantization_config", dict)).optional("quant_method", str)
         raise unsupported(f"a checkpoint quantised by {method or 'an unnamed method'}")
     activation = file.get("hidden_act", str, "silu")
     if activation != "silu":
@@ -116,7 +88,7 @@ def _architecture(file: JsonFile) -> tuple[str, _Family]:
     return name, _FAMILIES[name]
 
 
-def _layer_windows(file: JsonFile, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(file: TypedValues, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     if architecture == "MistralForCausalLM":
@@ -134,7 +106,7 @@ def _layer_windows(file: JsonFile, architecture: str, num_layers: int) -> tuple[
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _layer_uses_rope(file: JsonFile, architecture: str, num_layers: int) -> tuple[bool, ...]:
+def _layer_uses_rope(file: TypedValues, architecture: str, num_layers: int) -> tuple[bool, ...]:
     if architecture != "SmolLM3ForCausalLM":
         return (True,) * num_layers
     flags = file.optional("no_rope_layers", list)  # despite the name, 1 is a layer with rope
@@ -146,11 +118,11 @@ def _layer_uses_rope(file: JsonFile, architecture: str, num_layers: int) -> tupl
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
-def _read_rope(file: JsonFile, family: _Family, head_dim: int) -> tuple[RopeConfig, int]:
+def _read_rope(file: TypedValues, family: _Family, head_dim: int) -> tuple[RopeConfig, int]:
     """The rope settings, and the longest context that they give."""
     # transformers 5 has all settings in rope_parameters; older ones have rope_theta, and the rest in rope_scaling.
     settings = file.optional("rope_scaling", dict) or file.optional("rope_parameters", dict) or {}
-    rope = JsonFile(f"{file.name}: rope", settings)
+    rope = TypedValues(f"{file.name}: rope", settings)
     if any(isinstance(value, dict) for value in settings.values()):
         raise unsupported("rope settings that differ by layer")
     theta = rope.get("rope_theta", float, file.get("rope_theta", float, family.rope_theta))
@@ -164,7 +136,7 @@ def _read_rope(file: JsonFile, family: _Family, head_dim: int) -> tuple[RopeConf
     return RopeConfig(theta, int(head_dim * partial), scaling), max_position
 
 
-def _read_scaling(rope: JsonFile, max_position: int) -> RopeScaling | None:
+def _read_scaling(rope: TypedValues, max_position: int) -> RopeScaling | None:
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     # Dynamic scaling begins beyond max_position_embeddings, which is the limit of requests here.
     if kind in ("default", "dynamic"):
@@ -190,7 +162,7 @@ def _read_scaling(rope: JsonFile, max_position: int) -> RopeScaling | None:
     raise unsupported(f"the rope scaling {kind!r}")
 
 
-def _read_yarn(rope: JsonFile, max_position: int, original_max_position: int) -> YarnScaling:
+def _read_yarn(rope: TypedValues, max_position: int, original_max_position: int) -> YarnScaling:
     factor = rope.get("factor", float, max_position / original_max_position)
     mscale, mscale_all_dim = rope.optional("mscale", float), rope.optional("mscale_all_dim", float)
     if mscale and mscale_all_dim:
@@ -207,7 +179,7 @@ def _read_yarn(rope: JsonFile, max_position: int, original_max_position: int) ->
     )
 
 
-def _read_longrope(rope: JsonFile, max_position: int, original_max_position: int) -> FrequencyFactors:
+def _read_longrope(rope: TypedValues, max_position: int, original_max_position: int) -> FrequencyFactors:
     """One set of factors for all lengths: the long one if the context is long.
 
     Switching by the length of each request would change keys that are already cached.

@@ -8,18 +8,18 @@ import tokenizers
 
 from evenflow.errors import BrokenModel
 from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.hf_config import JsonFile
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.typed_values import TypedValues
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_hf_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer with its chat template; config.json need not be there."""
-    config_file = read_json(folder, "config.json") or JsonFile("config.json", {})
+    config_file = read_json(folder, "config.json") or TypedValues("config.json", {})
     generation_file = read_json(folder, "generation_config.json")
     backend = _read_backend(folder)
-    settings = read_json(folder, "tokenizer_config.json") or JsonFile("tokenizer_config.json", {})
+    settings = read_json(folder, "tokenizer_config.json") or TypedValues("tokenizer_config.json", {})
     special_tokens = _special_tokens(folder, settings)
     ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
     if "add_bos_token" in settings.content or "add_eos_token" in settings.content:
@@ -36,7 +36,7 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
-def read_json(folder: Path, name: str) -> JsonFile | None:
+def read_json(folder: Path, name: str) -> TypedValues | None:
     """The object in a JSON file, or None if there is no such file."""
     text = _read_text(folder, name)
     if text is None:
@@ -47,7 +47,7 @@ def read_json(folder: Path, name: str) -> JsonFile | None:
         raise BrokenModel(f"{name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
-    return JsonFile(name, content)
+    return TypedValues(name, content)
 
 
 def _read_text(folder: Path, name: str) -> str | None:
@@ -69,7 +69,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise BrokenModel(f"tokenizer.json cannot be read: {error}") from error
 
 
-def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
+def _special_tokens(folder: Path, settings: TypedValues) -> dict[str, str]:
     """The text of the special tokens by role; tokenizer_config.json wins over the older file."""
     older = read_json(folder, "special_tokens_map.json")
     named = {**(older.content if older else {}), **settings.content}
@@ -83,7 +83,7 @@ def _special_tokens(folder: Path, settings: JsonFile) -> dict[str, str]:
 
 
 def _eos_token_ids(
-    config_file: JsonFile, generation_file: JsonFile | None, tokenizer_eos_id: int | None
+    config_file: TypedValues, generation_file: TypedValues | None, tokenizer_eos_id: int | None
 ) -> tuple[int, ...]:
     """All ids that end an answer: files name the end of text, the end of a turn, or both."""
     found: list[Any] = []
@@ -97,7 +97,7 @@ def _eos_token_ids(
     return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
 
 
-def _chat_template(folder: Path, settings: JsonFile, special_tokens: dict[str, str]) -> ChatTemplate | None:
+def _chat_template(folder: Path, settings: TypedValues, special_tokens: dict[str, str]) -> ChatTemplate | None:
     source = _read_text(folder, "chat_template.jinja")
     if source is None:
         source = settings.content.get("chat_template")

@@ -17,7 +17,7 @@ import platform
 import torch
 from torch import Tensor
 
-from evenflow.model.linear import FloatLinear, Linear, can_pack, pack, packed_linear
+from evenflow.model.linear import FloatLinear, Linear, can_pack, computes_products, pack, packed_linear
 from evenflow.native.build import library
 from evenflow.native.matrix import NativeMatrix, quantised_matrix
 
@@ -118,16 +118,11 @@ def _has_fast_bfloat16() -> bool:
 
 @functools.cache
 def _has_int8_kernels() -> bool:
-    """Whether this build has oneDNN's 8-bit product, which is private in torch, and gets it right."""
+    """Whether this build has oneDNN's 8-bit product, and gets it right."""
     is_supported = getattr(torch.cpu, "_is_vnni_supported", None)
     if is_supported is None or not is_supported():
         return False
-    weight = torch.linspace(-1, 1, 32 * 32).view(32, 32)
-    rows = torch.linspace(1, -1, 4 * 32).view(4, 32)
-    try:
-        return torch.allclose(DynamicInt8Linear(weight, None)(rows), rows @ weight.t(), rtol=0.05, atol=0.05)
-    except (AttributeError, RuntimeError):
-        return False
+    return computes_products(lambda rows, weight: DynamicInt8Linear(weight, None)(rows), torch.float32, tolerance=0.05)
 
 
 class DynamicInt8Linear(Linear):

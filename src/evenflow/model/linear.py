@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -78,10 +79,15 @@ def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> T
 
 @functools.cache
 def can_pack(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this build of torch can pack weights: the ops are private."""
+    """Whether this build of torch can pack weights."""
+    return computes_products(lambda rows, weight: packed_linear(rows, pack(weight)), dtype, tolerance=0.02)
+
+
+def computes_products(multiply: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, tolerance: float) -> bool:
+    """Whether `multiply`, which calls private operations of torch, runs in this build and gives rows @ weight.T."""
     weight = torch.linspace(-1, 1, 32 * 32).view(32, 32).to(dtype)
     rows = torch.linspace(1, -1, 4 * 32).view(4, 32).to(dtype)
     try:
-        return torch.allclose(packed_linear(rows, pack(weight)), F.linear(rows, weight), rtol=0.02, atol=0.02)
+        return torch.allclose(multiply(rows, weight), F.linear(rows, weight), rtol=tolerance, atol=tolerance)
     except (AttributeError, RuntimeError):
         return False

@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tokenizers
@@ -74,20 +74,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """The prompt for a conversation. It holds its special tokens: encode it with `add_special_tokens=False`."""
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt for a conversation; `options` are those of `ChatTemplate.render`.
+
+        It holds its special tokens: encode it with `add_special_tokens=False`.
+        """
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
-        return self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
+        return self.chat_template.render(messages, **options)
 
     def _compute_token_bytes(self, token_id: int) -> bytes:
         if token_id in self._text_of_added:

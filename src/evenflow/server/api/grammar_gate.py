@@ -14,7 +14,8 @@ from multiprocessing.context import SpawnProcess
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import EngineFailed, InvalidRequest
-from evenflow.model.grammar import Grammars, Vocabulary
+from evenflow.model.grammar import Grammars
+from evenflow.model.tokenizer import Tokenizer
 
 _CHECK_TIMEOUT_S = 5.0  # a thousand times what most grammars take, for a busy machine
 _START_TIMEOUT_S = 60.0
@@ -24,7 +25,7 @@ _CACHE_SIZE = 256
 class GrammarGate:
     """Starts its process with the first grammar, and a new one after a timeout."""
 
-    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+    def __init__(self, vocabulary: Tokenizer, num_logits: int) -> None:
         self._vocabulary = vocabulary
         self._num_logits = num_logits
         self._compile_once = lru_cache(_CACHE_SIZE)(self._compile)  # errors are not cached
@@ -85,7 +86,7 @@ class GrammarGate:
         self._process = self._connection = None
 
 
-def _run(connection: Connection, vocabulary: Vocabulary, num_logits: int) -> None:
+def _run(connection: Connection, vocabulary: Tokenizer, num_logits: int) -> None:
     """The process: replies to each grammar with what is wrong with it, until the server closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the server decides
     grammars = Grammars(vocabulary, num_logits)
