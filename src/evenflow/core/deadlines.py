@@ -1,4 +1,4 @@
-"""Deadlines, lateness and patience: when a stream's next token is due, and how long a prompt lets others pass.
+"""Deadlines, lateness and patience: when a stream's next token is due, and how long others may overtake a prompt.
 
 A stream that emitted token k at e[k] owes token k+1 at
 
@@ -52,20 +52,20 @@ class StreamDeadline:
         self.last_token_time = NO_DEADLINE
 
     def emit(self, request_id: str, pacing: Pacing, now: float) -> LateToken | None:
-        """Take a token emitted now; returns how late it is, if it is."""
+        """Record a token emitted now; returns it if it is late."""
         due, target = self.due, self.own_target or pacing.target
         late = LateToken(request_id, now - self.last_token_time, now - due) if NO_DEADLINE < due < now else None
         self.due, self.last_token_time = pacing.next_due(due, now, target), now
         return late
 
     def restart(self, pacing: Pacing | None) -> None:
-        """Follow a new target from the last token on. Earned slack is forgotten."""
+        """Apply a new target from the last token on. Earned slack is lost."""
         if self.due > NO_DEADLINE:
             self.due = self.last_token_time + (self.own_target or pacing.target) if pacing else NO_DEADLINE
 
 
 class Urgency(NamedTuple):
-    """What the streams of a step demand of it."""
+    """What the streams of a step require."""
 
     earliest_deadline: float | None  # None: no stream has one yet
     tightest_target: float | None  # None: no stream decodes
@@ -85,6 +85,6 @@ def urgency(streams: Iterable[StreamDeadline], pacing: Pacing) -> Urgency:
 def rank_time(arrival_time: float, patience: float, prefill_seconds: float, ttft_target: float | None = None) -> float:
     """Prompts are served in this order: by arrival, plus a patience in proportion to their own prefill.
 
-    Short prompts pass long ones, but only those that arrive within the long one's patience, so none starves.
+    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves.
     """
     return arrival_time + min(patience * prefill_seconds, ttft_target or math.inf)

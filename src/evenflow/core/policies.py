@@ -39,7 +39,9 @@ class PolicySpec:
     seconds: float | None = None  # of `target` and `adaptive`
     is_paced: bool = False
     written: str = field(default="", compare=False)  # as the user wrote it
-    base: PolicySpec | None = field(default=None, compare=False)  # what a target replaced, and gives way to
+    base: PolicySpec | None = field(
+        default=None, compare=False
+    )  # the policy that a target replaced; restored by with_target(None)
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -71,7 +73,7 @@ class PolicySpec:
 
     @property
     def pacing(self) -> Pacing | None:
-        """None: this policy keeps no target."""
+        """None: this policy has no target."""
         return Pacing(self.seconds, self.is_paced) if self.name == "target" and self.seconds else None
 
     @property
@@ -80,7 +82,7 @@ class PolicySpec:
 
     @property
     def budget(self) -> int:
-        """Most tokens of a step."""
+        """Upper bound of a step's tokens."""
         return self.max_step_tokens or (DEFAULT_TARGET_BUDGET if self.target else DEFAULT_BUDGET)
 
     @property
@@ -92,7 +94,7 @@ class PolicySpec:
         return self if self.names_budget else replace(self, max_step_tokens=max_step_tokens)
 
     def with_target(self, seconds: float | None, is_paced: bool | None = None) -> PolicySpec:
-        """This policy with another target, paced as before unless stated; None: what it was before it had one."""
+        """This policy with another target, paced as before unless stated. None: the policy before it had a target."""
         if seconds is None:
             return self if self.target is None else self.base or DEFAULT_POLICY
         if self.target is None:
@@ -101,7 +103,7 @@ class PolicySpec:
         return replace(self, seconds=_as_target(seconds), is_paced=paced, written="")
 
     def build(self) -> Policy:
-        """The policy at work, with nothing learned yet."""
+        """A policy that has learned nothing yet."""
         if self.pacing is not None:
             return Target(self.budget, self.pacing)
         if self.name == "adaptive":
@@ -115,12 +117,12 @@ DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 
 def parse_policies(text: str) -> list[PolicySpec]:
-    """A list with commas in between; `target:50,paced` has one inside."""
+    """A comma-separated list; `target:50,paced` contains a comma."""
     return [PolicySpec.parse(one) for one in re.split(r",(?!paced(?:,|$))", text)]
 
 
 def _seconds(policy: str, argument: str) -> float:
-    """Milliseconds where no unit is written."""
+    """Milliseconds unless a unit is given."""
     text = argument + "ms" * bool(re.fullmatch(r"[0-9.]+", argument))
     seconds = parse_duration(text) if re.fullmatch(DURATION_PATTERN, text) else math.nan
     if not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
@@ -132,7 +134,7 @@ def _seconds(policy: str, argument: str) -> float:
 
 
 def _as_target(seconds: float) -> float:
-    """The target as `str` writes it: in nanoseconds, so that a recorded policy is the one that ran."""
+    """The target in whole nanoseconds, as `str` writes it: a recorded policy must be the one that ran."""
     if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
         raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds.")
     return round(seconds, 9)

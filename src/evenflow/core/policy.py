@@ -31,20 +31,20 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """Everything a policy sees of a step."""
+    """What a policy knows when it plans a step."""
 
     now: float
     num_in_flight: int  # steps planned and not yet committed
     num_decodes: int
-    decode_context: int  # positions that the decodes see, in sum
-    earliest_deadline: float | None  # of the streams that decode in this step; None: none has one yet
-    tightest_target: float | None  # the smallest target of these streams; None: none decodes, or no target is kept
-    overhead: float  # seconds per step besides running it
+    decode_context: int  # sum over decodes of the positions that each attends to
+    earliest_deadline: float | None  # of the streams decoding in this step; None: none has one yet
+    tightest_target: float | None  # of these streams; None: no stream decodes, or the policy has no target
+    overhead: float  # recent seconds per step outside the executor
     step_time: StepTimeModel
     max_num_seqs: int
     candidates: Sequence[Candidate]  # in serving order
-    free_tokens: int  # room in the KV cache
-    long_prefill_token_threshold: int  # most tokens of one prompt in a step; 0: no limit
+    free_tokens: int  # free KV cache
+    long_prefill_token_threshold: int  # upper bound of a prompt's tokens in a step; 0: none
     caps: ExecutorCaps
 
 
@@ -65,11 +65,11 @@ class Policy(ABC):
     """Plans one step at a time. Its state comes only from `plan` and `observe`."""
 
     def __init__(self, max_step_tokens: int) -> None:
-        # Most tokens of a step. Decodes alone may exceed it, and so may the floor of prefill.
+        # Upper bound of a step's tokens. Decodes alone may exceed it, and so may the prefill floor.
         self.max_step_tokens = max_step_tokens
         self.pacing: Pacing | None = None  # None: no deadlines
-        self.patience = 0.0  # how long others may pass a request, in units of its own prefill time
-        self.feasible_target: float | None = None  # the lowest feasible target, while the one given is infeasible
+        self.patience = 0.0  # how long others may overtake a request, in units of its own prefill time
+        self.feasible_target: float | None = None  # the lowest feasible target, while the actual one is infeasible
 
     @abstractmethod
     def plan(self, view: StepView) -> Quotas: ...

@@ -76,7 +76,7 @@ class PrefixCache:
             self._stop_computing(block_hash, request)
 
     def abandon(self, request: Request) -> None:
-        """The request leaves before its whole prompt is published: nobody should wait for the rest."""
+        """The request leaves before its whole prompt is published: no other should wait for the rest."""
         for block_hash in islice(request.block_hashes, request.num_committed // self._block_size, None):
             self._stop_computing(block_hash, request)
 

@@ -22,7 +22,7 @@ class ChunkReport(NamedTuple):
     start: int
     length: int
     reason: ChunkReason
-    seconds: float  # its share of the step's
+    seconds: float  # its share of the step
     gave_token: bool
 
 
@@ -41,9 +41,9 @@ class Ended(NamedTuple):
 
 
 class CauseKind(StrEnum):
-    """What a stream waits for."""
+    """What delays a stream."""
 
-    DECODES = "decodes"  # the step, had it only decoded
+    DECODES = "decodes"  # the step without its chunks
     PREFILL = "prefill"  # what a chunk added
     UNEXPLAINED = "unexplained"  # the step took longer than predicted
     HOST = "host"  # between steps: planning, commits, text, callers
@@ -54,15 +54,15 @@ class CauseKind(StrEnum):
 class Cause(NamedTuple):
     kind: CauseKind
     seconds: float
-    request_id: str | None = None  # whose chunk it was
-    num_tokens: int = 0  # of that chunk
+    request_id: str | None = None  # of the chunk
+    num_tokens: int = 0  # in the chunk
 
 
 class Stall(NamedTuple):
     """A gap before a token, explained."""
 
     step_id: int
-    at: float  # when the token came
+    at: float  # when the token was committed
     request_id: str
     num_late_streams: int  # in the same step
     gap_s: float
@@ -84,13 +84,13 @@ class StepReport(NamedTuple):
     causes: tuple[Cause, ...]  # of the time since the previous step
     late: list[LateToken]
     policy: str
-    budget: int  # most tokens of a step
-    target_s: float | None  # None: the policy keeps none
+    budget: int  # upper bound of a step's tokens
+    target_s: float | None  # None: the policy has none
     feasible_target_s: float | None  # the lowest feasible one, while the target is infeasible
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # 0 to 1
-    # What each request got, as columns. What few rows have is keyed by row.
+    # The tokens of each request, as columns. Values that few rows have are keyed by row.
     ids: list[str]
     tokens: list[tuple[int, ...]]
     num_decoded: int  # the first rows are decodes
@@ -122,14 +122,14 @@ class StepReport(NamedTuple):
 
     @property
     def prediction_error(self) -> float | None:
-        """Relative to the actual seconds; None where the step cannot be judged."""
+        """Relative to the actual seconds; None if the step cannot be judged."""
         if not (self.predicted_seconds and self.seconds and self.is_own_time):
             return None
         return abs(self.predicted_seconds / self.seconds - 1)
 
     @property
     def stall(self) -> Stall | None:
-        """The longest of the gaps that this step made too long."""
+        """The longest late gap of this step."""
         return self.explain(max(self.late, key=lambda late: late.gap)) if self.late else None
 
     def explain(self, token: LateToken) -> Stall:
@@ -170,7 +170,7 @@ class Attribution:
             parts = [predicted[0], *(max(0.0, after - before) for before, after in pairwise(predicted))]
             if not any(parts):
                 parts = [float(shapes[0].total_rows), *(float(length) for _, length in chunks)]
-            if not shapes[0].total_rows:  # a step costs something even without rows, and the chunks are all it is for
+            if not shapes[0].total_rows:  # without decodes, the fixed cost of a step is its chunks'
                 parts = [0.0, parts[0] + parts[1], *parts[2:]]
         total = sum(parts)
         since_last = seconds if self._last_at is None else at - self._last_at
@@ -186,7 +186,7 @@ class Attribution:
 def _causes(
     parts: list[float], chunks: Sequence[tuple[str, int]], unexplained: float, host: float, gc_seconds: float
 ) -> Iterator[Cause]:
-    # When the collector ran is not known; either way, nothing else explains that time.
+    # It is not known when the collector ran: assume the time that nothing else explains.
     gc_in_step = min(gc_seconds, unexplained)
     gc_outside = min(gc_seconds - gc_in_step, host)
     found = [

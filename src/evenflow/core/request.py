@@ -17,7 +17,7 @@ from evenflow.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to end. Names and defaults are those that vLLM's users know."""
+    """How to choose tokens and when to stop. Names and defaults follow vLLM."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -75,7 +75,7 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
 
 
 def _require_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """From `low`, or from above it, to `high`; never infinite."""
+    """Finite, at most `high`, and at least `low` or above it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         allowed = f"{'>' if above else '>='} {low}" if high == math.inf else f"in {'(' if above else '['}{low}, {high}]"
@@ -92,7 +92,7 @@ class Status(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended, in the words of the OpenAI API where it has one."""
+    """Why a request ended, in the words of the OpenAI API if it has one."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -1,4 +1,4 @@
-"""The latency-target policy: each step holds as much prefill as keeps every stream's next token on time.
+"""The latency-target policy: as much prefill in each step as keeps every stream's next token on time.
 
 It asks the StepTimeModel how long a step would take and searches for the largest one that meets the earliest deadline.
 Nothing is tuned: the model learns the machine while it runs.
@@ -19,14 +19,14 @@ SLOW_START = 2
 # A margin for uncertainty would keep large sizes from ever being tried. So one cut step in this many is sized by the
 # plain prediction: too few to move the 99th percentile.
 TRIAL_STEPS = 128
-# How long shorter prompts may pass a prompt, in units of its own prefill time.
+# How long shorter prompts may overtake a prompt, in units of its own prefill time.
 PATIENCE = 4.0
 # Warn only after this many infeasible steps in a row: fewer may be noise, or costs still being learned.
 _STEPS_TO_WARN = 16
 
 
 class Target(Policy):
-    """The largest chunks whose predicted time, with its margin, meets the earliest deadline; never under a floor."""
+    """The largest chunks whose predicted time plus margin meets the earliest deadline; never below a floor."""
 
     def __init__(self, max_step_tokens: int, pacing: Pacing) -> None:
         super().__init__(max_step_tokens)
@@ -51,7 +51,7 @@ class Target(Policy):
             return IDLE_STRETCH * self.pacing.target
         deadline = view.earliest_deadline
         if view.num_in_flight or deadline is None:
-            # The tokens due at that deadline come from the step in flight, at its end; this step gives those after.
+            # The step in flight gives the tokens due at that deadline; this step gives the next ones.
             deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self.pacing.target)
         return deadline - start - view.overhead
 
@@ -76,7 +76,7 @@ class Target(Policy):
         return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
     def _judge_target(self, view: StepView, least: float) -> None:
-        """Can the tightest target be kept beside the least prefill?"""
+        """Is the tightest target feasible with the minimum of prefill?"""
         needed = least + view.overhead
         is_kept = view.tightest_target is None or needed <= view.tightest_target
         self.feasible_target = None if is_kept else needed
@@ -93,7 +93,7 @@ def _most_in_time(
     view: StepView, seconds_of: Callable[[StepShape], float], seconds: float, fits: int, too_long: int
 ) -> int:
     """The most prefill tokens whose step takes at most `seconds`."""
-    while too_long - fits > max(1, fits // 64):  # closer than the model's own error is not worth asking
+    while too_long - fits > max(1, fits // 64):  # the model's error is larger
         middle = (fits + too_long) // 2
         if seconds_of(_shape(view, middle)) <= seconds:
             fits = middle
@@ -103,7 +103,7 @@ def _most_in_time(
 
 
 def _most_of(view: StepView, candidate: Candidate) -> int:
-    """Tokens of a prompt that one step may hold, by the same rule as `share_out`."""
+    """Upper bound of a prompt's tokens in a step, by the same rule as in `share_out`."""
     return min(candidate.length, view.long_prefill_token_threshold or candidate.length)
 
 
