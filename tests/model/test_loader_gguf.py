@@ -205,7 +205,7 @@ def test_what_is_wrong_with_a_model(
         (lambda content: content[:4] + struct.pack(">I", 3) + content[8:], UnsupportedModel, "little-endian"),
         (lambda content: content[:-1], BrokenModel, "the file is truncated: "),
         (lambda content: content[: len(content) // 2], BrokenModel, "the file is truncated: .* ends at byte"),
-        (lambda content: content[:3000], BrokenModel, "broken list of strings|truncated"),
+        (lambda content: content[:3000], BrokenModel, "broken string at byte|truncated"),
     ],
 )
 def test_what_is_wrong_with_a_file(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 
-from evenflow.compile.model_call import Model, hugging_face_module
+from evenflow.compile.model_call import Model, hugging_face_module, named_arguments
+from evenflow.compile.monitoring import PerformanceMonitor
 
 
 class ModelInterface:
@@ -26,6 +28,9 @@ class ModelInterface:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped_module":  # not set yet: asking the model would recurse
@@ -80,3 +85,24 @@ class ModelInterface:
             return {**inputs, "past_key_values": cache}
 
         return prepare
+
+
+class FasterModel(ModelInterface):
+    """Runs calls by `run_faster` where it supports them, else in `inner_model`. `monitor` records both."""
+
+    faster_kind: str
+    monitor: PerformanceMonitor | None = None
+
+    def run_faster(self, call: dict[str, Any]) -> Any:
+        """The output of a call, given by its named arguments; None if it must run in the inner model."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = named_arguments(self.wrapped_module, args, kwargs)
+        started = time.perf_counter()
+        output, kind = self.run_faster(call), self.faster_kind
+        if output is None:
+            output, kind = self.inner_model(**call), "plain"
+        if self.monitor is not None:
+            self.monitor.record(kind, call, time.perf_counter() - started)
+        return output

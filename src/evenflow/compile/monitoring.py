@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
 
@@ -57,18 +58,16 @@ class Compilation:
         finally:
             self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
 
-    @contextmanager
-    def _display(self, stage: str) -> Iterator[None]:
+    def _display(self, stage: str) -> AbstractContextManager[object]:
         if not self._shows_progress:
-            yield
-            return
+            return nullcontext()
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            progress.add_task(f"Compiling {self.model_id}: {stage}", total=None)
-            yield
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        progress.add_task(f"Compiling {self.model_id}: {stage}", total=None)
+        return progress
 
 
 @dataclass(slots=True)
@@ -102,14 +101,6 @@ class PerformanceMonitor:
         return "\n".join(lines)
 
 
-class ReasonLog:
-    """Logs a warning with its reason, once for each reason."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-        self._logged: set[str] = set()
-
-    def warn(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("%s: %s.", self._message, reason)
+def warn_once_about(what: str) -> Callable[[str], None]:
+    """A function that logs a warning with its reason, once for each reason."""
+    return functools.cache(functools.partial(logger.warning, "%s: %s.", what))

@@ -47,10 +47,6 @@ class ChunkedPrefillConfig(Settings):
     target_seconds: float | None = None
     num_streams: int | None = None
 
-    def make_optimizer(self) -> ChunkedPrefillOptimizer:
-        settings = self.chunk_size, self.chunking_threshold, self.adaptive_chunking, self.target_seconds
-        return ChunkedPrefillOptimizer(*settings)
-
 
 class EnhancedAOTWithChunking(ModelCompiler):
     """Compiles with `base_compiler`, then wraps the model for chunks unless they are off."""
@@ -65,9 +61,11 @@ class EnhancedAOTWithChunking(ModelCompiler):
         if base_compiler is not None and graph_config is not None:
             raise InvalidConfig("Got both base_compiler and graph_config: a compiler brings its own configuration.")
         self.base_compiler = base_compiler or EnhancedAOTModelCompiler(graph_config)
-        self.chunked_prefill_config = ChunkedPrefillConfig.of(chunked_prefill_config)
+        self.chunked_prefill_config = config = ChunkedPrefillConfig.of(chunked_prefill_config)
         self.dataset_analysis = dataset_analysis
-        self.chunked_optimizer = self.chunked_prefill_config.make_optimizer()
+        self.chunked_optimizer = ChunkedPrefillOptimizer(
+            config.chunk_size, config.chunking_threshold, config.adaptive_chunking, config.target_seconds
+        )
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> Model:
         """The compiled model, wrapped if chunks are on."""

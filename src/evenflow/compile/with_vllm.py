@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPr
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, ModelCompiler, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
 from evenflow.compile.model_interface import ModelInterface
-from evenflow.compile.monitoring import ReasonLog
+from evenflow.compile.monitoring import warn_once_about
 from evenflow.compile.with_chunking import analysis_of_example
 
 logger = logging.getLogger("evenflow")
@@ -31,19 +31,11 @@ _SAMPLING_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "repetition
 _SHARED_ARGUMENTS = _TOKEN_ARGUMENTS | _SAMPLING_ARGUMENTS | {"max_new_tokens", "max_length"}
 
 
-class CallStats(TypedDict):
-    """`tokens` counts input and, in vLLM, output."""
-
-    calls: int
-    chunked_calls: int
-    tokens: int
-    seconds: float
-
-
 class VLLMChunkedModelWrapper(ModelInterface):
     """A model whose `generate` runs in `backend`: "vllm" with an engine, else "local".
 
-    Forward passes are always local, since vLLM returns no logits.
+    Forward passes are always local, since vLLM returns no logits. The tokens in `stats` are those of the input and, in
+    vLLM, of the output.
     """
 
     def __init__(self, model: Model, model_id: str, chunking_threshold: int, engine: Any = None) -> None:
@@ -51,8 +43,8 @@ class VLLMChunkedModelWrapper(ModelInterface):
         self.model_id = model_id
         self.chunking_threshold = chunking_threshold
         self.engine = engine
-        self.stats: CallStats = {"calls": 0, "chunked_calls": 0, "tokens": 0, "seconds": 0.0}
-        self._local_calls = ReasonLog(f"{model_id} generates in the local model, not in vLLM")
+        self.stats: dict[str, float] = {"calls": 0, "chunked_calls": 0, "tokens": 0, "seconds": 0.0}
+        self._warn_of_local_call = warn_once_about(f"{model_id} generates in the local model, not in vLLM")
 
     @property
     def backend(self) -> str:
@@ -64,15 +56,13 @@ class VLLMChunkedModelWrapper(ModelInterface):
         self._count(input_shape(args, kwargs), 0, time.perf_counter() - started)
         return output
 
-    forward = __call__
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is not None:
             call = {**({"inputs": args[0]} if args else {}), **kwargs}
             reason = self._why_not_in_vllm(args, call)
             if reason is None:
                 return self._generate_in_vllm(call)
-            self._local_calls.warn(reason)
+            self._warn_of_local_call(reason)
         # Its forward passes come through this object, which counts them.
         return super().generate(*args, **kwargs)
 

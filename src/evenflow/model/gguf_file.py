@@ -109,11 +109,7 @@ class _Cursor:
         return int.from_bytes(self.take(8), "little")
 
     def string(self) -> str:
-        start = self.position
-        try:
-            return str(self.take(self.u64()), "utf-8")
-        except UnicodeDecodeError:
-            raise BrokenModel(f"the string at byte {start} is not UTF-8") from None
+        return self._strings(1)[0]
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -133,7 +129,7 @@ class _Cursor:
                 strings.append(content[position + 8 : end].decode())
                 position = end
         except (struct.error, UnicodeDecodeError) as error:
-            raise BrokenModel(f"broken list of strings at byte {position} ({error})") from None
+            raise BrokenModel(f"broken string at byte {position} ({error})") from None
         self.position = position
         self.take(0)
         return strings

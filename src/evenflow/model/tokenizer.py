@@ -36,9 +36,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self._piece_to_bytes, self.strips_leading_space = _piece_decoder(backend)
         added_tokens = backend.get_added_tokens_decoder()
-        self._text_of_added = {token_id: added.content for token_id, added in added_tokens.items()}
         self._special_ids = frozenset(token_id for token_id, added in added_tokens.items() if added.special)
-        self._bytes_of_token: dict[int, bytes] = {}
+        self._bytes_of_token = {token_id: added.content.encode() for token_id, added in added_tokens.items()}
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -63,7 +62,8 @@ class Tokenizer:
         """The UTF-8 bytes of a token, often only part of a character."""
         known = self._bytes_of_token.get(token_id)
         if known is None:
-            known = self._bytes_of_token[token_id] = self._compute_token_bytes(token_id)
+            piece = self._backend.id_to_token(token_id)
+            known = self._bytes_of_token[token_id] = b"" if piece is None else self._piece_to_bytes(piece)
         return known
 
     def is_special(self, token_id: int) -> bool:
@@ -82,12 +82,6 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
         return self.chat_template.render(messages, **options)
-
-    def _compute_token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._text_of_added:
-            return self._text_of_added[token_id].encode()
-        piece = self._backend.id_to_token(token_id)
-        return b"" if piece is None else self._piece_to_bytes(piece)
 
 
 class StreamDecoder:

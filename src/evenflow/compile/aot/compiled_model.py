@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from evenflow.compile.aot.step_graph import StepGraph
-from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments, why_not_supported
-from evenflow.compile.model_interface import ModelInterface
-from evenflow.compile.monitoring import PerformanceMonitor, ReasonLog
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model, why_not_supported
+from evenflow.compile.model_interface import FasterModel
+from evenflow.compile.monitoring import warn_once_about
 from evenflow.errors import UnsupportedModel
 
 _ALIGNMENT_BYTES = 16  # CUDA kernels read this many at a time
@@ -42,30 +41,24 @@ class StepRunner:
         self._tensors = {name: tensors[name].detach() for name in names}  # the loader keeps pointers to these
         compiled.load_constants(self._tensors, check_full_update=True, user_managed=True)
         self._loader: Any = compiled.loader  # calling `compiled` itself would parse its arguments' shapes each time
-        self._takes_positions = graph.takes_positions
-        self._config = graph.module.config
-        self._layer_is_sliding = graph.layer_is_sliding
+        self._graph = graph
         self._empty = [tensor[:1, :, :0].clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
     def run(self, input_ids: Tensor, mask: Tensor, positions: Tensor, logit_rows: Tensor, cache: Any) -> Tensor:
         """The logits of one step; the cache grows in place."""
         kv = self._tensors_of(cache, input_ids.shape[0])
-        inputs = [input_ids, mask, logit_rows, *([positions] if self._takes_positions else [])]
+        inputs = [input_ids, mask, logit_rows, *([positions] if self._graph.takes_positions else [])]
         outputs: list[Tensor] = self._loader.boxed_run([_aligned(tensor) for tensor in (*inputs, *kv)])
         self._fill(cache, outputs[1:], input_ids.shape[1])
         return outputs[0]
 
-    def new_cache(self) -> Any:
-        """An empty cache of the model's own kind."""
-        return DynamicCache(config=self._config)
-
     def supports(self, cache: Any) -> bool:
         """Whether a cache is of the kind that the graph was compiled for."""
         layers = getattr(cache, "layers", ())
-        return len(layers) == len(self._layer_is_sliding) and all(
+        return len(layers) == len(self._graph.layer_is_sliding) and all(
             type(layer) is (DynamicSlidingWindowLayer if is_sliding else DynamicLayer)
             and not getattr(layer, "record_past", False)
-            for layer, is_sliding in zip(layers, self._layer_is_sliding, strict=True)
+            for layer, is_sliding in zip(layers, self._graph.layer_is_sliding, strict=True)
         )
 
     def _tensors_of(self, cache: Any, num_sequences: int) -> list[Tensor]:
@@ -89,51 +82,32 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
-class CompiledModel(ModelInterface):
+class CompiledModel(FasterModel):
     """Runs calls that the compiled step does not support in the plain model, and logs each reason once.
 
     `counts_padding`: whether the model counts padding when it derives positions from the mask, as most models do.
     """
 
+    faster_kind = "compiled"
+
     def __init__(self, model: Model, runner: StepRunner, output_class: Any, *, counts_padding: bool) -> None:
         super().__init__(model)
-        self.monitor: PerformanceMonitor | None = None
         self._runner = runner
         self._counts_padding = counts_padding
         self._weight = next(self.wrapped_module.parameters())
         self._device, self._address = self._weight.device, self._weight.data_ptr()
         self._output_class = output_class
-        self._plain_calls = ReasonLog("A call runs in the plain model, not in the compiled one")
+        self._warn = warn_once_about("A call runs in the plain model, not in the compiled one")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = named_arguments(self.wrapped_module, args, kwargs)
-        started = time.perf_counter()
-        reason = self._why_not_compiled(call)
-        output = self._run_compiled(call) if reason is None else self.inner_model(**call)
-        if reason is not None:
-            self._plain_calls.warn(reason)
-        if self.monitor is not None:
-            self.monitor.record("compiled" if reason is None else "plain", call, time.perf_counter() - started)
-        return output
-
-    forward = __call__
-
-    def _why_not_compiled(self, call: Mapping[str, Any]) -> str | None:
-        tokens, cache = call.get("input_ids"), call.get("past_key_values")
-        if tokens is None or tokens.ndim != 2 or tokens.device != self._device:
-            return "it is not called with input_ids of shape (batch, tokens) on the model's device"
-        if cache is not None and not self._runner.supports(cache):
-            return f"{type(cache).__name__} is not the kind of cache that the model makes itself"
-        if self._weight.data_ptr() != self._address:
-            return "the weights were moved after compilation"
-        return why_not_supported(self.wrapped_module, self.wrapped_module.config, call, STEP_ARGUMENTS)
-
-    def _run_compiled(self, call: Mapping[str, Any]) -> Any:
+    def run_faster(self, call: dict[str, Any]) -> Any:
+        if (reason := self._why_not_compiled(call)) is not None:
+            self._warn(reason)
+            return None
         tokens: Tensor = call["input_ids"]
         num_sequences, num_new = tokens.shape
         cache = call.get("past_key_values")
         if cache is None:
-            cache = self._runner.new_cache()
+            cache = DynamicCache(config=self.wrapped_module.config)
         mask = call.get("attention_mask")
         if mask is None:
             num_known = int(cache.get_seq_length()) + num_new
@@ -149,6 +123,16 @@ class CompiledModel(ModelInterface):
         keep_cache = call.get("use_cache", getattr(config, "use_cache", True))
         output = self._output_class(logits=logits, past_key_values=cache if keep_cache else None)
         return output if call.get("return_dict", config.return_dict) else output.to_tuple()
+
+    def _why_not_compiled(self, call: Mapping[str, Any]) -> str | None:
+        tokens, cache = call.get("input_ids"), call.get("past_key_values")
+        if tokens is None or tokens.ndim != 2 or tokens.device != self._device:
+            return "it is not called with input_ids of shape (batch, tokens) on the model's device"
+        if cache is not None and not self._runner.supports(cache):
+            return f"{type(cache).__name__} is not the kind of cache that the model makes itself"
+        if self._weight.data_ptr() != self._address:
+            return "the weights were moved after compilation"
+        return why_not_supported(self.wrapped_module, self.wrapped_module.config, call, STEP_ARGUMENTS)
 
     def _positions(self, mask: Tensor) -> Tensor:
         if self._counts_padding:

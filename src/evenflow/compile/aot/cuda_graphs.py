@@ -6,7 +6,6 @@ A graph holds addresses, so it serves one static cache.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,21 +17,22 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from evenflow.compile.model_call import STEP_ARGUMENTS, Model, named_arguments
-from evenflow.compile.model_interface import ModelInterface
-from evenflow.compile.monitoring import PerformanceMonitor
+from evenflow.compile.model_call import STEP_ARGUMENTS, Model
+from evenflow.compile.model_interface import FasterModel
 
 logger = logging.getLogger("evenflow")
 
 _WARM_UP_STEPS = 3  # in which kernels choose their algorithms and libraries allocate their workspaces
 
 
-class GraphedModel(ModelInterface):
+class GraphedModel(FasterModel):
     """Replays steps of one token over a static cache; other calls run in `inner_model`.
 
     `step` runs the same step kernel by kernel: the model itself or a compiled form of it. `generate` uses a static
     cache by default.
     """
+
+    faster_kind = "replayed"
 
     def __init__(self, model: Model, step: Model) -> None:
         super().__init__(model)
@@ -40,29 +40,10 @@ class GraphedModel(ModelInterface):
         self._graph: _Graph | None = None
         self.why_no_graphs = _why_no_graph(self.wrapped_module)
         self.num_replays = 0
-        self.monitor: PerformanceMonitor | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = named_arguments(self.wrapped_module, args, kwargs)
-        started = time.perf_counter()
-        output = self._replayed(call) if self.why_no_graphs is None and _is_decode(call) else None
-        kind = "plain" if output is None else "replayed"
-        if output is None:
-            output = self.inner_model(**call)
-        if self.monitor is not None:
-            self.monitor.record(kind, call, time.perf_counter() - started)
-        return output
-
-    forward = __call__
-
-    def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = super().generation_defaults(kwargs)
-        if self.why_no_graphs is not None or "past_key_values" in kwargs or kwargs.get("num_beams", 1) > 1:
-            return defaults
-        return {**defaults, "cache_implementation": "static", "disable_compile": True}
-
-    def _replayed(self, call: dict[str, Any]) -> Any:
-        """The step's output, or None if it cannot be recorded."""
+    def run_faster(self, call: dict[str, Any]) -> Any:
+        if self.why_no_graphs is not None or not _is_decode(call):
+            return None
         call = self._with_fixed_mask(call)
         output = None if self._graph is None else self._graph.replay(call)
         if output is None:
@@ -76,6 +57,12 @@ class GraphedModel(ModelInterface):
             output = self._graph.replay(call)
         self.num_replays += 1
         return output
+
+    def generation_defaults(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = super().generation_defaults(kwargs)
+        if self.why_no_graphs is not None or "past_key_values" in kwargs or kwargs.get("num_beams", 1) > 1:
+            return defaults
+        return {**defaults, "cache_implementation": "static", "disable_compile": True}
 
     def _with_fixed_mask(self, call: dict[str, Any]) -> dict[str, Any]:
         """The call with a mask over the whole cache: one of (batch, tokens) grows from step to step."""

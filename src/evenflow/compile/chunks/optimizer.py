@@ -5,7 +5,7 @@ A chunk's length depends on the prompt's, on free memory, and on a time target.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
 from evenflow.compile.chunks.chunked_run import run_in_chunks
@@ -19,7 +19,7 @@ from evenflow.compile.model_call import (
     why_not_in_chunks,
 )
 from evenflow.compile.model_interface import ModelInterface
-from evenflow.compile.monitoring import ReasonLog
+from evenflow.compile.monitoring import warn_once_about
 from evenflow.core.chunk_rules import chunk_size_for_prompt
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
@@ -30,20 +30,14 @@ _FIRST_TIMED_CHUNK = 64  # tokens, before any chunk has been timed
 _CAPS = ExecutorCaps()
 
 
-class OptimizerStats(TypedDict):
-    """`memory_saved_mb` is modelled: one head's scores of a whole prompt (n x n) minus those of a chunk (chunk x n)."""
-
-    total_sequences: int
-    chunked_sequences: int
-    chunks_processed: int
-    memory_saved_mb: float
-
-
 class ChunkedPrefillOptimizer:
     """Runs prompts over `enable_threshold` tokens in chunks.
 
     A chunk has `chunk_size` tokens, or with `adaptive_chunking` 512, 1,024 or 2,048 by the prompt's length. It has
     fewer if memory is short, or if measured chunks predict that it would take longer than `target_seconds`.
+
+    In `stats`, `memory_saved_mb` is modelled: one head's scores of a whole prompt (n x n) minus those of a chunk
+    (chunk x n).
     """
 
     def __init__(
@@ -64,13 +58,13 @@ class ChunkedPrefillOptimizer:
         self.adaptive_chunking = adaptive_chunking
         self.target_seconds = target_seconds
         self.step_times = StepTimeModel()
-        self.stats: OptimizerStats = {
+        self.stats: dict[str, float] = {
             "total_sequences": 0,
             "chunked_sequences": 0,
             "chunks_processed": 0,
             "memory_saved_mb": 0.0,
         }
-        self._whole_calls = ReasonLog("A long input runs whole, not in chunks")
+        self._warn_of_whole_call = warn_once_about("A long input runs whole, not in chunks")
 
     def should_chunk(self, input_length: int) -> bool:
         """Whether an input of this many tokens is over the threshold."""
@@ -95,7 +89,7 @@ class ChunkedPrefillOptimizer:
                 if "past_key_values" in call:
                     raise  # the caller's cache already holds a chunk: a second run would give a wrong answer
                 reason = str(error)
-        self._whole_calls.warn(reason)
+        self._warn_of_whole_call(reason)
         return model(**call)
 
     def _run(self, model: Model, call: dict[str, Any], batch_size: int) -> Any:
@@ -133,18 +127,11 @@ class ChunkedPrefillOptimizer:
         return max(low, min(longest, _FIRST_TIMED_CHUNK // 4))
 
 
-class ExecutionStats(TypedDict):
-    """Calls of the model, including each decoding step of `generate`."""
-
-    total_calls: int
-    chunked_calls: int
-    traditional_calls: int
-
-
 class ChunkedPrefillWrapper(ModelInterface):
     """Called like the model; inputs over the optimizer's threshold run in chunks over the model's own KV cache.
 
-    `chunked_calls` counts calls given to the optimizer, including those that it had to run whole.
+    `execution_stats` counts calls, each decoding step of `generate` included; its `chunked_calls` are those given to
+    the optimizer, including those that it had to run whole.
     """
 
     def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer, model_id: str) -> None:
@@ -152,7 +139,7 @@ class ChunkedPrefillWrapper(ModelInterface):
         self.compiled_model = compiled_model
         self.chunked_optimizer = chunked_optimizer
         self.model_id = model_id
-        self.execution_stats: ExecutionStats = {"total_calls": 0, "chunked_calls": 0, "traditional_calls": 0}
+        self.execution_stats: dict[str, int] = {"total_calls": 0, "chunked_calls": 0, "traditional_calls": 0}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.execution_stats["total_calls"] += 1
@@ -165,8 +152,6 @@ class ChunkedPrefillWrapper(ModelInterface):
         return self.chunked_optimizer.process_chunked(
             self.compiled_model, **named_arguments(self.compiled_model, args, kwargs)
         )
-
-    forward = __call__
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
         return self.chunked_optimizer.should_chunk(num_new_tokens)
