@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from evenflow.core.plan import Admission, RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine
@@ -29,6 +29,7 @@ class ScriptedExecutor(FakeExecutor):
         plan: StepPlan = self._queue[0][0]
         positions = [*plan.decodes.positions, *(chunk.end - 1 for chunk in plan.chunks)]
         slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
+        self._prompt_lengths |= {admission.slot: admission.num_prompt_tokens for admission in plan.admissions}
         result = super().wait()
         time.sleep(self._step_s)
         if self._script:
@@ -48,10 +49,6 @@ class ScriptedExecutor(FakeExecutor):
             if given
         }
         return StepResult(plan.step_id, tokens, result.seconds, errors=errors, logprobs=rows)
-
-    def _admit(self, admission: Admission) -> None:
-        super()._admit(admission)
-        self._prompt_lengths[admission.slot] = admission.num_prompt_tokens
 
 
 def scripted_engine(
