@@ -24,8 +24,7 @@ class Stream:
     def __init__(self, request: Request, output: RequestOutput) -> None:
         self.request = request
         self.output = output
-        self._tokens: tuple[int, ...] = ()
-        self._text = ""
+        self._delta: Delta | None = None  # pushed, but not awaited yet
         self._failure: EvenflowError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
@@ -35,8 +34,9 @@ class Stream:
         return self.output.finish_reason is not None
 
     def push(self, delta: Delta) -> None:
-        self._tokens += delta.token_ids
-        self._text += delta.text
+        if (before := self._delta) is not None:
+            delta = delta._replace(token_ids=before.token_ids + delta.token_ids, text=before.text + delta.text)
+        self._delta = delta
         self._wake()
 
     def fail(self, failure: EvenflowError) -> None:
@@ -54,17 +54,18 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self._is_exhausted:
             raise StopAsyncIteration
-        if not (self._tokens or self.is_finished):
+        if self._delta is None and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
             self._waiter = None
-        if self._failure is not None and not self._tokens:
+        delta, self._delta = self._delta, None
+        if self._failure is not None:
+            if delta is not None and delta.token_ids:
+                return delta._replace(finish_reason=None)
             self._is_exhausted = True
             raise self._failure
-        reason = None if self._failure is not None else self.output.finish_reason
-        delta = Delta(self.request.id, self._tokens, self._text, reason, self.output)
-        self._tokens, self._text = (), ""
-        self._is_exhausted = reason is not None
+        assert delta is not None
+        self._is_exhausted = delta.finish_reason is not None
         return delta
 
 
@@ -132,7 +133,7 @@ class EngineClient:
                 stream.push(delta)
             else:
                 self._end(stream, delta)
-            if row % _STREAMS_AT_ONCE == 0:
+            if row % _STREAMS_AT_ONCE == 0 and row < len(report.ids):
                 yield
 
     def _fail(self, stream: Stream, failure: EvenflowError) -> None:

@@ -129,7 +129,8 @@ class OutputBuilder:
         """Add what a step gave. The output may end here by a stop string that the engine has not seen."""
         output = self.output
         output.token_ids += tokens
-        output.token_times_s += [now - self._arrival] * len(tokens)
+        for _ in tokens:
+            output.token_times_s.append(now - self._arrival)
         if logprobs is not None:
             output.logprobs = output.logprobs or []
             output.logprobs += logprobs
