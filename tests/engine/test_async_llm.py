@@ -75,6 +75,19 @@ def test_a_bad_request_is_refused_to_its_caller_alone() -> None:
     asyncio.run(main())
 
 
+def test_an_id_in_use_is_refused_and_its_stream_goes_on() -> None:
+    async def main() -> None:
+        async with fake_async_llm(fake_engine(disturb=slowly)) as llm:
+            first = llm.run(llm.prepare([1], SamplingParams(max_tokens=20), request_id="twice"))
+            assert (await anext(first)).token_ids
+            with pytest.raises(InvalidRequest, match="'twice'"):
+                await anext(llm.run(llm.prepare([2], SamplingParams(max_tokens=1), request_id="twice")))
+            *_, last = [delta async for delta in first]
+            assert (last.finish_reason, len(last.output.token_ids)) == ("length", 20)
+
+    asyncio.run(main())
+
+
 def test_closing_tells_those_who_wait_and_those_who_come_later() -> None:
     async def main() -> None:
         llm = fake_async_llm(fake_engine(disturb=slowly))

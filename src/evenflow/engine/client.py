@@ -89,6 +89,8 @@ class EngineClient:
         return len(self._streams)
 
     def submit(self, request: Request) -> Stream:
+        if request.id in self._streams:  # its stream must not be taken over
+            raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
         command = Add(request.record())
         stream = self._streams[request.id] = Stream(request, self._outputs.add(request))
         self._send(command)

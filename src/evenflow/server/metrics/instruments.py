@@ -80,7 +80,8 @@ class MetricFactory:
         self._create(Gauge, name, text, labels).labels(**labels).set(1)
 
     def _create(self, kind: type[_Metric], name: str, text: str, labels: Iterable[str], **options: Any) -> _Metric:
-        return kind(name, text, list(labels), registry=self._collectors, **options)
+        namespace = subsystem = unit = ""
+        return kind(name, text, list(labels), namespace, subsystem, unit, self._collectors, **options)
 
 
 class VllmMetrics:
