@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +53,9 @@ def test_answers_are_valid_beside_free_ones(llm: LLM) -> None:
     for output in outputs[:-1]:
         assert output.finish_reason == "stop"
         jsonschema.validate(json.loads(output.text), BOOK)
-    assert outputs[-1].token_ids == llm.chat(ASK, free)[0].token_ids
+    # Beside as many others again: on some CPUs a layer of 4-bit weights rounds by how many rows are in the step.
+    unbound = [dataclasses.replace(params, grammar=None, ignore_eos=True, max_tokens=30) for params in bound]
+    assert outputs[-1].token_ids == llm.chat([ASK] * 5, [*unbound, free])[-1].token_ids
 
 
 def test_a_required_call_is_valid(llm: LLM) -> None:
