@@ -8,6 +8,7 @@ import logging
 import os
 from pathlib import Path
 
+from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidInput
 from evenflow.host import cache_folder
@@ -20,10 +21,10 @@ def step_times_path(*key: object) -> Path:
     return cache_folder() / "step-times" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
 
 
-def load_step_times(path: Path) -> StepTimeModel | None:
+def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel | None:
     """What an earlier start learned; None if there is nothing usable."""
     try:
-        return StepTimeModel.from_record(json.loads(path.read_text()))
+        return StepTimeModel.from_record(json.loads(path.read_text()), prior)
     except (OSError, ValueError, KeyError, TypeError, InvalidInput):
         return None
 

@@ -39,7 +39,7 @@ class Oracle(StepTimeModel):
     def __init__(self, cost: Cost) -> None:
         super().__init__()
         self._cost = cost
-        self.largest_rows_seen = 1 << 30
+        self.largest_rows_known = 1 << 30
 
     def predict(self, shape: StepShape) -> float:
         return self._cost(shape)

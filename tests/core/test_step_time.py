@@ -170,7 +170,7 @@ def test_long_contexts_and_large_steps() -> None:
     shapes = [machine.step(max_rows=8192, max_context=100_000) for _ in range(300)]
     for s in shapes:
         model.observe(s, machine.seconds(s))
-    assert max(s.padded_rows for s in shapes) == model.largest_rows_seen > 8000
+    assert max(s.padded_rows for s in shapes) == model.largest_rows_known > 8000
     tests = [machine.step(mixed=True, max_rows=8192, max_context=100_000) for _ in range(200)]
     assert errors_of(model, small_cpu, tests)[-1] < 0.02
 
@@ -326,7 +326,7 @@ def test_margins_are_wider_where_less_is_known() -> None:
         s = machine.step(max_rows=256, max_context=2000)
         model.observe(s, machine.seconds(s))
     near = model.margin(shape([(500, 128)], [400] * 6))
-    more_rows = model.margin(shape([(500, 2 * model.largest_rows_seen)], [400] * 6))
+    more_rows = model.margin(shape([(500, 2 * model.largest_rows_known)], [400] * 6))
     longer_context = model.margin(shape([(100_000, 64)], [400] * 6))
     assert near < 1.1
     assert more_rows >= 2 * near  # twice the rows may take twice as long, for all that is known
@@ -347,7 +347,6 @@ figures = st.builds(
     decode_context=st.integers(0, 100_000_000),
     attention_calls=st.integers(0, 17),
     logit_rows=st.integers(0, 8192),
-    wave_attention=st.integers(0, 800_000_000),
 )
 FIELDS = sorted(StepShape.__dataclass_fields__)
 
@@ -406,7 +405,7 @@ def test_a_record_gives_the_model_back(cost: Cost) -> None:
     again = StepTimeModel.from_record(record)
     assert again.to_record() == record
     assert again.is_calibrated
-    assert again.largest_rows_seen == model.largest_rows_seen
+    assert again.largest_rows_known == model.largest_rows_known
     assert again.error == pytest.approx(model.error)
     for _ in range(50):
         s = machine.step(mixed=True)

@@ -12,12 +12,18 @@ next one is due T after it. evenflow's scheduler and the steering of host engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 NO_DEADLINE = -math.inf  # nothing is owed before the first token
 PACED_SLACK = 2.0  # C in units of T
+# However long a prefill is predicted to be, others do not overtake it for longer than this.
+MAX_PATIENCE_S = 30.0
+# Later prompts get at most this share of the prefill while an earlier one waits or is served.
+OVERTAKING_SHARE = 0.1
+# The earliest prompts, whose ranks follow at each step. The others' follow when they are among these.
+HEAD_OF_LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,37 @@ def urgency(streams: Iterable[StreamDeadline], pacing: Pacing) -> Urgency:
     return Urgency(earliest if earliest < math.inf else None, tightest if tightest < math.inf else None)
 
 
-def rank_time(arrival_time: float, patience: float, prefill_seconds: float, ttft_target: float | None = None) -> float:
+@dataclass(slots=True)
+class Place:
+    """What a prompt's place in line depends on."""
+
+    arrival_time: float
+    num_tokens: int
+    num_cached_tokens: int
+    ttft_target: float | None = None
+    overtaken_s: float = 0.0  # seconds of prefill that later prompts got before it
+
+
+def rank_time(place: Place, start: int, now: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     """Prompts are served in this order: by arrival, plus a patience in proportion to their own prefill.
 
-    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves.
+    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves, and only
+    for a share of the time that it waits. The time that a prompt is served does not use its patience up. `seconds_of`
+    predicts the prefill of a start and a length, and `start` is where the prompt has got to: as the prediction gets
+    better, the rank follows.
     """
-    return arrival_time + min(patience * prefill_seconds, ttft_target or math.inf)
+    if place.overtaken_s > OVERTAKING_SHARE * (now - place.arrival_time):
+        return place.arrival_time
+    left = seconds_of(start, place.num_tokens - start)
+    served = seconds_of(place.num_cached_tokens, place.num_tokens - place.num_cached_tokens) - left
+    most = min(MAX_PATIENCE_S, place.ttft_target or math.inf)
+    return place.arrival_time + min(patience * left + max(0.0, served), most)
+
+
+def charge_overtaking(head: Sequence[tuple[Place, int]], step_tokens: int, step_seconds: float) -> None:
+    """A step gives these prompts, the earliest in line, these of its prefill tokens: each waits for those that arrived
+    later and are served too."""
+    later_tokens = step_tokens
+    for place, tokens in head:  # in order of arrival
+        later_tokens -= tokens
+        place.overtaken_s += step_seconds * later_tokens / step_tokens

@@ -13,26 +13,23 @@ Vector = Sequence[float]
 Matrix = list[list[float]]
 
 
-def fit_nonnegative(columns: Sequence[Vector], targets: Vector, ridge: float) -> tuple[list[float], Matrix]:
-    """The x >= 0 for which columns.x is nearest to the targets, and the covariance of an unbounded x for errors of 1.
+def fit_nonnegative(columns: Sequence[Vector], targets: Vector, prior: Vector, weight: float) -> list[float]:
+    """The x >= 0 for which columns.x is nearest to the targets.
 
-    `ridge` pulls x towards zero with the weight of that many rows, each column scaled to a root mean square of 1. It
-    must be positive, because columns may be equal.
+    `prior` is what x would be without any rows. It pulls with the weight of that many rows, each column scaled to a
+    root mean square of 1. The weight must be positive, because columns may be equal.
     """
     sizes = [math.sqrt(_dot(column, column) / len(column)) or 1.0 for column in columns]
     gram = [[0.0] * len(columns) for _ in columns]
     for i, column in enumerate(columns):
         for j in range(i + 1):
             gram[i][j] = gram[j][i] = _dot(column, columns[j]) / (sizes[i] * sizes[j])
-        gram[i][i] += ridge
-    right = [_dot(column, targets) / size for column, size in zip(columns, sizes, strict=True)]
-    x = _minimise(gram, right)
-    identity = [[float(i == j) for j in range(len(columns))] for i in range(len(columns))]
-    covariance = [
-        [value / (size * other) for value, other in zip(line, sizes, strict=True)]
-        for line, size in zip(_solve(gram, identity), sizes, strict=True)
+        gram[i][i] += weight
+    right = [
+        _dot(column, targets) / size + weight * size * before
+        for column, size, before in zip(columns, sizes, prior, strict=True)
     ]
-    return [value / size for value, size in zip(x, sizes, strict=True)], covariance
+    return [value / size for value, size in zip(_minimise(gram, right), sizes, strict=True)]
 
 
 def _minimise(gram: Matrix, right: Vector) -> list[float]:
@@ -40,8 +37,8 @@ def _minimise(gram: Matrix, right: Vector) -> list[float]:
     x = [0.0] * len(right)
     free = list(range(len(right)))
     for _ in range(10 * len(right)):  # an upper bound, in case rounding errors make it cycle
-        solved = _solve([[gram[i][j] for j in free] for i in free], [[right[i]] for i in free])
-        solution = {i: value for i, (value,) in zip(free, solved, strict=True)}
+        solved = _solve([[gram[i][j] for j in free] for i in free], [right[i] for i in free])
+        solution = dict(zip(free, solved, strict=True))
         negative = [i for i in free if solution[i] <= 0]
         if negative:
             reach = {i: x[i] / (x[i] - solution[i]) if x[i] else 0.0 for i in negative}
@@ -61,15 +58,15 @@ def _minimise(gram: Matrix, right: Vector) -> list[float]:
     return x
 
 
-def _solve(matrix: Matrix, right: Matrix) -> Matrix:
+def _solve(matrix: Matrix, right: Vector) -> list[float]:
     """Gauss-Jordan elimination, dropping each eliminated column. A positive definite matrix needs no pivoting."""
-    rows = [[*line, *values] for line, values in zip(matrix, right, strict=True)]
+    rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for i in range(len(rows)):
         first, *rest = rows[i]
         pivot = [value / first for value in rest]
         rows = [[value - row[0] * above for value, above in zip(row[1:], pivot, strict=True)] for row in rows]
         rows[i] = pivot
-    return rows
+    return [value for (value,) in rows]
 
 
 def _dot(left: Vector, right: Vector) -> float:

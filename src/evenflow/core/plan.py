@@ -34,8 +34,6 @@ class ExecutorCaps:
     max_prefill_sequences: int = 16  # chunks in one step
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
-    attention_tile: int = 1  # rows of a chunk that attention computes together
-    attention_wave: int = 0  # rows of a chunk that occupy the whole device; 0: not modelled
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
@@ -49,20 +47,17 @@ class ExecutorCaps:
         prefill_logit_rows: int = 0,
     ) -> StepShape:
         """The figures of such a step on this executor. A decode with speculative tokens counts once for each."""
-        num_chunks = prefill_rows = attention = wave_attention = 0
+        num_chunks = prefill_rows = attention = 0
         for start, length in chunks:
             num_chunks += 1
             prefill_rows += length
-            attention += _attention(start, length, self.attention_tile)
-            if 2 * length > self.attention_wave > 0:  # shorter chunks are spread over the device
-                wave_attention += _attention(start, length, self.attention_wave)
+            attention += length * (2 * start + length + 1) // 2
         rows = num_decodes + prefill_rows
         return StepShape(
             total_rows=rows,
             padded_rows=self.padded_rows(rows),
             prefill_rows=prefill_rows,
             prefill_attention=attention,
-            wave_attention=wave_attention,
             decode_sequences=num_decodes,
             decode_context=decode_context,
             attention_calls=num_chunks + (1 if num_decodes else 0),
@@ -73,12 +68,6 @@ class ExecutorCaps:
     def prefill_shape(self, start: int, length: int) -> StepShape:
         """A step of a single chunk, which ends its prompt."""
         return self.step_shape(chunks=[(start, length)], prefill_logit_rows=1)
-
-
-def _attention(start: int, length: int, granule: int) -> int:
-    """The sum over a chunk's rows, padded to whole granules, of the positions that each attends to."""
-    rows = -(-length // granule) * granule
-    return rows * (2 * start + length + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +140,12 @@ class StepShape:
     total_rows: int
     padded_rows: int
     prefill_rows: int
-    prefill_attention: int  # sum over prefill rows, padded to tiles, of the positions that each attends to
+    prefill_attention: int  # sum over prefill rows of the positions that each attends to
     decode_sequences: int
     decode_context: int  # the same sum over decodes
     attention_calls: int
     logit_rows: int
     is_launched: bool = False  # op by op, at a cost to the host: it has more rows than any captured graph
-    wave_attention: int = 0  # `prefill_attention` of long chunks, padded to whole waves
 
 
 @dataclass(frozen=True, slots=True)

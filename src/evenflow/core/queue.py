@@ -26,6 +26,13 @@ class RankedQueue:
             raise ValueError(f"{request!r} is not waiting")
         del self._requests[index]
 
+    def update(self, request: Request, rank: tuple[float, int]) -> None:
+        """Move a waiting request to the place that this rank gives it."""
+        if rank != request.rank:
+            self.remove(request)
+            request.rank = rank
+            self.push(request)
+
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 

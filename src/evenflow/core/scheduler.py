@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
 from evenflow.core.blocks import BlockPool
-from evenflow.core.deadlines import LateToken, Urgency, rank_time, urgency
+from evenflow.core.deadlines import (
+    HEAD_OF_LINE,
+    LateToken,
+    Urgency,
+    charge_overtaking,
+    rank_time,
+    urgency,
+)
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -106,17 +113,35 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
-        request.rank = (self._rank_time(request), self._num_arrivals)
+        request.rank = (request.arrival_time, self._num_arrivals)
+        if self.policy.patience:
+            request.rank = self._rank(request, request.arrival_time)
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.waiting.push(request)
 
-    def _rank_time(self, request: Request) -> float:
-        if not self.policy.patience:
-            return request.arrival_time
-        num_cached = len(self.prefix_cache.find(request)) * self.block_size
-        seconds = self.step_time.predict(self.caps.prefill_shape(num_cached, request.num_known - num_cached))
-        return rank_time(request.arrival_time, self.policy.patience, seconds, request.sampling.ttft_target)
+    def _rank(self, request: Request, now: float) -> tuple[float, int]:
+        """Its place in line, by what its prefill is predicted to take now."""
+        place = request.place
+        place.num_tokens = request.num_known
+        if request.status is Status.RUNNING:
+            place.num_cached_tokens, start = request.num_cached_tokens, request.num_scheduled
+        else:
+            place.num_cached_tokens = start = len(self.prefix_cache.find(request)) * self.block_size
+        return rank_time(place, start, now, self.policy.patience, self._prefill_seconds), request.rank[1]
+
+    def _prefill_seconds(self, start: int, length: int) -> float:
+        return self.step_time.predict(self.caps.prefill_shape(start, length))
+
+    def _head_of_line(self, now: float) -> list[Request]:
+        """The earliest prompts that have no token yet, with their current ranks."""
+        head = list(islice((r for r in self.requests.values() if not r.num_output_tokens), HEAD_OF_LINE))
+        for request in head:
+            if request.status is Status.RUNNING:
+                request.rank = self._rank(request, now)
+            else:
+                self.waiting.update(request, self._rank(request, now))
+        return head
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment. False if it has ended already."""
@@ -169,6 +194,7 @@ class Scheduler:
         changes: list[BlockTableChange] = []
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
+        head = self._head_of_line(now) if self.policy.patience else []
         candidates = self._candidates()
         pacing = self.policy.pacing
         urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
@@ -213,6 +239,10 @@ class Scheduler:
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
+        if chunks:
+            lengths = {chunk.request_id: chunk.length for chunk in chunks}
+            in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
+            charge_overtaking(in_line, shape.prefill_rows, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
 

@@ -1,100 +1,82 @@
 """How long a step of a given shape takes on this machine, learned from the steps that ran.
 
-Seconds are a speed, which follows the machine within a few steps, times costs fitted to samples of every kind of step.
-The same observations give the same model.
+Seconds are costs fitted to samples of every kind of step, times the machine's speed over its last few steps. The same
+observations give the same model.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from statistics import median
 from typing import Any
 
-from evenflow.core.machine_speed import MachineSpeed, RecentStep, Sample
 from evenflow.core.plan import StepShape
-from evenflow.core.prediction_errors import PredictionError, PredictionErrors
-from evenflow.core.step_costs import ATTEMPTS, FEW_SAMPLES, Features, Fit, StepCosts, features_of, fits, has_prefill
+from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_costs
 from evenflow.errors import InvalidInput
 
-_VERSION = 4
+_VERSION = 5
 
 _MAX_SAMPLES = 128
-_SAMPLES_PER_KIND = 8
-_MIN_SAMPLES, _MIN_PREFILL_KINDS = 12, 4  # to be calibrated
-_STEPS_BETWEEN_FITS = 64
-_STEPS_BETWEEN_FITS_IF_SURPRISED = 4
-_SURPRISING_ERROR = 0.15
-# The first steps of a prefill are called fresh. An idle device runs faster until it is hot, so they differ from the
-# steps that the speed was learned from, and have their own margin.
-_FRESH_STEPS = 8
+_SAMPLES_PER_KIND = 6
+_STEPS_BETWEEN_FITS = 8
+_LAST_STEPS = 4  # the speed is their median: it ignores one outlier
+_LASTING_CHANGE = 1.2  # of speed, that the samples are adapted to
+_NUM_ERRORS = 128
+_QUANTILE = 0.97  # of errors, that the margin covers
+_UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MAX_MARGIN = 3.0
+_MIN_MIXED_STEPS = 12  # to be calibrated
 
 _Kind = tuple[int, ...]
 
 
-def _kind(features: Features) -> _Kind:
-    """Steps of one kind agree within a factor of 2 in rows and of 4 in attention."""
-    _, _, is_launched, _, prefill_rows, prefill_attention, decodes, decode_context, *_ = features
-    return (
-        prefill_rows.bit_length(),
-        prefill_attention.bit_length() // 2,
-        decodes.bit_length(),
-        decode_context.bit_length() // 2,
-        is_launched,
-    )
+def _kind(sample: Sample) -> _Kind:
+    """Samples of one kind agree within a factor of 2 in rows and of 4 in attention."""
+    steps, _, rows, attention, logits, context, _, launched = map(sum, zip(*sample.steps, strict=True))
+    bits = rows.bit_length(), attention.bit_length() // 2, logits.bit_length(), context.bit_length() // 2
+    return steps, *bits, launched
 
 
 class StepTimeModel:
     """Predicts the seconds of steps from their shapes. `observe` takes every step, in the order they ran.
 
-    A sample replaces one of its own kind, so thousands of decode steps do not displace the others. A lasting change of
-    speed moves the level: a sample keeps the level at which it ran, so a change makes none of them stale. Steps with
-    prefill have their own speed: what slows arithmetic need not slow memory, and an error in the cost of decodes must
-    not look like a change of the machine.
+    A sample replaces one of its own kind, so thousands of decode steps do not displace the others. Steps with prefill
+    have their own speed: what slows arithmetic need not slow memory.
     """
 
-    def __init__(self) -> None:
-        self.is_calibrated = False
-        self.largest_rows_seen = 0  # padded
+    def __init__(self, prior: StepCosts | None = None) -> None:
+        self.largest_rows_known = 0 if prior is None else 1 << 30  # padded; beyond them the model extrapolates
+        self._prior = prior or StepCosts()
+        self._costs = self._prior
         self._kinds: dict[_Kind, deque[Sample]] = {}  # least recently seen first
         self._num_samples = 0
-        self._costs = StepCosts()
-        self._fitting: Iterator[Fit] | None = None  # of a new fit: one candidate per step
-        self._best_fit: Fit | None = None
-        self._suspects: list[MachineSpeed] = []  # speeds that seemed to have changed when the fit began
         self._num_fits = 0
         self._steps_since_fit = 0
-        self._speeds = MachineSpeed(), MachineSpeed()  # of steps without prefill and with it
-        self._errors = PredictionErrors()
-        self._prefill_steps = 0  # since the last step without prefill
+        self._last: tuple[deque[Sample], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
+        self._speeds = [1.0, 1.0]  # of steps without prefill and with it
+        # Of mixed steps: predicted seconds and log(actual / predicted).
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)
+        self._margin = _UNTRIED_MARGIN
 
     # ---- predicting ----
 
     def predict(self, shape: StepShape) -> float:
-        """Median seconds; 0 before anything was observed.
+        """Median seconds; 0 before anything is known.
 
         Monotonic in every figure, separately for steps with prefill and without.
         """
-        features = features_of(shape)
-        return self._speed_of(features).now * self._costs.seconds(features)
+        return self._speeds[shape.prefill_rows > 0] * self._costs.seconds(figures_of(shape))
 
     def margin(self, shape: StepShape) -> float:
-        """The factor on `predict` that covers 98 of 100 mixed steps; larger for less familiar shapes.
-
-        A slow step may be the first of several, so the margin covers the last step, and a size that was slow each time.
-        """
-        features = features_of(shape)
-        speed = self._speed_of(features)
-        log_margin = max(
-            self._errors.margin(self._is_fresh) * self._costs.spread(features),
-            self._errors.least_of_size(shape.padded_rows),
-            math.log(speed.last / speed.now),
-        )
-        if shape.padded_rows > self.largest_rows_seen > 0:
-            # If the machine becomes compute-bound just beyond the rows seen, seconds grow as fast as rows.
-            log_margin += math.log(shape.padded_rows / self.largest_rows_seen)
-        return math.exp(min(log_margin, math.log(_MAX_MARGIN)))
+        """The factor on `predict` that most mixed steps stay within; larger beyond the rows known."""
+        log_margin = self._margin
+        if shape.padded_rows > self.largest_rows_known > 0:
+            # If the machine becomes compute-bound just beyond the rows known, seconds grow as fast as rows.
+            log_margin += math.log(shape.padded_rows / self.largest_rows_known)
+        return min(_MAX_MARGIN, math.exp(log_margin))
 
     def upper(self, shape: StepShape) -> float:
         """Seconds that a step of this shape rarely exceeds."""
@@ -103,66 +85,64 @@ class StepTimeModel:
     @property
     def error(self) -> float:
         """Mean of |predicted - actual| / actual over recent mixed steps."""
-        return self._errors.mean
+        return sum(abs(math.exp(-error) - 1) for _, error in self._errors) / max(1, len(self._errors))
+
+    @property
+    def is_calibrated(self) -> bool:
+        return len(self._errors) >= _MIN_MIXED_STEPS
 
     # ---- learning ----
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, shapes: StepShape | Iterable[StepShape], seconds: float) -> None:
+        """A step took this long, or these steps did together."""
         if not 0 < seconds < math.inf:
             return  # relative error needs a duration
-        features = features_of(shape)
-        sample = Sample(features, seconds, self._speed_of(features).level)
-        surprised = not self.is_calibrated or self._follow_speed(shape, sample)
-        self._prefill_steps = self._prefill_steps + 1 if has_prefill(features) else 0
-        self.largest_rows_seen = max(self.largest_rows_seen, shape.padded_rows)
+        shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
+        sample = Sample(tuple(map(figures_of, shapes)), seconds)
+        if any(shape.prefill_rows and shape.decode_sequences for shape in shapes):
+            self._add_error(sum(map(self.predict, shapes)), seconds)
+        self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
         self._keep(sample)
-        if surprised or has_prefill(features):
-            self._steps_since_fit += 1  # decodes alone, as predicted, give no reason to fit
-        patience = _STEPS_BETWEEN_FITS_IF_SURPRISED if surprised else _STEPS_BETWEEN_FITS
-        if self._fitting is None and self._steps_since_fit >= min(patience, 1 + self._num_samples // 2):
-            self._begin_fit()
-        if self._num_samples < FEW_SAMPLES:
-            self._finish_fit()
+        has_prefill = any(shape.prefill_rows for shape in shapes)
+        self._last[has_prefill].append(sample)
+        self._steps_since_fit += 1
+        if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + self._num_samples // 4):
+            self._fit()
+            self._update_speeds()
         else:
-            self._try_next_fit()
+            self._update_speed(has_prefill)
+        self._follow_lasting_change()
 
-    def _speed_of(self, features: Features) -> MachineSpeed:
-        return self._speeds[has_prefill(features)]
+    def _follow_lasting_change(self) -> None:
+        """If steps of both kinds are slower than the samples, or faster, it is the machine that has changed.
 
-    def _follow_speed(self, shape: StepShape, sample: Sample) -> bool:
-        """Update the speed after a step; True if the step was a surprise."""
-        predicted = self.predict(shape)
-        if not predicted:
-            return True  # none of its figures has a known cost yet
-        speed = self._speed_of(sample.features)
-        spread = self._costs.spread(sample.features)
-        step = RecentStep(sample, shape, self._ratio(sample), predicted, speed.level, spread, self._is_fresh)
-        speed.take(step)
-        if (settled := speed.settled()) is not None:
-            self._count_error(settled)
-        is_off = abs(predicted / sample.seconds - 1) > _SURPRISING_ERROR
-        return is_off or not step.is_familiar or speed.suspected_level() is not None
+        Then all samples but the last few change with it, also those of shapes that have not run since.
+        """
+        if not self.is_calibrated or (max(self._speeds) > 1 / _LASTING_CHANGE and min(self._speeds) < _LASTING_CHANGE):
+            return
+        change = math.sqrt(self._speeds[0] * self._speeds[1])
+        recent = {id(sample) for sample in chain(*self._last)}
+        for samples in self._kinds.values():
+            for index, sample in enumerate(samples):
+                if id(sample) not in recent:
+                    samples[index] = sample._replace(seconds=sample.seconds * change)
+        self._costs = self._costs.scaled(change)
+        self._update_speeds()
 
-    @property
-    def _is_fresh(self) -> bool:
-        return self._prefill_steps < _FRESH_STEPS
+    def _add_error(self, predicted: float, seconds: float) -> None:
+        if predicted:
+            self._errors.append((predicted, math.log(seconds / predicted)))
+            self._update_margin()
 
-    def _ratio(self, sample: Sample) -> float:
-        """Seconds / fitted cost; the level if the costs do not cover such a step."""
-        expected = self._costs.seconds(sample.features)
-        return sample.seconds / expected if expected else sample.level
-
-    def _count_error(self, step: RecentStep) -> None:
-        """Record the error of a mixed step; for the margin, only what no change of level explains."""
-        if step.shape.prefill_rows and step.shape.decode_sequences:
-            error = math.log(step.sample.seconds / step.predicted)
-            level = self._speed_of(step.sample.features).level
-            unexplained = min(error, error - math.log(level / step.level), key=abs)
-            self._errors.add(PredictionError(error, unexplained / step.spread, step.is_fresh))
-            self._errors.add_to_size(step.shape.padded_rows, unexplained)
+    def _update_margin(self) -> None:
+        """From the longer half of the steps: only those come near a target."""
+        longer = sorted(self._errors)[len(self._errors) // 2 :]
+        errors = sorted(error for _, error in longer)
+        covering = errors[int(_QUANTILE * (len(errors) - 1))] if errors else 0.0
+        self._margin = max(covering, _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:
-        kind = _kind(sample.features)
+        kind = _kind(sample)
         samples = self._kinds.pop(kind, None) or deque()
         self._kinds[kind] = samples
         samples.append(sample)
@@ -171,8 +151,6 @@ class StepTimeModel:
             self._drop_oldest(kind)
         elif self._num_samples > _MAX_SAMPLES:
             self._drop_oldest(max(self._kinds, key=lambda kind: len(self._kinds[kind])))
-        if not self.is_calibrated and self._num_samples >= _MIN_SAMPLES:
-            self.is_calibrated = sum(1 for prefill_bits, *_ in self._kinds if prefill_bits) >= _MIN_PREFILL_KINDS
 
     def _drop_oldest(self, kind: _Kind) -> None:
         self._kinds[kind].popleft()
@@ -180,70 +158,44 @@ class StepTimeModel:
         if not self._kinds[kind]:
             del self._kinds[kind]
 
-    def _begin_fit(self) -> None:
-        samples = self._samples()
-        features = [sample.features for sample in samples]
-        normal_seconds = [sample.normal_seconds for sample in samples]
-        self._fitting = fits(features, normal_seconds, self._costs, self._num_fits)
-        self._best_fit = None
-        self._suspects = [speed for speed in self._speeds if speed.suspected_level() is not None]
+    def _fit(self) -> None:
+        """Compare the knee in use with another one: in turn one of the candidates, a larger and a smaller one."""
+        knee, turn = self._costs.knee, self._num_fits
+        others = (KNEES[turn // 2 % len(KNEES)], knee * 5 // 4 + 1, KNEES[turn // 2 % len(KNEES)], knee * 4 // 5)
+        samples = list(chain.from_iterable(self._kinds.values()))
+        self._costs = fit_costs(samples, self._costs, self._prior, (knee, others[turn % 4]))
         self._num_fits += 1
         self._steps_since_fit = 0
 
-    def _try_next_fit(self) -> bool:
-        """False if there was none left."""
-        if self._fitting is None:
-            return False
-        fit = next(self._fitting, None)
-        if fit is None:
-            self._fitting = None
-            self._adopt_best_fit()
-        elif self._best_fit is None or fit.expected_loss < self._best_fit.expected_loss:
-            self._best_fit = fit
-        return fit is not None
+    def _update_speeds(self) -> None:
+        for has_prefill in range(2):
+            self._update_speed(has_prefill)
 
-    def _finish_fit(self) -> None:
-        while self._try_next_fit():
-            pass
-
-    def _adopt_best_fit(self) -> None:
-        assert self._best_fit is not None  # there is at least one candidate: a single bound
-        self._costs = self._best_fit.costs
-        for speed in self._speeds:
-            for step in speed.recent:
-                step.ratio = self._ratio(step.sample)
-            level = speed.suspected_level()
-            if level is not None and speed in self._suspects:
-                speed.change_level(level)  # the new costs do not explain the deviation
-            speed.update()
-
-    def _samples(self) -> list[Sample]:
-        return [sample for samples in self._kinds.values() for sample in samples]
+    def _update_speed(self, has_prefill: int) -> None:
+        expected = [(sample.seconds, sample.cost(self._costs)) for sample in self._last[has_prefill]]
+        self._speeds[has_prefill] = median([seconds / cost for seconds, cost in expected if cost] or [1.0])
 
     # ---- saving ----
 
     def to_record(self) -> dict[str, Any]:
-        """Everything learned, as plain data, at the machine's current speed."""
+        """Everything learned, as plain data."""
         return {
             "version": _VERSION,
-            "largest_rows_seen": self.largest_rows_seen,
-            "samples": [
-                [*sample.features[1:], sample.normal_seconds * self._speed_of(sample.features).level]
-                for sample in self._samples()
-            ],
-            "errors": [list(error) for error in self._errors.recent],
+            "largest_rows_known": self.largest_rows_known,
+            "samples": [[*sample] for sample in chain.from_iterable(self._kinds.values())],
+            "errors": [[*error] for error in self._errors],
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> StepTimeModel:
+    def from_record(cls, record: Mapping[str, Any], prior: StepCosts | None = None) -> StepTimeModel:
         if record.get("version") != _VERSION:
             raise InvalidInput(f"Got step times of version {record.get('version')!r} but expected {_VERSION}.")
-        model = cls()
-        model.largest_rows_seen = record["largest_rows_seen"]
-        for *figures, seconds in record["samples"]:
-            model._keep(Sample((1, *figures), seconds, level=1.0))
-        model._errors = PredictionErrors(PredictionError(*error) for error in record["errors"])
-        for _ in range(ATTEMPTS if record["samples"] else 0):
-            model._begin_fit()
-            model._finish_fit()
+        model = cls(prior)
+        for steps, seconds in record["samples"]:
+            model._keep(Sample(tuple(tuple(figures) for figures in steps), seconds))
+        for _ in range(len(KNEES) if record["samples"] else 0):
+            model._fit()
+        model.largest_rows_known = record["largest_rows_known"]
+        model._errors.extend((predicted, error) for predicted, error in record["errors"])
+        model._update_margin()
         return model

@@ -59,7 +59,7 @@ class Target(Policy):
         """Prefill tokens for this step, and what limits them."""
         wanted = sum(_most_of(view, candidate) for candidate in view.candidates)
         floor = min(FLOOR_TOKENS, wanted)
-        proven = max(SLOW_START * view.step_time.largest_rows_seen - view.num_decodes, floor)
+        proven = max(SLOW_START * view.step_time.largest_rows_known - view.num_decodes, floor)
         budget = max(self.max_step_tokens - view.num_decodes, floor)
         most, reason = min((proven, ChunkReason.WARM_UP), (budget, ChunkReason.BUDGET), key=lambda limit: limit[0])
         most = min(most, wanted)
@@ -76,9 +76,10 @@ class Target(Policy):
         return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
     def _judge_target(self, view: StepView, least: float) -> None:
-        """Is the tightest target feasible with the minimum of prefill?"""
+        """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
         needed = least + view.overhead
-        is_kept = view.tightest_target is None or needed <= view.tightest_target
+        is_untold = view.tightest_target is None or not view.step_time.is_calibrated
+        is_kept = is_untold or needed <= view.tightest_target
         self.feasible_target = None if is_kept else needed
         self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from evenflow.core.plan import ChunkReason, StepShape
+
+_LAUNCH_OF_SAMPLING = 0.0025  # seconds, at most, after the forward pass is launched
+_MOST_STEPS = 4  # of an observation: by then, an end seen late matters little
 
 
 @dataclass(slots=True)
@@ -18,21 +22,32 @@ class InFlightStep:
     chunks: list[tuple[str, int, int]] = field(default_factory=list)  # request, start, length
     predicted: float = 0.0
     seconds: float = 0.0
+    launched_at: float = 0.0  # the host had launched it
     began_at: float = 0.0
     ended_at: float = 0.0
     is_own_time: bool = True  # False: its seconds may include part of another step's
 
-    @property
-    def is_launched(self) -> bool:
-        return self.shape is not None and self.shape.is_launched
+
+class Observation(NamedTuple):
+    """Steps whose seconds are known together, though maybe not apart."""
+
+    shapes: tuple[StepShape, ...]
+    seconds: float
 
 
 class InFlightSteps:
-    """Steps that the host has scheduled and not finished yet, oldest first."""
+    """Steps that the host has scheduled and not finished yet, oldest first.
+
+    The host launches a step before it looks for the output of the one before, which may have ended long ago: launching
+    takes up to 30 ms. If it then waits for that output, it sees the end as it happens; otherwise the steps on both
+    sides of this end are known only together.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[InFlightStep] = deque()
-        self._last = InFlightStep()  # the last one to end
+        self._last_end = 0.0  # as seen
+        self._open: list[InFlightStep] = []  # ended since an end was seen as it happened
+        self.observation: Observation | None = None  # that the last end completed
 
     @property
     def num_steps(self) -> int:
@@ -42,28 +57,30 @@ class InFlightSteps:
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
 
+    def launched(self, key: object, now: float) -> None:
+        """The host has launched the step of this key. A host that does not know calls it when it has scheduled it."""
+        for step in reversed(self._steps):
+            if step.key is key:
+                step.launched_at = now
+
     def end(self, key: object, now: float) -> InFlightStep:
         """The step of this key has ended; the time since it began, or since the previous one ended, is its own."""
         step = self._steps.popleft()
         while step.key is not key:
             step = self._steps.popleft()
-        self._set_time(step, now)
-        self._last = step
+        step.began_at, step.ended_at = max(step.planned_at, self._last_end), now
+        step.seconds = now - step.began_at
+        self._last_end = now
+        has_waited = not self._steps or now - self._steps[0].launched_at > _LAUNCH_OF_SAMPLING
+        step.is_own_time = has_waited and not self._open
+        if step.shape is not None:
+            self._open.append(step)
+        is_complete = self._open and (has_waited or len(self._open) == _MOST_STEPS)
+        self.observation = self._observed(now) if is_complete else None
         return step
 
-    def _set_time(self, step: InFlightStep, now: float) -> None:
-        """The host sees a step's end only after launching the next one, op by op if no graph has that many rows.
-
-        In a row of launched steps, one such delay stands for another; otherwise it has to be subtracted.
-        """
-        last, following = self._last, self._steps[0] if self._steps else None
-        next_is_launched = following is not None and following.is_launched
-        step.began_at, step.ended_at = max(step.planned_at, last.ended_at), now
-        step.seconds = now - step.began_at
-        if not step.is_launched:
-            step.is_own_time = not next_is_launched
-        elif last.is_launched or next_is_launched:
-            step.is_own_time = last.is_launched and next_is_launched
-        elif last.ended_at > step.planned_at:
-            launching = last.ended_at - step.planned_at
-            step.seconds = max(launching, now - max(step.planned_at, last.began_at + last.predicted))
+    def _observed(self, now: float) -> Observation:
+        shapes = tuple(step.shape for step in self._open if step.shape is not None)
+        seconds = now - self._open[0].began_at
+        self._open = []
+        return Observation(shapes, seconds)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from evenflow.core.deadlines import LateToken, StreamDeadline, rank_time, urgency
+from evenflow.core.deadlines import (
+    HEAD_OF_LINE,
+    LateToken,
+    Place,
+    StreamDeadline,
+    charge_overtaking,
+    rank_time,
+    urgency,
+)
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quota, StepView
 from evenflow.core.report import Attribution, ChunkReport, StepReport
+from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.hosts.in_flight import InFlightStep, InFlightSteps
 from evenflow.hosts.policy_file import NO_TARGET, PolicyFile
@@ -36,6 +46,7 @@ class Host:
     max_num_seqs: int
     step_times_path: Path
     logger: logging.Logger
+    prior: StepCosts | None = None  # what steps cost before any was measured
     num_stages: int = 1  # of a pipeline: a stream's next token takes this many steps
 
 
@@ -69,7 +80,8 @@ class HostLoad(NamedTuple):
 @dataclass(slots=True)
 class _Stream:
     deadline: StreamDeadline
-    rank: float  # prompts are served in this order
+    place: Place
+    rank: float = 0.0  # prompts are served in this order
     num_tokens: int = 0
 
 
@@ -81,7 +93,7 @@ class Steering:
     def __init__(self, host: Host, settings: Settings) -> None:
         self._host = host
         self._policy_file = PolicyFile(settings.target_file) if settings.target_file else None
-        self.step_time = load_step_times(host.step_times_path) or StepTimeModel()
+        self.step_time = load_step_times(host.step_times_path, host.prior) or StepTimeModel(host.prior)
         self._attribution = Attribution(self.step_time)
         self._reporter = Reporter(host.logger, settings.step_socket)
         self._streams: dict[str, _Stream] = {}
@@ -118,17 +130,26 @@ class Steering:
             self._host.logger.info("evenflow: %s from now on", change)
 
     def add(self, request: HostRequest) -> None:
-        uncached = self._host.caps.prefill_shape(
-            request.num_cached_tokens, request.num_tokens - request.num_cached_tokens
-        )
-        patience = self._planner.patience if self._planner is not None else 0.0
-        rank = rank_time(request.arrival_time, patience, self.step_time.predict(uncached), request.ttft_target)
-        self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), rank)
-        arrived_at = self.clock() - max(0.0, time.time() - request.arrival_time)
+        now = self.clock()
+        arrived_at = now - max(0.0, time.time() - request.arrival_time)
+        place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, request.ttft_target)
+        stream = self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), place)
+        self._update_rank(stream, place.num_cached_tokens, now)
         self._reporter.arrived(request.id, arrived_at, request.num_prompt_tokens, request.max_tokens)
 
     def rank(self, request_id: str) -> float:
         return self._streams[request_id].rank
+
+    def _update_rank(self, stream: _Stream, start: int, now: float) -> None:
+        patience = self._planner.patience if self._planner is not None else 0.0
+        stream.rank = rank_time(stream.place, start, now, patience, self._prefill_seconds)
+
+    def _prefill_seconds(self, start: int, length: int) -> float:
+        return self.step_time.predict(self._host.caps.prefill_shape(start, length))
+
+    def _head_of_line(self) -> Iterator[tuple[str, _Stream]]:
+        """The earliest prompts that have no token yet."""
+        return islice(((id_, s) for id_, s in self._streams.items() if not s.num_tokens), HEAD_OF_LINE)
 
     @property
     def num_streams(self) -> int:
@@ -146,6 +167,9 @@ class Steering:
         """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
         assert self._planner is not None
         assert self._pacing is not None
+        starts = {candidate.request_id: candidate.start for candidate in candidates}
+        for request_id, stream in self._head_of_line():
+            self._update_rank(stream, starts.get(request_id, stream.place.num_cached_tokens), now)
         decoding = [decode for decode in decodes if decode.rows]
         urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
         target = urgent.tightest_target
@@ -185,7 +209,16 @@ class Steering:
                 prefill_logit_rows=num_ended,
             )
             step.predicted = self.step_time.predict(step.shape)
+        if step.shape is not None and step.chunks:
+            lengths = {request_id: length for request_id, _, length in step.chunks}
+            head = [(stream.place, lengths.get(request_id, 0)) for request_id, stream in self._head_of_line()]
+            charge_overtaking(head, step.shape.prefill_rows, step.predicted)
         self._in_flight.add(step)
+        self.launched(step.key)
+
+    def launched(self, key: object) -> None:
+        """The host has launched the step with this key; by default, as soon as it was scheduled."""
+        self._in_flight.launched(key, self.clock())
 
     def ended(self, key: object) -> InFlightStep:
         """The host has the output of the step with this key."""
@@ -201,8 +234,8 @@ class Steering:
         """The host has handed out the step's tokens."""
         if step.shape is None:
             return
-        if step.is_own_time:
-            self.step_time.observe(step.shape, step.seconds)
+        if (observation := self._in_flight.observation) is not None:
+            self.step_time.observe(*observation)
         late = [one for request_id in tokens if (one := self._emit(request_id, tokens[request_id], step.ended_at))]
         if len(self._streams) > len(open_requests):
             for request_id in self._streams.keys() - open_requests.keys():

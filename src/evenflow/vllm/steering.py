@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.platform_utils import cuda_get_device_properties
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.plan import ExecutorCaps
@@ -28,7 +27,6 @@ from evenflow.step_time_store import step_times_path
 logger = init_logger("vllm.evenflow")  # vLLM shows what its own loggers say
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
-_CUDA_ATTENTION_TILE = 128  # rows of a chunk that one GPU processor computes together, for one head
 
 
 class _Prefill(NamedTuple):
@@ -46,7 +44,6 @@ class VllmSteering:
         caps = ExecutorCaps(
             max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
             row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
-            **_attention_granules(scheduler.vllm_config),
         )
         host = Host(
             caps=caps,
@@ -234,15 +231,6 @@ class VllmSteering:
 
 def _candidate(request: Any, start: int) -> Candidate:
     return Candidate(request.request_id, start, max(1, request.num_tokens - start), request.num_prompt_tokens)
-
-
-def _attention_granules(config: Any) -> dict[str, int]:
-    """The rows of a chunk in which its attention grows, for `ExecutorCaps`."""
-    if not current_platform.is_cuda():
-        return {}
-    (num_processors,) = cuda_get_device_properties(0, ("multi_processor_count",))
-    tiles_per_head = max(1, num_processors // config.model_config.get_num_attention_heads(config.parallel_config))
-    return {"attention_tile": _CUDA_ATTENTION_TILE, "attention_wave": tiles_per_head * _CUDA_ATTENTION_TILE}
 
 
 def _step_times_path(config: Any) -> Path:

@@ -118,7 +118,7 @@ class ChunkedPrefillOptimizer:
         if self.target_seconds is None:
             return longest
         # At most twice the longest seen: predictions beyond that are guesses.
-        longest = min(longest, 2 * self.step_times.largest_rows_seen or _FIRST_TIMED_CHUNK)
+        longest = min(longest, 2 * self.step_times.largest_rows_known or _FIRST_TIMED_CHUNK)
         low, high = 1, longest
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,0 +1,143 @@
+"""A device in virtual time whose steps take what recorded steps of a vLLM engine took.
+
+A step of a shape that was recorded takes what one of those steps took, drawn at random. A step of another shape takes
+what a dense fit to all recorded steps gives, times the deviation of one of the nearest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from step_recording import Recording, Step, read_recording
+
+from evenflow.core.least_squares import fit_nonnegative
+
+RECORDINGS = Path(__file__).parent / "recordings"
+_KNEES = (32, 64, 128, 256, 512, 1024)  # row counts from which a row may cost more
+_FEWEST_NEIGHBOURS = 4
+_WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
+_MAX_FITTED = 6000
+
+# Positions that a chunk starts at and its length.
+Chunk = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes."""
+
+    num_decodes: int
+    decode_context: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + sum(length for _, length in self.chunks)
+
+
+class RecordedDevice:
+    """Seconds of the device and of the host for a step, from a recording."""
+
+    def __init__(self, recording: Recording, seed: int = 0) -> None:
+        self.graph_sizes: tuple[int, ...] = tuple(sorted(recording.header["capture_sizes"]))
+        self._rng = random.Random(seed)
+        self._launches: dict[tuple[bool, bool], list[float]] = defaultdict(list)
+        self._ratios: list[dict[tuple[int, ...], list[float]]] = [defaultdict(list) for _ in _GRAINS]
+        works: list[StepWork] = []
+        seconds: list[float] = []
+        for load in recording.loads:
+            for before, step, after in zip(load.steps, load.steps[1:], load.steps[2:], strict=False):
+                work = _work(step)
+                self._launches[self._kind(work)].append((step.sampled_us - step.scheduled_us) / 1e6)
+                if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > _WAITED_US:
+                    works.append(work)
+                    seconds.append((step.gpu_end_us - max(before.gpu_end_us, step.gpu_begin_us)) / 1e6)
+        self._costs = self._fit(works, seconds)
+        for work, taken in zip(works, seconds, strict=True):
+            ratio = taken / self._fitted(work)
+            for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
+                ratios[_cell(work, grain)].append(ratio)
+
+    @classmethod
+    def load(cls, name: str, seed: int = 0) -> RecordedDevice:
+        return cls(read_recording(RECORDINGS / f"{name}.jsonl.gz"), seed)
+
+    def device_seconds(self, work: StepWork) -> float:
+        """How long the device computes such a step."""
+        for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
+            near = ratios.get(_cell(work, grain), ())
+            if len(near) >= _FEWEST_NEIGHBOURS:
+                return self._fitted(work) * self._rng.choice(near)
+        return self._fitted(work)
+
+    def launch_seconds(self, work: StepWork) -> float:
+        """How long the host launches it, which overlaps with the step before."""
+        return self._rng.choice(self._launches[self._kind(work)])
+
+    def _kind(self, work: StepWork) -> tuple[bool, bool]:
+        return bool(work.chunks), work.num_rows > self.graph_sizes[-1]
+
+    def _fitted(self, work: StepWork) -> float:
+        return sum(cost * figure for cost, figure in zip(self._costs, self._figures(work), strict=True))
+
+    def _figures(self, work: StepWork) -> list[float]:
+        rows = work.num_rows
+        if rows <= self.graph_sizes[-1]:
+            rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)]
+        return [
+            1.0,
+            float(bool(work.chunks)),
+            float(rows > self.graph_sizes[-1]),
+            *(float(max(0, rows - knee)) for knee in _KNEES),
+            float(_attention(work.chunks)),
+            float(sum(start + length for start, length in work.chunks)),
+            float(len(work.chunks)),
+            float(work.num_decodes),
+            float(work.decode_context),
+            float(work.decode_context) if work.chunks else 0.0,
+        ]
+
+    def _fit(self, works: Sequence[StepWork], seconds: Sequence[float]) -> list[float]:
+        """By relative error. Outliers get less weight in each further round."""
+        every = max(1, len(works) // _MAX_FITTED)
+        rows = [
+            [figure / taken for figure in self._figures(work)]
+            for work, taken in zip(works[::every], seconds[::every], strict=True)
+        ]
+        weights = [1.0] * len(rows)
+        costs: list[float] = []
+        for _ in range(3):
+            weighted = ([figure * weight for figure in row] for row, weight in zip(rows, weights, strict=True))
+            columns = list(zip(*weighted, strict=True))
+            costs = fit_nonnegative(columns, weights, [0.0] * len(columns), 1e-6)
+            misfits = [abs(sum(map(float.__mul__, costs, row)) - 1) for row in rows]
+            tolerance = 3 * median(misfits)
+            weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
+        return costs
+
+
+# Cells of similar steps, from fine to coarse: per octave of rows, attention, decodes and their context.
+_GRAINS = ((8.0, 4.0, 4.0, 2.0), (4.0, 2.0, 2.0, 1.0), (2.0, 1.0, 1.0, 0.5), (1.0, 0.5, 0.5, 0.25))
+
+
+def _cell(work: StepWork, grain: Iterable[float]) -> tuple[int, ...]:
+    figures = (work.num_rows, _attention(work.chunks), work.num_decodes, work.decode_context)
+    return (
+        min(len(work.chunks), 3),
+        *(round(cells * math.log2(1 + figure)) for cells, figure in zip(grain, figures, strict=True)),
+    )
+
+
+def _attention(chunks: Iterable[Chunk]) -> int:
+    return sum(length * (2 * start + length + 1) // 2 for start, length in chunks)
+
+
+def _work(step: Step) -> StepWork:
+    return StepWork(step.num_decodes, step.decode_context, tuple((c.start, c.length) for c in step.chunks))

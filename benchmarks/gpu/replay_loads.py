@@ -1,0 +1,145 @@
+"""Random loads in virtual time on recorded steps of an H200: a target against every fixed budget, in hindsight.
+
+    python benchmarks/gpu/replay_loads.py --seeds 5000 5050 --targets 25 50 100
+
+Every run starts with a model that has seen nothing. For each load and target the table gives the 99th percentile of the
+gaps between tokens over the target, and the median TTFT of the long prompts over that of the best fixed budget whose
+99th percentile is no higher. The last lines count how many loads keep the bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, median
+
+from random_loads import random_load
+from recorded_device import RECORDINGS, RecordedDevice
+from virtual_host import Outcome, VirtualHost, outcome_of
+
+from evenflow.core.roofline import ModelWork, known_device, roofline
+from evenflow.core.step_costs import StepCosts
+
+BUDGETS = (192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
+MAX_P99, MAX_TTFT = 1.1, 1.1  # over the target, over the best budget
+_MODEL = ModelWork(num_layers=32, num_weights=7.5e9, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One load under one target."""
+
+    seed: int
+    target: float
+    p99: float
+    longest_gap: float
+    ttft: float
+    slowest_ttft: float
+    best_budget_ttft: float  # NaN: no fixed budget has so low a 99th percentile
+    all_ttft: float  # mean over all prompts, those of chats too
+    best_budget_all_ttft: float
+    error: float
+
+    @property
+    def p99_ratio(self) -> float:
+        return self.p99 / self.target
+
+    @property
+    def ttft_ratio(self) -> float:
+        return self.ttft / self.best_budget_ttft
+
+    @property
+    def all_ttft_ratio(self) -> float:
+        return self.all_ttft / self.best_budget_all_ttft
+
+
+@cache
+def device(recording: str) -> RecordedDevice:
+    return RecordedDevice.load(recording)
+
+
+def prior() -> StepCosts:
+    known = known_device("NVIDIA H200")
+    assert known is not None
+    return roofline(_MODEL, known)
+
+
+def run(recording: str, seed: int, policy: str) -> Outcome:
+    host = VirtualHost(device(recording), random_load(seed), policy, Path(os.devnull), prior())
+    host.run()
+    return outcome_of(host)
+
+
+def judge(seed: int, recording: str, targets: tuple[float, ...]) -> list[Verdict]:
+    curve = [run(recording, seed, f"fixed:{budget}") for budget in BUDGETS]
+    verdicts = []
+    for target in targets:
+        outcome = run(recording, seed, f"target:{target:g}ms")
+        p99 = outcome.gap(0.99)
+        rivals = [rival for rival in curve if rival.gap(0.99) <= p99]
+        verdicts.append(
+            Verdict(
+                seed=seed,
+                target=target / 1000,
+                p99=p99,
+                longest_gap=outcome.gaps[-1],
+                ttft=outcome.ttft(),
+                slowest_ttft=outcome.long_ttft[-1] if outcome.long_ttft else math.nan,
+                best_budget_ttft=min((rival.ttft() for rival in rivals), default=math.nan),
+                all_ttft=outcome.mean_ttft,
+                best_budget_all_ttft=min((rival.mean_ttft for rival in rivals), default=math.nan),
+                error=outcome.mean_error,
+            )
+        )
+    return verdicts
+
+
+def print_table(verdicts: list[Verdict]) -> None:
+    print(" seed target   p99/target  longest gap  TTFT p50 (max)  best budget's  ratio  of all prompts  error")
+    for v in verdicts:
+        print(
+            f"{v.seed:5d} {1000 * v.target:4.0f} ms {v.p99_ratio:10.2f} {1000 * v.longest_gap:9.0f} ms"
+            f" {v.ttft:8.2f} ({v.slowest_ttft:.2f}) s {v.best_budget_ttft:9.2f} s {v.ttft_ratio:8.2f}"
+            f" {v.all_ttft_ratio:8.2f} {100 * v.error:10.1f}%"
+        )
+    for target in sorted({v.target for v in verdicts}):
+        of_target = [v for v in verdicts if v.target == target]
+        kept = sum(v.p99_ratio <= MAX_P99 for v in of_target)
+        errors = [v.error for v in of_target if not math.isnan(v.error)]
+        print(
+            f"target {1000 * target:.0f} ms: p99 <= {MAX_P99} x target in {kept} of {len(of_target)} loads, worst "
+            f"{max(v.p99_ratio for v in of_target):.2f}; step-time error {100 * fmean(errors):.1f}%"
+        )
+        for what, ratios in (
+            ("TTFT p50 of long prompts", [v.ttft_ratio for v in of_target]),
+            ("mean TTFT of all prompts", [v.all_ttft_ratio for v in of_target]),
+        ):
+            known = [ratio for ratio in ratios if not math.isnan(ratio)]
+            within = sum(ratio <= MAX_TTFT for ratio in known)
+            print(
+                f"  {what} over the best budget's: median {median(known):.2f}, worst {max(known):.2f}, "
+                f"<= {MAX_TTFT} in {within} of {len(known)}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recording", default="h200_vllm026_graphs2048", help=f"a file of {RECORDINGS.name}/")
+    parser.add_argument(
+        "--seeds", type=int, nargs=2, default=(5000, 5050), help="the first, and the one after the last"
+    )
+    parser.add_argument("--targets", type=float, nargs="+", default=(25.0, 50.0, 100.0), help="milliseconds")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    one = partial(judge, recording=options.recording, targets=tuple(options.targets))
+    with ProcessPoolExecutor(options.processes) as pool:
+        print_table([verdict for verdicts in pool.map(one, range(*options.seeds)) for verdict in verdicts])
+
+
+if __name__ == "__main__":
+    main()

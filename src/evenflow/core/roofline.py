@@ -1,0 +1,83 @@
+"""What a step costs before any was measured: a roofline for the model's shape and the device's figures.
+
+Weights are read once a step, rows multiplied by them, and attention reads the cache or multiplies. Real steps come
+within about a factor of 1.5 of it, and the first few of them correct the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenflow.core.step_costs import StepCosts
+
+# What large matrix products and plain reads reach of the figures that a vendor states: on an H200 787 of 989 TFLOP/s,
+# and 4.14 of 4.8 TB/s.
+_ARITHMETIC_EFFICIENCY = 0.8
+_MEMORY_EFFICIENCY = 0.86
+# Host seconds to launch one layer op by op: some 20 kernels, and the Python around them.
+_LAYER_LAUNCH_S = 0.0008
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Figures of one device as its vendor states them."""
+
+    bytes_per_second: float
+    flops_per_second: float  # 16-bit, dense
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What a decoder reads and multiplies."""
+
+    num_layers: int
+    num_weights: int  # that a row is multiplied by
+    weight_bytes: float  # that a step reads
+    attention_width: int  # query heads x head size
+    cache_bytes: float  # of one token
+
+
+# By a part of the name that the driver gives; the first match counts. From the vendors' data sheets.
+DEVICES = {
+    "B200": Device(8.0e12, 2250e12),
+    "H200": Device(4.8e12, 989e12),
+    "GH200": Device(4.0e12, 989e12),
+    "H100 PCIe": Device(2.0e12, 756e12),
+    "H100 NVL": Device(3.9e12, 835e12),
+    "H100": Device(3.35e12, 989e12),
+    "H20": Device(4.0e12, 148e12),
+    "A100-PCIE-40GB": Device(1.555e12, 312e12),
+    "A100-SXM4-40GB": Device(1.555e12, 312e12),
+    "A100": Device(2.0e12, 312e12),
+    "L40S": Device(0.864e12, 362e12),
+    "L40": Device(0.864e12, 181e12),
+    "L4": Device(0.3e12, 121e12),
+    "A10": Device(0.6e12, 125e12),
+    "RTX 5090": Device(1.79e12, 210e12),
+    "RTX 4090": Device(1.008e12, 165e12),
+    "RTX 3090": Device(0.936e12, 71e12),
+    "RTX A6000": Device(0.768e12, 155e12),
+    "V100": Device(0.9e12, 125e12),
+    "T4": Device(0.32e12, 65e12),
+    "MI300X": Device(5.3e12, 1307e12),
+}
+
+
+def known_device(name: str) -> Device | None:
+    return next((device for part, device in DEVICES.items() if part in name), None)
+
+
+def roofline(model: ModelWork, device: Device, num_devices: int = 1) -> StepCosts:
+    """Costs of a step on devices that share the work evenly."""
+    arithmetic = _ARITHMETIC_EFFICIENCY * device.flops_per_second * num_devices
+    memory = _MEMORY_EFFICIENCY * device.bytes_per_second * num_devices
+    seconds_of_weights = model.weight_bytes / memory
+    seconds_of_row = 2 * model.num_weights / arithmetic
+    return StepCosts(
+        knee=round(seconds_of_weights / seconds_of_row),
+        step=seconds_of_weights,
+        row=seconds_of_row,
+        attention=4 * model.num_layers * model.attention_width / arithmetic,
+        context=model.cache_bytes / memory,
+        launch=_LAYER_LAUNCH_S * model.num_layers,
+    )
