@@ -27,7 +27,9 @@ from evenflow.core.step_costs import StepCosts
 
 BUDGETS = (192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
 MAX_P99, MAX_TTFT = 1.1, 1.1  # over the target, over the best budget
-_MODEL = ModelWork(num_layers=32, num_weights=7.5e9, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072)
+_MODEL = ModelWork(
+    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class VirtualSteering(Steering):
 
     now = 0.0
 
-    def clock(self) -> float:  # type: ignore[override]
+    def clock(self) -> float:
         return self.now
 
 

@@ -58,7 +58,7 @@ class StepCosts(NamedTuple):
         return linear + c * (rows - knee) if rows > knee else linear
 
     def scaled(self, factor: float) -> StepCosts:
-        return StepCosts(*(factor * cost for cost in self[:-1]), knee=self.knee)
+        return StepCosts._make((*(factor * cost for cost in self[:-1]), self.knee))
 
 
 class Sample(NamedTuple):
@@ -88,7 +88,7 @@ def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: 
         rows.append([weight * total / sample.seconds for total in totals])
     columns = list(zip(*rows, strict=True))
     pull = _PRIOR_WEIGHT if any(prior) else _NO_PRIOR_WEIGHT
-    return StepCosts(*fit_nonnegative(columns, weights, prior[:-1], pull), knee=knee)
+    return StepCosts._make((*fit_nonnegative(columns, weights, prior[:-1], pull), knee))
 
 
 def _loss(samples: Sequence[Sample], costs: StepCosts, tolerance: float) -> float:

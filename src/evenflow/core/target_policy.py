@@ -78,8 +78,8 @@ class Target(Policy):
     def _judge_target(self, view: StepView, least: float) -> None:
         """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
         needed = least + view.overhead
-        is_untold = view.tightest_target is None or not view.step_time.is_calibrated
-        is_kept = is_untold or needed <= view.tightest_target
+        target = view.tightest_target if view.step_time.is_calibrated else None
+        is_kept = target is None or needed <= target
         self.feasible_target = None if is_kept else needed
         self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
 

@@ -24,6 +24,7 @@ _METHOD_PARAMETERS = {
     "schedule": set[str](),  # whatever it takes is passed on
     "update_from_output": {"scheduler_output", "model_runner_output"},
     "add_request": {"request"},
+    "get_grammar_bitmask": {"scheduler_output"},
     "get_request_counts": set[str](),
     "shutdown": set[str](),
 }
@@ -67,6 +68,10 @@ def steered(base: type[Any]) -> type[Any]:
                 output = super().schedule(*args, **kwargs)
             self.steering.scheduled(output)
             return output
+
+        def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+            self.steering.core.launched(scheduler_output)  # vLLM calls this between the forward pass and the sampling
+            return super().get_grammar_bitmask(scheduler_output)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             step = self.steering.core.ended(scheduler_output)

@@ -19,6 +19,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import Candidate, Quota
+from evenflow.core.roofline import ModelWork, known_device, roofline
+from evenflow.core.step_costs import StepCosts
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.settings import Settings, own_target
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
@@ -51,6 +53,7 @@ class VllmSteering:
             max_num_seqs=scheduler.max_num_running_reqs,
             step_times_path=_step_times_path(scheduler.vllm_config),
             logger=logger,
+            prior=_prior(scheduler.vllm_config),
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
         )
         self.core = Steering(host, settings)
@@ -64,7 +67,7 @@ class VllmSteering:
     # ---- before a step ----
 
     def add(self, request: Any) -> None:
-        """A request arrived. Short prompts may pass long ones, as in evenflow's own queue."""
+        """A request arrived."""
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         self.core.add(
             HostRequest(
@@ -78,8 +81,14 @@ class VllmSteering:
                 ttft_target=own_target(extra_args, "ttft_target"),
             )
         )
+        self._order_waiting()
+
+    def _order_waiting(self) -> None:
+        """By rank, as in evenflow's own queue."""
         waiting = self._scheduler.waiting
-        if self._is_first_come_first_served and len(waiting) > 1 and self._rank(waiting[-1]) < self._rank(waiting[-2]):
+        if not self._is_first_come_first_served:
+            return
+        if any(self._rank(after) < self._rank(before) for before, after in pairwise(waiting)):
             ordered = sorted(waiting, key=self._rank)
             waiting.clear()
             waiting.extend(ordered)
@@ -103,6 +112,7 @@ class VllmSteering:
 
     def _steer(self, now: float, decodes: Sequence[Any]) -> None:
         scheduler = self._scheduler
+        self._order_waiting()
         prefilling = sorted((request for request in scheduler.running if request.is_prefill_chunk), key=self._rank)
         scheduler.running[:] = [*decodes, *prefilling]
         prefills = self._prefills(prefilling)
@@ -231,6 +241,26 @@ class VllmSteering:
 
 def _candidate(request: Any, start: int) -> Candidate:
     return Candidate(request.request_id, start, max(1, request.num_tokens - start), request.num_prompt_tokens)
+
+
+def _prior(config: Any) -> StepCosts | None:
+    """What a rank's steps should cost by its share of the model and the device's figures; None if either is unknown."""
+    device, model, parallel = (
+        known_device(current_platform.get_device_name()),
+        config.model_config,
+        config.parallel_config,
+    )
+    text = model.hf_text_config
+    is_dense = not any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if device is None or not is_dense or not getattr(text, "intermediate_size", None):
+        return None
+    hidden, head_size, num_bytes = model.get_hidden_size(), model.get_head_size(), model.dtype.itemsize
+    num_layers, width = model.get_num_layers(parallel), model.get_num_attention_heads(parallel) * head_size
+    kv_width = 2 * model.get_num_kv_heads(parallel) * head_size
+    shared = num_layers * 3 * text.intermediate_size + model.get_vocab_size()  # columns that ranks share out
+    num_weights = hidden * (num_layers * (2 * width + kv_width) + shared // parallel.tensor_parallel_size)
+    work = ModelWork(num_layers, num_weights, num_weights * num_bytes, width, num_layers * kv_width * num_bytes)
+    return roofline(work, device)
 
 
 def _step_times_path(config: Any) -> Path:
