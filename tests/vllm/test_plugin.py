@@ -18,6 +18,7 @@ from tests.vllm.driving import (
 
 from evenflow.errors import MissingDependency  # isort: skip
 from evenflow.vllm import plugin  # isort: skip
+from evenflow.vllm.graphs import CAPTURE_SIZES, graph_flags  # isort: skip
 from evenflow.core.report import StepReport  # isort: skip
 from evenflow.hosts.reporter import Reporter  # isort: skip
 
@@ -46,6 +47,15 @@ def run_until_answered(driver: Driver, request: Any) -> None:
 
 def test_installed_vllm_is_a_tested_one() -> None:
     assert vllm_version().startswith(tuple(f"{version}." for version in plugin.TESTED_VERSIONS))
+
+
+def test_vllm_takes_the_sizes_of_graphs() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(graph_flags("0.32.0", []))
+    config = AsyncEngineArgs.from_cli_args(parsed).compilation_config
+    assert tuple(config.cudagraph_capture_sizes) == CAPTURE_SIZES
 
 
 @pytest.mark.parametrize(("is_async", "base"), [(False, Scheduler), (True, AsyncScheduler)])

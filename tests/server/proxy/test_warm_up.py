@@ -88,7 +88,7 @@ def test_prompts_of_growing_size_run_beside_more_and_more_streams(log: pytest.Lo
         *((127, 256), (127, 1024), (127, 4096), (127, 16_384), (7, 16_384), (0, 4096), (0, 16_384)),
     ]
     assert len(set(endpoint.first_blocks)) == len(endpoint.first_blocks)  # a prefix cache is of no use
-    assert "up to 16384 tokens beside 127 streams" in log.text
+    assert "(streams: 127): prompts of up to 16384 tokens took" in log.text
     assert "Warmed up in" in log.text
 
 
@@ -115,7 +115,7 @@ def test_an_engine_that_runs_few_streams_gets_no_more(
     assert endpoint.most_open == 10
     assert {streams for streams, _ in endpoint.prompts} == {0, 1, 7}
     assert endpoint.prompts[-1] == (0, 16_384)
-    assert log.text.count("does not run 31 streams at a time") == 1
+    assert log.text.count("(streams: 31): left out") == 1
 
 
 def test_it_ends_when_its_time_is_up(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

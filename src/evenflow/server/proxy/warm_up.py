@@ -33,9 +33,9 @@ _STAGES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (7, (16_384,)),
     (0, (4096, 16_384)),
 )
-_STREAM_PROMPT, _STREAM_OUTPUT = 128, 1024  # tokens; a stream ends with its stage
+_STREAM_PROMPT, _STREAM_OUTPUT = 64, 1024  # tokens; a stream ends with its stage
 _PROMPT_OUTPUT = 8  # tokens that decode at the prompt's context
-_STREAMS_START_S = 2.0  # after the first one: the others wait longer only if the engine has no room for them
+_STREAMS_START_S = 3.0  # after the first one: the others wait longer only if the engine has no room for them
 _ASSUMED_CONTEXT = 2048  # of an engine that does not report it
 # Vocabularies begin with control tokens, up to a thousand of them. A very small one has no ids beyond that.
 _TOKEN_IDS = range(1000, 2000)
@@ -106,13 +106,13 @@ async def _run_stages(endpoint: _Endpoint) -> None:
             continue
         async with AsyncExitStack() as streams:
             if not await _open_streams(endpoint, streams, num_streams):
-                logger.info("Warm-up: the engine does not run %d streams at a time.", num_streams)
+                logger.info("Warm-up (streams: %d): left out, the engine does not run them all at a time.", num_streams)
                 too_many = num_streams
                 continue
             for size in fitting:
                 await _check(await endpoint.complete(size, _PROMPT_OUTPUT))
         seconds = time.monotonic() - started_at
-        logger.info("Warm-up: up to %d tokens beside %d streams took %.1f s.", fitting[-1], num_streams, seconds)
+        logger.info("Warm-up (streams: %d): prompts of up to %d tokens took %.1f s.", num_streams, fitting[-1], seconds)
 
 
 async def _open_streams(endpoint: _Endpoint, streams: AsyncExitStack, count: int) -> bool:
