@@ -100,6 +100,18 @@ def test_recommended_settings(lengths: list[int], settings: dict[str, int]) -> N
     assert found.reasons.keys() == found.settings.keys()
 
 
+def test_a_cap_per_prompt_is_only_for_prompts_beside_others() -> None:
+    analysis = traced(*[100] * 10, *[8000] * 10)
+
+    def reason(version: str) -> str:
+        return recommend(analysis, decide_for(analysis), None, version).reasons["long_prefill_token_threshold"]
+
+    assert reason("0.30.0").endswith("a prompt that is alone is capped too")
+    assert reason("0.31.0").endswith("alone, it is not capped")
+    one_at_a_time = recommend(analysis, decide_for(analysis), streams=1)
+    assert "long_prefill_token_threshold" not in one_at_a_time.settings
+
+
 def test_a_budget_holds_the_streams_too() -> None:
     analysis = traced(*[24_000] * 20)
     found = recommend(analysis, decide_for(analysis), streams=300)

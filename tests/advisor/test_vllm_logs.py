@@ -87,6 +87,18 @@ def test_a_real_log_with_settings_of_its_own() -> None:
     assert "--max-num-seqs 3 is the bottleneck" in advice("vllm-0.32-cpu-budget-512")
     assert "leave out --no-enable-prefix-caching" in advice("vllm-0.32-cpu-budget-512")
     assert "takes 16 steps" in meaning("vllm-0.32-cpu-budget-512")
+    assert "at most 256 tokens of a step beside other requests" in meaning("vllm-0.32-cpu-budget-512")
+
+
+@pytest.mark.parametrize(
+    ("version", "num_steps", "when"),
+    [("0.30.0", 32, "even if it is alone"), ("0.31.0", 16, "beside other"), ("0.1.dev9+g1", 16, "beside other")],
+)
+def test_a_cap_per_prompt_means_what_it_does_in_that_version(version: str, num_steps: int, when: str) -> None:
+    log = (LOGS / "vllm-0.32-cpu-budget-512.log").read_text(encoding="utf-8").replace("0.32.0", version)
+    found = " ".join(statement.text for statement in explain(find_facts(log.splitlines())).meaning)
+    assert f"takes {num_steps} steps" in found
+    assert f"at most 256 tokens of a step {when}" in found
 
 
 def test_a_real_log_of_a_program_without_a_server() -> None:

@@ -74,10 +74,12 @@ class Scheduler:
 def make_app(names: list[str]) -> FastAPI:
     app = FastAPI()
     scheduler = Scheduler()
-    numbers = iter(range(1_000_000))
+    num_requests = 0
 
     async def tokens(body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        request_id, num_prompt_tokens = f"cmpl-{next(numbers)}", len(body["prompt"])
+        nonlocal num_requests
+        num_requests += 1
+        request_id, num_prompt_tokens = f"cmpl-{num_requests}", len(body["prompt"])
         scheduler.arrive(request_id, num_prompt_tokens, body["max_tokens"])
         num_tokens = 0
         try:
@@ -98,7 +100,8 @@ def make_app(names: list[str]) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "vllm"} for name in names]}
+        card = {"object": "model", "owned_by": "vllm", "max_model_len": 4096}
+        return {"object": "list", "data": [{"id": name, **card} for name in names]}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -113,6 +116,7 @@ def make_app(names: list[str]) -> FastAPI:
             "headers": dict(request.headers),
             "query": request.url.query,
             "running": scheduler.num_running,
+            "num_requests": num_requests,
             "policy": scheduler.policy,
             "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
         }
@@ -154,6 +158,7 @@ def main() -> None:
     parser.add_argument("--served-model-name", nargs="+")
     parser.add_argument("--fail", action="store_true")
     parser.add_argument("--tensor-parallel-size", type=int)
+    parser.add_argument("--compilation-config")
     args = parser.parse_args()
     if args.fail:
         sys.exit(3)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.models import tiny_hf_folder
 
@@ -59,7 +60,8 @@ class Front:
         assert self.process.stderr is not None
         line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)
         self.url = line[line.index("http") : line.index("/ready")]
-        self._reader = threading.Thread(target=self.process.stderr.read)
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
         self._reader.start()
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
         self.until(lambda: self.get("/ready").status_code == 200)
@@ -72,6 +74,10 @@ class Front:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60)
+
+    def figure(self, name: str) -> float:
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that must come; the limit is only there to fail instead of hanging."""

@@ -17,7 +17,9 @@ from tests.vllm.driving import (
 )
 
 from evenflow.errors import MissingDependency  # isort: skip
+from evenflow.advisor.vllm_flags import caps_lone_prompts  # isort: skip
 from evenflow.vllm import plugin  # isort: skip
+from evenflow.vllm.graphs import CAPTURE_SIZES, graph_flags  # isort: skip
 from evenflow.core.report import StepReport  # isort: skip
 from evenflow.hosts.reporter import Reporter  # isort: skip
 
@@ -46,6 +48,15 @@ def run_until_answered(driver: Driver, request: Any) -> None:
 
 def test_installed_vllm_is_a_tested_one() -> None:
     assert vllm_version().startswith(tuple(f"{version}." for version in plugin.TESTED_VERSIONS))
+
+
+def test_vllm_takes_the_sizes_of_graphs() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(graph_flags("0.32.0", []))
+    config = AsyncEngineArgs.from_cli_args(parsed).compilation_config
+    assert tuple(config.cudagraph_capture_sizes) == CAPTURE_SIZES
 
 
 @pytest.mark.parametrize(("is_async", "base"), [(False, Scheduler), (True, AsyncScheduler)])
@@ -182,6 +193,20 @@ def test_settings_of_vllm_are_as_before_after_each_step() -> None:
     driver.run(num_steps=10)
     after = own_settings(driver.scheduler)
     assert before == after
+
+
+def test_the_advisor_knows_which_prompts_vllm_caps() -> None:
+    scheduler = make_scheduler(target=None)
+    scheduler.scheduler_config.long_prefill_token_threshold = 64
+    prompt = make_request(500)
+    scheduler.add_request(prompt)
+    alone = scheduler.schedule().num_scheduled_tokens[prompt.request_id]
+    assert alone == (64 if caps_lone_prompts(vllm_version()) else 500)
+    others = [make_request(500), make_request(500)]
+    for request in others:
+        scheduler.add_request(request)
+    scheduled = scheduler.schedule().num_scheduled_tokens
+    assert [scheduled[request.request_id] for request in others] == [64, 64]
 
 
 def own_settings(scheduler: Any) -> tuple[Any, ...]:

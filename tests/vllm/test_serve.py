@@ -22,6 +22,17 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     running.close()
 
 
+def test_vllm_is_warm_when_it_is_ready(front: Front) -> None:
+    log = "".join(front.log)
+    assert "Warming up vLLM" in log
+    assert "The warm-up of vLLM failed" not in log
+    assert front.figure("vllm:prompt_tokens_total") > 0
+    assert front.figure("evenflow:chunk_tokens_count") == 0  # only what users send is observed
+    front.complete(100, 1, first_token=5)
+    front.until(lambda: front.figure("evenflow:chunk_tokens_count") > 0)
+    assert front.figure("evenflow:step_predicted_seconds_count") > 0  # step times are known
+
+
 def test_vllm_answers_through_evenflow(front: Front) -> None:
     assert front.complete(20, 7, first_token=3).usage.completion_tokens == 7
     tokens = httpx.post(front.url + "/tokenize", json={"model": "tiny", "prompt": "abc"}, timeout=60).json()

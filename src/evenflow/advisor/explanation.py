@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
+from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
 from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
+from evenflow.errors import InvalidInput
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
@@ -99,12 +101,26 @@ def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
     elif tokens is not None:
         source = "as configured" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
         text = f"A step holds at most {tokens:,} tokens ({source}), decodes and chunks together."
+        cap = facts.value("long_prefill_token_threshold") or 0
+        caps_lone = cap > 0 and _caps_lone_prompts(facts)
         if context:
-            text += f" A prompt of the whole context ({context:,} tokens) takes {-(-context // tokens)} steps."
+            num_steps = -(-context // (min(tokens, cap) if caps_lone else tokens))
+            text += f" Alone, a prompt of the whole context ({context:,} tokens) takes {num_steps} steps."
         yield _statement(facts, text, *BUDGET_SOURCES, "max_model_len")
+        if cap:
+            when = "even if it is alone" if caps_lone else "beside other requests; alone, it gets the whole step"
+            text = f"One prompt gets at most {cap:,} tokens of a step {when}."
+            yield _statement(facts, text, "long_prefill_token_threshold", "version")
     if (capacity := facts.value("kv_cache_tokens")) is not None:
         requests = f", {capacity / context:.1f} requests of the whole context" if context else ""
         yield _statement(facts, f"The KV cache holds {capacity:,} tokens{requests}.", "kv_cache_tokens")
+
+
+def _caps_lone_prompts(facts: LogFacts) -> bool:
+    try:
+        return caps_lone_prompts(facts.value("version") or NEWEST_VERSION)
+    except InvalidInput:  # a development build
+        return False
 
 
 def _is_unchunked(facts: LogFacts) -> bool:

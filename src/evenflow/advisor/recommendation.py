@@ -9,6 +9,7 @@ from typing import Any
 
 from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 from evenflow.advisor.decision import LONG_CONTEXT_TOKENS, Chunking, Decision, Trigger, decide
+from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
 from evenflow.core.chunk_rules import chunk_size_for_prompt
 
 DEFAULT_BUDGET = 2048  # the smallest of vLLM's own defaults for a server
@@ -29,7 +30,9 @@ def decide_for(analysis: Analysis | DatasetAnalysis) -> Decision:
     return decide(analysis.tokens.max, analysis.tokens.p95, analysis.tokens.min)
 
 
-def recommend(analysis: Analysis, decision: Decision, streams: int | None = None) -> Recommendation:
+def recommend(
+    analysis: Analysis, decision: Decision, streams: int | None = None, vllm_version: str = NEWEST_VERSION
+) -> Recommendation:
     """Settings for a fixed budget: vLLM itself has no latency target."""
     longest, p95 = analysis.tokens.max, analysis.tokens.p95
     if decision.decision is Chunking.DISABLED:
@@ -37,8 +40,8 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
         why = f"the longest input ({longest:,} tokens) fits into one step, so no input needs to be cut"
         return Recommendation(budget, {"max_num_batched_tokens": budget}, {"max_num_batched_tokens": why})
     chunk = chunk_size_for_prompt(p95)
-    is_selective = decision.decision is Chunking.SELECTIVE
-    max_per_prompt = 3 * chunk // 4 if is_selective else chunk
+    leaves_room = decision.decision is Chunking.SELECTIVE and streams != 1  # for short prompts beside long ones
+    max_per_prompt = 3 * chunk // 4 if leaves_room else chunk
     assumed = f"{ASSUMED_STREAMS} assumed" if streams is None else str(streams)
     settings: dict[str, Any] = {
         "enable_chunked_prefill": True,
@@ -48,15 +51,17 @@ def recommend(analysis: Analysis, decision: Decision, streams: int | None = None
         "enable_chunked_prefill": "vLLM's default for every generative model, stated explicitly",
         "max_num_batched_tokens": (
             f"{chunk:,} tokens of prefill (for a 95th percentile of {p95:,}, which takes "
-            f"{math.ceil(p95 / max_per_prompt)} steps) plus one per decoding stream ({assumed}), "
+            f"{math.ceil(p95 / max_per_prompt)} steps beside others) plus one per decoding stream ({assumed}), "
             f"rounded up to a multiple of {_BUDGET_MULTIPLE}"
         ),
     }
-    if is_selective:
+    if leaves_room:
+        alone = "a prompt that is alone is capped too" if caps_lone_prompts(vllm_version) else "alone, it is not capped"
         settings["long_prefill_token_threshold"] = max_per_prompt
         reasons["long_prefill_token_threshold"] = (
-            "the maximum prefill of one prompt in a step; a quarter of the step stays free for short prompts. It caps "
-            "chunks: it is not the length above which prompts are cut"
+            "the maximum prefill of one prompt in a step beside other requests; a quarter of the step stays free for "
+            f"short prompts. It caps chunks: it is not the length above which prompts are cut. In vLLM {vllm_version}, "
+            f"{alone}"
         )
     return Recommendation(chunk, settings, reasons)
 

@@ -20,8 +20,8 @@ class VLLMChunkedPrefillConfig:
     """Settings for vLLM; None leaves one at vLLM's default.
 
     Two of these are often misread. `long_prefill_token_threshold` is the most tokens that one prompt gets in a step
-    (0: no limit), not the length from which prompts are cut. `disable_chunked_mm_input` keeps an image's tokens in one
-    step; it does not affect text.
+    beside other requests (0: no limit), not the length from which prompts are cut; since 0.31 it does not cap a prompt
+    that is alone. `disable_chunked_mm_input` keeps an image's tokens in one step; it does not affect text.
     """
 
     enable_chunked_prefill: bool | None = True

@@ -103,6 +103,11 @@ def accepted_by(settings: Mapping[str, Any], vllm_version: str) -> EngineArgs:
     return EngineArgs({name: value for name, value in settings.items() if name not in notes}, notes)
 
 
+def caps_lone_prompts(vllm_version: str) -> bool:
+    """Whether `long_prefill_token_threshold` also caps a prompt while no other request runs or waits."""
+    return parse_version(vllm_version) < (0, 31, 0)
+
+
 def command_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings as flags of `vllm serve`."""
     flags = []

@@ -92,7 +92,7 @@ def analyze(
     with progress("Reading") as say:
         analysis = Analysis.of([*(_analyze_file(path, options, counter, say) for path in data or ()), *presets])
         decision = decide_for(analysis)
-        recommendation = recommend(analysis, decision, concurrency)
+        recommendation = recommend(analysis, decision, concurrency, version)
         say("Checking the settings with vLLM")
         args = vllm_flags.accepted_by(recommendation.settings, version)
         checked = Checked(version, args) if python is None else _check(python, args, model, shape)

@@ -51,6 +51,11 @@ class ServeOptions:
     vllm_python: str | None = option(
         "Python with vLLM.", metavar="PATH", show_default="$EVENFLOW_VLLM_PYTHON, or this one"
     )
+    warm_up: bool = option(
+        "With --engine vllm: run prompts of many sizes before it is ready, at most 10 s.",
+        "--warm-up/--no-warm-up",
+        default=True,
+    )
     host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
@@ -103,8 +108,8 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     config = EngineConfig(**engine_settings(model, scheduling))
-    if options.engine == "evenflow" and (vllm_flags or options.vllm_python):
-        given = options.vllm_python or " ".join(vllm_flags or ())
+    given = options.vllm_python or " ".join(vllm_flags or ()) or ("" if options.warm_up else "--no-warm-up")
+    if options.engine == "evenflow" and given:
         raise InvalidInput(f"Got {given!r} for vLLM, but the engine is evenflow's own: give --engine vllm.")
     with engine_imports("the server"):
         from evenflow.server.serving import bind

@@ -13,6 +13,8 @@ from evenflow.advisor.vllm_flags import command_flags
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
+from evenflow.vllm.checking import version_in
+from evenflow.vllm.graphs import graph_flags
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 
 if TYPE_CHECKING:
@@ -48,12 +50,14 @@ def make_launch(
         raise InvalidInput("--engine vllm needs --tbt-target, the time between tokens to keep, such as 50ms.")
     check_flags(flags)
     shared = {name: value for name, value in engine_settings(model, scheduling).items() if name in _SHARED_SETTINGS}
+    python = find_python(options.vllm_python)
     return VllmLaunch(
-        python=find_python(options.vllm_python),
+        python=python,
         model=model.model,
         policy=policy,
         model_names=options.served_model_name or (),
-        flags=[*command_flags(shared), *flags],
+        flags=[*graph_flags(version_in(python), flags), *command_flags(shared), *flags],
+        warm_up=options.warm_up,
     )
 
 

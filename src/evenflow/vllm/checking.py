@@ -22,7 +22,7 @@ _FIND_VERSION = f"""
 import importlib.metadata
 for package in {PACKAGES!r}:
     try:
-        print(importlib.metadata.version(package))
+        print(importlib.metadata.version(package) + "+cpu" * package.endswith("-cpu"))
         break
     except importlib.metadata.PackageNotFoundError:
         pass

@@ -80,6 +80,7 @@ class VllmLaunch:
     policy: PolicySpec  # with a target
     model_names: Sequence[str] = ()  # that requests use; by default the model's own name
     flags: Sequence[str] = ()  # for vLLM, unchanged
+    warm_up: bool = True  # before it serves
 
     def command(self, folder: RunFolder) -> list[str]:
         own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]

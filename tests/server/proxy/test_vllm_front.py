@@ -28,9 +28,11 @@ from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.server.access import ServerLimits
+from evenflow.server.proxy import vllm_engine, warm_up
 from evenflow.server.proxy.vllm_engine import start_guard
 from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
 from evenflow.vllm import launch
+from evenflow.vllm.graphs import graph_flags
 from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
 from tests.server import stand_in_vllm
 from tests.server.serving import RunningServer
@@ -49,13 +51,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def front(python: str, flags: list[str] | None = None, wait: bool = True, **settings: Any) -> Iterator[RunningServer]:
+def front(
+    python: str, flags: list[str] | None = None, wait: bool = True, warms_up: bool = False, **settings: Any
+) -> Iterator[RunningServer]:
     """The front over a stand-in, in a thread of this process until the context ends."""
     listener = bind("127.0.0.1", 0)
     found: list[Server] = []
     limits = ServerLimits(**settings.pop("limits", {}))
     chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
-    started = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=flags or [])
+    policy = PolicySpec.parse("target:50ms")
+    started = VllmLaunch(python=python, model=MODEL, policy=policy, flags=flags or [], warm_up=warms_up)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -185,6 +190,50 @@ def test_the_page_is_fed_by_vllms_steps(server: RunningServer) -> None:
     server.until(lambda: not observer.requests)  # an abort is told with no further step
 
 
+def test_until_vllm_is_warm_it_is_healthy_but_not_ready(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_warm = threading.Event()
+
+    async def until_warm(http: httpx.AsyncClient, name: str) -> None:
+        assert (await http.get("/health")).is_success
+        while not is_warm.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(vllm_engine, "warm_up", until_warm)
+    with front(python, wait=False, warms_up=True) as server:
+        server.until(lambda: server.get("/health").status_code == 200)
+        for path in ("/ready", "/v1/models"):
+            refused = server.get(path)
+            assert (refused.status_code, refused.headers["retry-after"] != "") == (503, True)
+            assert "vLLM is warming up" in refused.json()["error"]["message"]
+        is_warm.set()
+        server.until(lambda: server.get("/ready").status_code == 200)
+        assert server.get("/v1/models").status_code == 200
+
+
+def test_the_warm_up_is_not_observed(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "_STAGES", ((0, (20,)), (3, (20, 40))))
+    with front(python, warms_up=True) as server:
+        server.until(lambda: seen(server)["running"] == 0)
+        assert seen(server)["num_requests"] == 1 + 1 + 3 + 2
+        assert figure(server, "evenflow:chunk_tokens_count") == 0
+        assert figure(server, "evenflow:step_seconds_count") == 0
+        server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4})
+        server.until(lambda: figure(server, "evenflow:step_seconds_count") == 4)
+        assert figure(server, "evenflow:chunk_tokens_count") == 1
+        observer = server.server.service.client._observer  # type: ignore[attr-defined]
+        assert not observer.requests
+
+
+def test_a_vllm_that_dies_of_the_warm_up_fails_to_start(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kill(http: httpx.AsyncClient, name: str) -> None:
+        os.kill((await http.get("/seen")).json()["pid"], signal.SIGKILL)
+
+    monkeypatch.setattr(vllm_engine, "warm_up", kill)
+    started = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"))
+    with bind("127.0.0.1", 0) as listener, pytest.raises(EngineFailed, match="before it was ready"):
+        asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, started, 8))
+
+
 def test_limits_and_keys_are_evenflows(python: str) -> None:
     limits = {"max_body_bytes": 500, "max_waiting": 0, "max_tenant_requests": 1}
     with front(python, api_keys=["secret"], limits=limits) as server:
@@ -244,11 +293,14 @@ def test_the_end_of_the_front_is_the_end_of_vllm(python: str) -> None:
 def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
     command = [sys.executable, "-c", "from evenflow.cli.main import main; main()", "serve", "--engine", "vllm"]
     options = ["--model", MODEL, "--port", "0", "--tbt-target", "50ms", "--vllm-python", _with_version(python)]
+    options.append("--no-warm-up")
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "Serving" in line)
         url = line.split(" at ")[1].split("/v1")[0]
-        pid = httpx.get(url + "/seen").json()["pid"]
+        found = httpx.get(url + "/seen").json()
+        pid = found["pid"]
+        assert "--compilation-config" in found["arguments"]  # more graphs
         process.kill()
     _wait_until_gone(pid)
 
@@ -315,6 +367,25 @@ def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
         check_flags(flags)
 
 
+def test_graphs_of_large_steps_are_captured() -> None:
+    name, value = graph_flags("0.32.0", ["--tensor-parallel-size", "2"])
+    sizes = json.loads(value)["cudagraph_capture_sizes"]
+    assert name == "--compilation-config"
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1], 512 in sizes) == (1, 2048, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "flag"),
+    [
+        *(("0.32.0+cpu", "--seed"), ("0.32.0", "--enforce-eager"), ("0.32.0", "--compilation_config={}")),
+        *(("0.32.0", "-cc.cudagraph_mode=NONE"), ("0.32.0", "-O0"), ("0.26.0", "--max-cudagraph-capture-size=256")),
+    ],
+)
+def test_no_graphs_are_asked_of_a_cpu_or_beside_the_users_own(version: str, flag: str) -> None:
+    assert graph_flags(version, [flag]) == []
+
+
 def test_other_flags_are_vllms_to_judge() -> None:
     check_flags(
         ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray"]
@@ -338,8 +409,9 @@ def test_wrong_options_are_refused(arguments: str, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-def test_vllms_options_are_refused_by_the_own_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--", "--tensor-parallel-size", "2"]) == 2
+@pytest.mark.parametrize("options", [["--", "--tensor-parallel-size", "2"], ["--no-warm-up"]])
+def test_vllms_options_are_refused_by_the_own_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *options]) == 2
     assert "the engine is evenflow's own" in capsys.readouterr().err
 
 

@@ -62,14 +62,16 @@ def health_routes(service: Service) -> APIRouter:
 
     @routes.get("/health", summary="Whether the engine is up", **described(models.Status, errors=(503,)))
     async def health() -> Response:
-        if not service.client.is_up:
+        if not (service.client.is_up or service.client.is_warming_up):
             raise overloaded("The engine is down; it is being restarted.")
         return _json({"status": "ok"})
 
     @routes.get("/ready", summary="Whether the server accepts requests", **described(models.Status, errors=(503,)))
     async def ready() -> Response:
-        if not service.client.is_up or service.gate.is_draining:
-            raise overloaded("The server accepts no requests now.")
+        if service.gate.is_draining:
+            raise overloaded("The server accepts no requests now: it is shutting down.")
+        if not service.client.is_up:
+            raise overloaded(f"The server accepts no requests now: {service.client.failure}.")
         return _json({"status": "ready"})
 
     @routes.get("/version", summary="evenflow's version", **described(models.Version))

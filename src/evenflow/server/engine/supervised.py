@@ -26,6 +26,7 @@ class SupervisedEngine(ABC):
 
     def __init__(self, name: str, policy: PolicySpec, observer: Observer) -> None:
         self.is_up = False
+        self.is_warming_up = False  # it runs, and serves no requests yet
         self.failure: EvenflowError = EngineFailed(f"{name} is starting")  # why it is not up
         self.policy: PolicySpec | None = policy  # None: vLLM keeps no target
         self._observer = observer

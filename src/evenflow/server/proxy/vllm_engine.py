@@ -20,6 +20,7 @@ from evenflow.hosts.policy_file import PolicyFile
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.step_receiver import StepReceiver
+from evenflow.server.proxy.warm_up import warm_up
 from evenflow.vllm.launch import RunFolder, VllmLaunch
 
 _HEALTH_CHECK_S = 0.5  # while it starts
@@ -88,7 +89,7 @@ class VllmEngine(SupervisedEngine):
     async def _run_process(self) -> None:
         loop, folder = asyncio.get_running_loop(), self._folder
         folder.http_socket.unlink(missing_ok=True)
-        with closing(await loop.create_unix_server(lambda: StepReceiver(self._observer), folder.step_socket)):
+        with closing(await loop.create_unix_server(self._receive_steps, folder.step_socket)):
             process = subprocess.Popen(
                 self._launch.command(folder),
                 env=self._launch.environment(folder, self._last_target),
@@ -99,13 +100,25 @@ class VllmEngine(SupervisedEngine):
             guard = start_guard(process.pid)
             ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
             try:
-                if await self._becomes_ready(ended):
+                if await self._becomes_ready(ended) and await self._stays_up_while_warming(ended):
                     self._go_up()
                     await asyncio.wait([ended])
                 self._go_down(_exit_error(process.returncode, self.is_up))
             finally:
                 await asyncio.to_thread(_end_group, process)
                 await asyncio.to_thread(guard.communicate)
+
+    def _receive_steps(self) -> StepReceiver:
+        return StepReceiver(self._observer, lambda: self.is_up)
+
+    async def _stays_up_while_warming(self, ended: asyncio.Future[int]) -> bool:
+        if self._launch.warm_up:
+            self.is_warming_up, self.failure = True, EngineFailed("vLLM is warming up")
+            try:
+                await warm_up(self.http, "vLLM")
+            finally:
+                self.is_warming_up = False
+        return await self._becomes_ready(ended)
 
     async def _becomes_ready(self, ended: asyncio.Future[int]) -> bool:
         while not ended.done():

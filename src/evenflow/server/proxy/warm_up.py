@@ -1,0 +1,134 @@
+"""Sends prompts beside streams to a host engine before it serves, so that it has loaded its kernels and knows its step
+times. They are ordinary requests to the engine's OpenAI API; nothing else of the engine is known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from evenflow.errors import EndpointFailed
+
+logger = logging.getLogger("evenflow")
+
+TIME_LIMIT_S = 10.0
+# Streams that decode, and the prompts sent beside them one after the other. Both grow slowly, so that a slow engine has
+# seen some of everything when time is up. A number of streams is one less than a power of two, the usual limit of an
+# engine: that leaves a slot for the prompt.
+_STAGES: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (0, (256,)),
+    (1, (256, 1024)),
+    (7, (256, 1024, 4096)),
+    (31, (256, 1024, 4096)),
+    (127, (256, 1024, 4096, 16_384)),
+    (7, (16_384,)),
+    (0, (4096, 16_384)),
+)
+_STREAM_PROMPT, _STREAM_OUTPUT = 64, 1024  # tokens; a stream ends with its stage
+_PROMPT_OUTPUT = 8  # tokens that decode at the prompt's context
+_STREAMS_START_S = 3.0  # after the first one: the others wait longer only if the engine has no room for them
+_ASSUMED_CONTEXT = 2048  # of an engine that does not report it
+# Vocabularies begin with control tokens, up to a thousand of them. A very small one has no ids beyond that.
+_TOKEN_IDS = range(1000, 2000)
+_LOW_TOKEN_IDS = range(10, 110)
+
+
+async def warm_up(http: httpx.AsyncClient, name: str) -> None:
+    """Warm up the engine of this name within `TIME_LIMIT_S`. A failure is logged: the engine can serve without it."""
+    started_at = time.monotonic()
+    logger.info("Warming up %s: prompts beside streams, for at most %.0f s.", name, TIME_LIMIT_S)
+    try:
+        async with asyncio.timeout(TIME_LIMIT_S):
+            await _run_stages(await _connect(http))
+    except TimeoutError:
+        logger.info("The warm-up used its %.0f s; longer prompts beside more streams were not run.", TIME_LIMIT_S)
+    except Exception as error:
+        cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        reason = str(cause) or type(cause).__name__
+        logger.warning("The warm-up of %s failed (%s); its first requests will be slower.", name, reason)
+    else:
+        logger.info("Warmed up in %.1f s.", time.monotonic() - started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    http: httpx.AsyncClient
+    model: str
+    max_model_len: int
+    token_ids: Sequence[int] = _TOKEN_IDS
+
+    async def complete(self, num_prompt_tokens: int, max_tokens: int) -> httpx.Response:
+        return await self.http.post("/v1/completions", json=self._body(num_prompt_tokens, max_tokens))
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[None]:
+        """A stream that has its first token. The rest is not read; the engine goes on until the context ends."""
+        num_prompt_tokens = min(_STREAM_PROMPT, self.max_model_len // 2)
+        max_tokens = min(_STREAM_OUTPUT, self.max_model_len - num_prompt_tokens)
+        body = self._body(num_prompt_tokens, max_tokens) | {"stream": True}
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            await _check(response)
+            parts = response.aiter_raw()
+            await anext(parts)
+            yield
+
+    def _body(self, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
+        # Random tokens: no prefix cache holds them, and nothing will match what they leave there.
+        prompt = random.choices(self.token_ids, k=num_prompt_tokens)
+        return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+async def _connect(http: httpx.AsyncClient) -> _Endpoint:
+    response = await http.get("/v1/models")
+    await _check(response)
+    model = response.json()["data"][0]
+    sizes = model["id"], model.get("max_model_len") or _ASSUMED_CONTEXT
+    endpoint = _Endpoint(http, *sizes)
+    has_ids = (await endpoint.complete(1, 1)).is_success
+    return endpoint if has_ids else _Endpoint(http, *sizes, _LOW_TOKEN_IDS)
+
+
+async def _run_stages(endpoint: _Endpoint) -> None:
+    too_many = math.inf
+    for num_streams, prompts in _STAGES:
+        started_at = time.monotonic()
+        fitting = [size for size in prompts if size + _PROMPT_OUTPUT <= endpoint.max_model_len]
+        if not fitting or num_streams >= too_many:
+            continue
+        async with AsyncExitStack() as streams:
+            if not await _open_streams(endpoint, streams, num_streams):
+                logger.info("Warm-up (streams: %d): left out, the engine does not run them all at a time.", num_streams)
+                too_many = num_streams
+                continue
+            for size in fitting:
+                await _check(await endpoint.complete(size, _PROMPT_OUTPUT))
+        seconds = time.monotonic() - started_at
+        logger.info("Warm-up (streams: %d): prompts of up to %d tokens took %.1f s.", num_streams, fitting[-1], seconds)
+
+
+async def _open_streams(endpoint: _Endpoint, streams: AsyncExitStack, count: int) -> bool:
+    """False if the engine does not run all of them at a time."""
+    if count:
+        await streams.enter_async_context(endpoint.stream())
+    try:
+        async with asyncio.timeout(_STREAMS_START_S), asyncio.TaskGroup() as group:
+            for _ in range(count - 1):
+                group.create_task(streams.enter_async_context(endpoint.stream()))
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _check(response: httpx.Response) -> None:
+    if not response.is_success:
+        text = (await response.aread()).decode(errors="replace")
+        raise EndpointFailed(f"{response.url.path} returned status {response.status_code}: {text[:200]}")

@@ -1,0 +1,24 @@
+"""Which CUDA graphs evenflow asks vLLM to capture: enough for the steps that a latency target allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+# vLLM captures up to 512 rows and launches the operations of larger steps one by one, which takes 26 ms beside an H200.
+# Beyond 512 rows a step is long, so padding it to a multiple of 64 costs little.
+CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 2049, 64))
+
+# vLLM's flags that set graphs, or may set them: then evenflow asks for none.
+_GRAPH_FLAGS = (
+    *("--compilation-config", "-cc", "-O", "--optimization-level", "--performance-mode", "--enforce-eager"),
+    *("--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--cuda-graph-sizes", "--config"),
+)
+
+
+def graph_flags(vllm_version: str, flags: Sequence[str]) -> list[str]:
+    """Flags for vLLM that capture more graphs; none for a CPU, which has no graphs, or if `flags` decide on them."""
+    names = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
+    if "cpu" in vllm_version or any(name in _GRAPH_FLAGS or name.startswith("-O") for name in names):
+        return []
+    return ["--compilation-config", json.dumps({"cudagraph_capture_sizes": CAPTURE_SIZES})]
