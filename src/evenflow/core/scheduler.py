@@ -114,7 +114,7 @@ class Scheduler:
     def _rank_time(self, request: Request) -> float:
         if not self.policy.patience:
             return request.arrival_time
-        num_cached = len(self.prefix_cache.find(request)) * self.block_size
+        num_cached = self.prefix_cache.count_published(request)
         seconds = self.step_time.predict(self.caps.prefill_shape(num_cached, request.num_known - num_cached))
         return rank_time(request.arrival_time, self.policy.patience, seconds, request.sampling.ttft_target)
 
@@ -274,7 +274,7 @@ class Scheduler:
             cached = self.prefix_cache.find(request)
             missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
-                if missing in starting or self.prefix_cache.is_being_computed(missing):
+                if missing in starting or self.prefix_cache.is_expected(missing):
                     continue  # waiting for it is cheaper than computing it twice
                 starting.add(missing)
             needed = self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached)
