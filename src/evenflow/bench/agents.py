@@ -52,7 +52,7 @@ class AgentFigures:
 
     @classmethod
     def of(cls, name: str, rounds: Sequence[AgentsRound]) -> AgentFigures:
-        turns = [(answer, one.waits) for one in rounds for answer in _good(one.turns)]
+        turns = [(answer, waits) for one in rounds for waits in [one.waits] for answer in _good(one.turns)]
         misses = [answer for one in rounds for answer in _good(one.misses)]
         gaps = [
             (later - earlier, is_pending(waits, answer.sent_at + later))
@@ -154,9 +154,9 @@ class _Runner:
 
     async def run(self, load: Load) -> AgentsRound:
         await self._endpoint.begin_round()
-        self._on_progress(f"{self._title}: filling the cache")
         background = load.background()
-        for session in background:
+        for number, session in enumerate(background, start=1):
+            self._on_progress(f"{self._title}: filling the cache for agent {number} of {len(background)}")
             answer = await self._ask(next(session))
             if answer.error is not None:
                 raise EndpointFailed(f"{self._endpoint.name}: {answer.error}")
