@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ def test_a_turn_repeats_the_conversation_so_far_and_adds_a_little() -> None:
         assert after[: len(before)] == before
         assert 60 + 250 <= len(after) - len(before) <= 180 + 750
         assert 60 <= turn.max_tokens <= 180
-    num_new = sum(len(after) - len(before) for before, after in zip(prompts, prompts[1:], strict=False))
+    num_new = sum(len(after) - len(before) for before, after in pairwise(prompts))
     assert 0.94 < 1 - num_new / sum(map(len, prompts[1:])) < 0.99  # cached
 
 
@@ -65,7 +65,7 @@ def test_agents_share_the_prefix_and_nothing_else_and_a_miss_shares_nothing() ->
 def test_conversations_start_anew_and_every_prompt_fits() -> None:
     turns = first_of(LOAD.background()[0], 200)
     lengths = [turn.num_tokens for turn in turns]
-    assert sum(after < before for before, after in zip(lengths, lengths[1:], strict=False)) > 5
+    assert sum(after < before for before, after in pairwise(lengths)) > 5
     assert max(lengths) < 16_000 * 1.5 + 1.5 * 620
     assert max(lengths) <= replace(LOAD, miss_tokens=1).max_tokens
 

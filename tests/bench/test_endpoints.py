@@ -21,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     seen: list[tuple[dict[str, Any], str | None]]
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "small", "max_model_len": 99}, {"id": "large"}]}).encode(), "application/json")
+        models = {"data": [{"id": "small", "max_model_len": 99}, {"id": "large"}]}
+        self._send(200, json.dumps(models).encode(), "application/json")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
