@@ -21,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     seen: list[tuple[dict[str, Any], str | None]]
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "small"}, {"id": "large"}]}).encode(), "application/json")
+        models = {"data": [{"id": "small", "max_model_len": 99}, {"id": "large"}]}
+        self._send(200, json.dumps(models).encode(), "application/json")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -29,11 +30,12 @@ class Handler(BaseHTTPRequestHandler):
         if body["prompt"] == "bad":
             self._send(400, b'{"error": {"message": "no such prompt"}}', "application/json")
             return
+        details = {"cached_tokens": 5} if body["prompt"] == "cached" else None
         events: list[dict[str, Any]] = [
             {"choices": [{"text": "on", "finish_reason": None}]},
             {"choices": [{"text": "", "finish_reason": None}]},
             {"choices": [{"text": "ce", "finish_reason": "length"}]},
-            {"choices": [], "usage": {"completion_tokens": 3}},
+            {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 8, "prompt_tokens_details": details}},
         ]
         if body["prompt"] == "broken":
             events[2] = {"error": {"message": "the engine stopped"}}
@@ -77,6 +79,19 @@ def test_pieces_text_and_tokens_of_an_answer(address: str) -> None:
     body, authorization = Handler.seen[0]
     assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("small", "go", 3, 0)
     assert authorization == "Bearer secret"
+
+
+def test_cached_tokens_are_known_if_the_server_reports_them(address: str) -> None:
+    known, unknown = (ask(HttpEndpoint(address), prompt) for prompt in ("cached", "go"))
+    assert (known.num_prompt_tokens, known.num_cached_tokens) == (8, 5)
+    assert (unknown.num_prompt_tokens, unknown.num_cached_tokens) == (8, None)
+
+
+def test_the_context_is_known_if_the_server_lists_it(address: str) -> None:
+    small, large = HttpEndpoint(address, model="small"), HttpEndpoint(address, model="large")
+    for endpoint in (small, large):
+        ask(endpoint, "go")
+    assert (small.max_model_len, large.max_model_len) == (99, None)
 
 
 def test_a_refusal_and_a_failure_on_the_way_are_errors_of_the_answer(address: str) -> None:

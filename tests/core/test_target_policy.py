@@ -12,6 +12,7 @@ from evenflow.core.deadlines import Pacing
 from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
+from evenflow.core.request import Status
 from evenflow.core.target_policy import PATIENCE, Target
 from tests.core.driving import Driver
 from tests.core.target_load import (
@@ -358,6 +359,48 @@ def test_a_hoped_for_first_token_shortens_patience() -> None:
     assert patient > 0.25
     assert driver.add(6000, ttft_target=0.25).rank[0] == now + 0.25
     assert driver.add(6000, ttft_target=99.0).rank[0] == driver.add(6000).rank[0] == now + patient
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_a_turn_whose_history_is_cached_passes_a_cold_prompt_of_the_same_length(depth: int, is_at_once: bool) -> None:
+    """Also if it follows its previous turn at once, when a step in flight still touches that turn's blocks."""
+    driver = target_driver(50, max_type, depth=depth)
+    start_chats(driver, 2)
+    list(busy_steps(driver, 60))
+    finish_prefill(driver)
+    turn = driver.add(8000, max_tokens=4)
+    while not turn.is_finished:
+        driver.step()
+    assert bool(driver.scheduler.pool.num_settling) is (depth == 2)
+    if not is_at_once:
+        driver.step()
+    cold = driver.add(8200, max_tokens=1)
+    next_turn = driver.add([*turn.tokens, *range(200)], max_tokens=1)
+    while not next_turn.is_finished:
+        driver.step()
+    assert next_turn.num_cached_tokens == 8000
+    assert not cold.num_output_tokens
+    assert cold.num_scheduled < 2000
+
+
+def test_a_turn_whose_history_is_cached_passes_a_cold_prompt_that_waits_for_memory() -> None:
+    driver = Driver("target:50", num_blocks=200, cost=max_type)
+    turn = driver.add(800, max_tokens=4)
+    driver.run()
+    stream = driver.add(320, max_tokens=800)
+    while not stream.num_output_tokens:
+        driver.step()
+    cold = driver.add(3000, max_tokens=1)
+    driver.step()
+    assert cold.status is Status.WAITING
+    next_turn = driver.add([*turn.tokens, *range(200)], max_tokens=1)
+    while not next_turn.is_finished:
+        driver.step()
+    assert next_turn.num_cached_tokens == 800
+    assert cold.status is Status.WAITING
+    driver.run()
+    assert cold.is_finished
 
 
 def prefill_seconds(driver: Driver, length: int) -> float:

@@ -42,6 +42,8 @@ class Answer:
     piece_times_s: list[float] = field(default_factory=list)  # since the request was sent
     num_tokens: int = 0
     error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None  # of the prompt; None: the endpoint does not say
     sent_at: float = field(default_factory=time.perf_counter)
 
     def add_piece(self, text: str, num_tokens: int = 0) -> None:
@@ -63,6 +65,11 @@ class Endpoint(Protocol):
 
     name: str
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The context; None if it is not known, or not open yet."""
+        ...
+
     def open(self) -> AbstractAsyncContextManager[None]: ...
 
     async def begin_round(self) -> None: ...
@@ -80,6 +87,7 @@ class HttpEndpoint:
     model: str | None = None  # None: the first that the server lists
     api_key: str | None = None
     timeout_s: float = 600.0
+    max_model_len: int | None = None  # as listed with the model
     _client: httpx.AsyncClient | None = None
 
     @asynccontextmanager
@@ -100,7 +108,7 @@ class HttpEndpoint:
         try:
             response = await client.get("/v1/models")
             response.raise_for_status()
-            models = [model["id"] for model in response.json()["data"]]
+            models = {model["id"]: model.get("max_model_len") for model in response.json()["data"]}
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise EndpointFailed(
                 f"{self.name} does not list its models at /v1/models: {error or type(error)}"
@@ -109,7 +117,8 @@ class HttpEndpoint:
             raise EndpointFailed(f"{self.name} lists no model.")
         if self.model is not None and self.model not in models:
             raise EndpointFailed(f"{self.name} has no model {self.model!r} but {', '.join(models)}.")
-        self.model = self.model or models[0]
+        self.model = self.model or next(iter(models))
+        self.max_model_len = models[self.model]
 
     async def begin_round(self) -> None:
         """Nothing to prepare."""
@@ -150,8 +159,10 @@ def _take_line(answer: Answer, line: str) -> None:
         # A token may add no text: half of a character, or the beginning of a possible stop string.
         if choice.get("text") or choice.get("finish_reason") is None:
             answer.add_piece(choice.get("text") or "")
-    if event.get("usage"):
-        answer.num_tokens = event["usage"]["completion_tokens"]
+    if usage := event.get("usage"):
+        answer.num_tokens = usage["completion_tokens"]
+        answer.num_prompt_tokens = usage.get("prompt_tokens", 0)
+        answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 @dataclass(slots=True)
@@ -160,6 +171,10 @@ class PolicyEndpoint:
 
     name: str  # the policy
     llm: AsyncLLM
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.max_model_len
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -175,3 +190,5 @@ class PolicyEndpoint:
             else:
                 answer.text += delta.text
             answer.error = delta.output.error
+        answer.num_prompt_tokens = len(delta.output.prompt_token_ids)
+        answer.num_cached_tokens = delta.output.num_cached_tokens

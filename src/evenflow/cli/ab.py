@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,13 +13,12 @@ from typer import Argument
 
 from evenflow.bench.ab import CONFIDENCE, Goals, Outcome, compare, make_asks
 from evenflow.bench.ab_report import cells, draw, same_outputs, write_html
-from evenflow.bench.endpoints import Ask, Endpoint, HttpEndpoint, PolicyEndpoint
+from evenflow.bench.endpoints import Ask
 from evenflow.bench.plots import pyplot
 from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options
-from evenflow.cli.output import loading, make_table, progress, text_console, write_json
-from evenflow.core.policies import PolicySpec
-from evenflow.engine.async_llm import AsyncLLM
+from evenflow.cli.output import make_table, progress, text_console, write_json
+from evenflow.cli.sides import check_sides, open_sides
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
@@ -45,7 +42,7 @@ class AbOptions:
     seed: int = option("Seed for arrival times, the order of rounds and the intervals.", default=0)
     ttft_target: float = duration_option("A request is served well if its TTFT is at most this ...", default="2s")
     tbt_target: float = duration_option("... and 99% of the gaps between its tokens at most this.", default="200ms")
-    model: str | None = option("For servers a model name, for policies as for generate.", metavar="MODEL")
+    model: str = option("For servers a model name, for policies as for generate.", default="default", metavar="MODEL")
     json: JsonTarget = None
     html: Path | None = file_option("Write the report to this file, as one HTML page.")
     plot: Path | None = file_option("Plot the ratios and gaps to this file.")
@@ -63,11 +60,7 @@ def ab(
     Both get the requests in paired, interleaved rounds; each ratio comes with a confidence interval. Servers that need
     a key get the one in $EVENFLOW_API_KEY.
     """
-    for side in (a, b):
-        if not _is_address(side):
-            PolicySpec.parse(side)
-    if a == b:
-        raise InvalidInput(f"Got {a!r} twice but expected two that differ.")
+    check_sides((a, b))
     if options.html is not None or options.plot is not None:
         pyplot()  # if it is missing, fail before the runs
     asks = make_asks(_prompts(options), options.max_tokens, options.rate, options.seed)
@@ -79,10 +72,6 @@ def ab(
     if options.plot is not None:
         draw(options.plot, (a, b), outcome)
     write_json(options.json, _report(a, b, goals, options, outcome))
-
-
-def _is_address(side: str) -> bool:
-    return side.startswith(("http://", "https://"))
 
 
 def _prompts(options: AbOptions) -> list[str]:
@@ -105,23 +94,10 @@ def _prompts(options: AbOptions) -> list[str]:
 
 async def _run(a: str, b: str, goals: Goals, options: AbOptions, asks: list[Ask]) -> Outcome:
     settings: dict[str, Any] = {"num_pairs": options.pairs, "seed": options.seed, "keep_prompts": options.keep_prompts}
-    llm = None
-    if not (_is_address(a) and _is_address(b)):
-        model = options.model or "default"
-        with loading(model):
-            # Under a target the engine has step times from the start. A prefix cache would favour second rounds.
-            llm = AsyncLLM(model, policy="target:1000ms", enable_prefix_caching=False)
-    async with llm or nullcontext():
-        ends = (_endpoint(a, options.model, llm), _endpoint(b, options.model, llm))
+    # A prefix cache would favour second rounds.
+    async with open_sides((a, b), options.model, enable_prefix_caching=False) as (one, other):
         with progress("Starting") as say:
-            return await compare(*ends, asks, goals=goals, on_round=say, **settings)
-
-
-def _endpoint(side: str, model: str | None, llm: AsyncLLM | None) -> Endpoint:
-    if not _is_address(side):
-        assert llm is not None
-        return PolicyEndpoint(side, llm)
-    return HttpEndpoint(side.rstrip("/").removesuffix("/v1"), model, os.environ.get("EVENFLOW_API_KEY"))
+            return await compare(one, other, asks, goals=goals, on_round=say, **settings)
 
 
 def _print(console: Console, a: str, b: str, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ from rich.table import Table
 from typer import Option
 
 from evenflow.bench.mixed import BATCH_SIZE, EXPECTATION, POLICIES, PolicyFigures, Verdict, compare_policies
+from evenflow.cli.bench_agents import agents
 from evenflow.cli.bench_stall import stall
 from evenflow.cli.options import ModelOptions, ReportOptions, engine_settings, read_policies, takes_options
 from evenflow.cli.output import loading, make_table, text_console, write_json
@@ -16,6 +17,7 @@ from evenflow.engine.llm import LLM
 
 bench = typer.Typer(name="bench", help="Compare policies under a load, on one loaded model.", rich_markup_mode=None)
 bench.command()(stall)
+bench.command()(agents)
 
 
 @bench.command()

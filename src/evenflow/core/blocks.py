@@ -103,6 +103,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def is_published(self, block_hash: bytes) -> bool:
+        """Settling blocks count: they can be found soon."""
+        return block_hash in self._block_of
+
     def count_idle(self, blocks: Iterable[int]) -> int:
         """How many of these count as free."""
         return sum(1 for block in blocks if self._references[block] == 0)

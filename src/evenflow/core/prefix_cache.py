@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 
 from evenflow.core.blocks import BlockPool
 from evenflow.core.request import Request
@@ -46,12 +46,17 @@ class PrefixCache:
         """Blocks that hold the request's leading tokens. At least one token is left to compute: it gives the logits."""
         return self._pool.find(self._usable_hashes(request))
 
+    def count_published(self, request: Request) -> int:
+        """How many leading tokens have their KV in the pool, even if the next step cannot use all of it yet."""
+        return self._block_size * sum(1 for _ in takewhile(self._pool.is_published, self._usable_hashes(request)))
+
     def first_missing(self, request: Request, num_cached_blocks: int) -> bytes | None:
         """The hash of the block after the cached ones, if others could share it."""
         return next(islice(self._usable_hashes(request), num_cached_blocks, None), None)
 
-    def is_being_computed(self, block_hash: bytes) -> bool:
-        return block_hash in self._being_computed
+    def is_expected(self, block_hash: bytes) -> bool:
+        """Will this block, which `find` does not give yet, be there soon? It is being computed, or settling."""
+        return block_hash in self._being_computed or self._pool.is_published(block_hash)
 
     def _usable_hashes(self, request: Request) -> Iterator[bytes]:
         usable = self._enabled and request.sampling.prompt_logprobs is None  # logprobs need every row

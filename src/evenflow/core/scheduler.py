@@ -115,6 +115,7 @@ class Scheduler:
             )
         request.rank = (request.arrival_time, self._num_arrivals)
         if self.policy.patience:
+            request.place.num_cached_tokens = self.prefix_cache.count_published(request)
             request.rank = self._rank(request, request.arrival_time)
         self._num_arrivals += 1
         self.requests[request.id] = request
@@ -123,11 +124,7 @@ class Scheduler:
     def _rank(self, request: Request, now: float) -> tuple[float, int]:
         """Its place in line, by what its prefill is predicted to take now."""
         place = request.place
-        place.num_tokens = request.num_known
-        if request.status is Status.RUNNING:
-            place.num_cached_tokens, start = request.num_cached_tokens, request.num_scheduled
-        else:
-            place.num_cached_tokens = start = len(self.prefix_cache.find(request)) * self.block_size
+        start = request.num_scheduled if request.status is Status.RUNNING else place.num_cached_tokens
         return rank_time(place, start, now, self.policy.patience, self._prefill_seconds), request.rank[1]
 
     def _prefill_seconds(self, start: int, length: int) -> float:
@@ -304,9 +301,10 @@ class Scheduler:
             cached = self.prefix_cache.find(request)
             missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
-                if missing in starting or self.prefix_cache.is_being_computed(missing):
+                if missing in starting or self.prefix_cache.is_expected(missing):
                     continue  # waiting for it is cheaper than computing it twice
                 starting.add(missing)
+            request.place.num_cached_tokens = len(cached) * self.block_size
             needed = self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached)
             if needed + claimed > self.pool.num_free:
                 return
@@ -360,7 +358,7 @@ class Scheduler:
         request.block_ids = cached
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        request.num_cached_tokens = len(cached) * self.block_size
+        request.num_cached_tokens = request.place.num_cached_tokens = len(cached) * self.block_size
         request.num_scheduled = request.num_committed = request.num_cached_tokens
         self._append_blocks(request, self._num_blocks(request.num_known) - len(cached))
         changes.append(BlockTableChange(request.slot, 0, tuple(request.block_ids)))
@@ -454,6 +452,7 @@ class Scheduler:
         """Take a running request's slot and blocks. It starts over when there is room, keeping its output so far."""
         self._leave(request)
         request.status = Status.PREEMPTED
+        request.place.num_tokens, request.place.num_cached_tokens = request.num_known, 0
         request.num_scheduled = request.num_committed = request.num_pending = request.num_cached_tokens = 0
         self.waiting.push(request)
 

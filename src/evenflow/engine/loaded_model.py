@@ -47,9 +47,14 @@ class LoadedModel(ABC):
     def policy(self) -> str:
         return str(self._policy)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output."""
+        return self._intake.limits.max_model_len
+
     def set_policy(self, policy: str | PolicySpec) -> None:
         """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
-        self._set_policy(self.config.with_policy(policy).resolve_policy(self._intake.limits.max_model_len))
+        self._set_policy(self.config.with_policy(policy).resolve_policy(self.max_model_len))
 
     def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""

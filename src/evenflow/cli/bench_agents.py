@@ -1,0 +1,175 @@
+"""`evenflow bench agents`: what turns with a cached prefix wait for while a cold prompt is prefilled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from typer import Argument
+
+from evenflow.bench.agents import AgentFigures, Comparison, compare
+from evenflow.bench.agents_load import AgentsLoad, Load, TraceLoad
+from evenflow.cli.options import ModelOptions, ReportOptions, duration_option, engine_settings, option, takes_options
+from evenflow.cli.output import make_table, progress, text_console, write_json
+from evenflow.cli.sides import check_sides, open_sides
+
+_SIDES = ("fixed:2048", "target:250ms")
+_MISS_TOKENS, _TRACE_MISS_TOKENS = 50_000, 16_000
+_SHOWN_ERRORS = 3
+
+
+def _of(spread: str, figure: str) -> Callable[[AgentFigures], float | None]:
+    """None if there are no samples."""
+    return lambda side: getattr(getattr(side, spread), figure) if getattr(side, spread).count else None
+
+
+_FIGURES: dict[str, Callable[[AgentFigures], float | None]] = {
+    "turns: TTFT p50, s": _of("turn_ttft_s", "p50"),
+    "turns: TTFT p99, s": _of("turn_ttft_s", "p99"),
+    "turns beside a miss: TTFT p50, s": _of("turn_ttft_beside_miss_s", "p50"),
+    "turns beside a miss: TTFT p99, s": _of("turn_ttft_beside_miss_s", "p99"),
+    "misses: TTFT p50, s": _of("miss_ttft_s", "p50"),
+    "misses: TTFT max, s": _of("miss_ttft_s", "max"),
+    "gaps between tokens: p50, s": _of("gap_s", "p50"),
+    "gaps between tokens: p99, s": _of("gap_s", "p99"),
+    "gaps beside a miss: p50, s": _of("gap_beside_miss_s", "p50"),
+    "gaps beside a miss: p99, s": _of("gap_beside_miss_s", "p99"),
+    "requests/s": lambda side: side.requests_per_s,
+}
+_WITHOUT_RATIO: dict[str, Callable[[AgentFigures], str]] = {
+    "prompt tokens cached, turns": lambda side: _text(side.cached_turn_share, "{:.1%}"),
+    "prompt tokens cached, all": lambda side: _text(side.cached_share, "{:.1%}"),
+    "number of turns": lambda side: str(side.turn_ttft_s.count),
+    "number of turns beside a miss": lambda side: str(side.turn_ttft_beside_miss_s.count),
+    "number of misses": lambda side: str(side.miss_ttft_s.count),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentsOptions:
+    """The agents, their misses, or a trace instead of both."""
+
+    agents: int = option("Agents, each in a conversation of its own.", default=6, min=1)
+    prefix_tokens: int = option("Tokens of the prefix that all agents share.", default=16_000, min=2)
+    turn_tokens: int = option("Tokens that a turn adds, on average.", default=500, min=1)
+    answer_tokens: int = option("Tokens of an answer, on average.", default=120, min=2)
+    think: float = duration_option("Mean time from an answer to the agent's next turn.", default="2s")
+    misses: int = option("Cold prompts in a round.", default=3, min=1)
+    miss_tokens: int | None = option(
+        "Tokens of a cold prompt; with --trace, uncached tokens from which on a prompt is a miss.",
+        min=1,
+        show_default=f"{_MISS_TOKENS}, with --trace {_TRACE_MISS_TOKENS}",
+    )
+    miss_pause: float = duration_option("Mean time from a miss's answer to the next miss.", default="5s")
+    trace: Path | None = option("Replay a trace such as Mooncake's instead.", metavar="PATH")
+    requests: int = option("With --trace: how many of its requests.", default=60, min=1)
+    speed: float = option("With --trace: how much faster than recorded.", default=1.0, min=0.0001)
+    scale: float | None = option("Factor of all lengths.", min=0.0001, show_default="1, or what the context needs")
+    repeat: int = option("Rounds on each side, taken in turn.", default=2, min=1)
+    seed: int = option("Seed for lengths, pauses and the order of rounds.", default=0)
+
+
+@takes_options
+def agents(
+    *,
+    sides: Annotated[
+        list[str] | None,
+        Argument(metavar="[SIDE]", help="Addresses of servers, or policies; the first is the base of the ratios."),
+    ] = None,
+    options: AgentsOptions,
+    model: ModelOptions,
+    report: ReportOptions,
+) -> None:
+    """Measure agents' turns while cold prompts arrive.
+
+    Agents share a long prefix and add a little in each turn, so that nearly all their tokens are cached; now and then a
+    long prompt is not. Shows what the turns wait for meanwhile, on the sides given: fixed:2048 and target:250ms unless
+    others are named. For servers --model is a model's name, and $EVENFLOW_API_KEY holds the key.
+    """
+    names = sides or list(_SIDES)
+    check_sides(names)
+    load = _load(options)
+    comparison = asyncio.run(_run(names, load, options, engine_settings(model), report.record))
+    _print(text_console(report.json), comparison)
+    write_json(report.json, _report(comparison, options))
+
+
+def _load(options: AgentsOptions) -> Load:
+    if options.trace is not None:
+        return TraceLoad.read(options.trace, options.requests, options.miss_tokens or _TRACE_MISS_TOKENS, options.speed)
+    return AgentsLoad(
+        num_agents=options.agents,
+        prefix_tokens=options.prefix_tokens,
+        turn_tokens=options.turn_tokens,
+        answer_tokens=options.answer_tokens,
+        think_s=options.think,
+        num_misses=options.misses,
+        miss_tokens=options.miss_tokens or _MISS_TOKENS,
+        miss_pause_s=options.miss_pause,
+        seed=options.seed,
+    )
+
+
+async def _run(
+    sides: list[str], load: Load, options: AgentsOptions, settings: dict[str, Any], record: Path | None
+) -> Comparison:
+    async with open_sides(sides, record=record, **settings) as endpoints:
+        with progress("Starting") as say:
+            return await compare(
+                endpoints, load, scale=options.scale, repeat=options.repeat, seed=options.seed, on_progress=say
+            )
+
+
+def _print(console: Console, comparison: Comparison) -> None:
+    console.print(_table(comparison))
+    for name in comparison.text_only:
+        console.print(f"{name} takes no token ids and got text: a letter for each token.")
+    for side in comparison.figures:
+        if side.cached_share is None:
+            console.print(
+                f"{side.name} does not report cached tokens. vLLM does with --enable-prompt-tokens-details, "
+                "SGLang with --enable-cache-report."
+            )
+        for error in sorted(set(side.errors))[:_SHOWN_ERRORS]:
+            console.print(f"{side.name}: {side.errors.count(error)} requests failed: {error}")
+
+
+def _table(comparison: Comparison) -> Table:
+    base, *others = comparison.figures
+    table = make_table(comparison.load.title, "", base.name)
+    for side in others:
+        table.add_column(side.name, justify="right", overflow="fold")
+        table.add_column("ratio", justify="right")
+    for label, figure in _FIGURES.items():
+        cells = [_text(figure(base), "{:.3g}")]
+        for side in others:
+            cells += [_text(figure(side), "{:.3g}"), _text(_ratio(figure(side), figure(base)), "{:.2f}x")]
+        table.add_row(label, *cells)
+    for label, text in _WITHOUT_RATIO.items():
+        table.add_row(label, text(base), *(cell for side in others for cell in (text(side), "")))
+    return table
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value and base else None
+
+
+def _report(comparison: Comparison, options: AgentsOptions) -> dict[str, Any]:
+    base = comparison.figures[0]
+    return {
+        "load": comparison.load.settings() | {"scale": comparison.scale, "repeat": options.repeat},
+        "sides": [
+            asdict(side) | {"ratios": {label: _ratio(figure(side), figure(base)) for label, figure in _FIGURES.items()}}
+            for side in comparison.figures
+        ],
+        "text_only": comparison.text_only,
+    }
