@@ -57,9 +57,6 @@ class StepCosts(NamedTuple):
         linear = a * step + b * prefill + d * attention + e * logits + f * context + g * calls + h * launched
         return linear + c * (rows - knee) if rows > knee else linear
 
-    def scaled(self, factor: float) -> StepCosts:
-        return StepCosts._make((*(factor * cost for cost in self[:-1]), self.knee))
-
 
 class Sample(NamedTuple):
     """Steps that ran one after the other, and the seconds that they took together."""

@@ -23,7 +23,6 @@ _MAX_SAMPLES = 128
 _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
-_LASTING_CHANGE = 1.2  # of speed, that the samples are adapted to
 _NUM_ERRORS = 128
 _QUANTILE = 0.97  # of errors, that the margin covers
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
@@ -105,28 +104,11 @@ class StepTimeModel:
         self._keep(sample)
         has_prefill = any(shape.prefill_rows for shape in shapes)
         self._last[has_prefill].append(sample)
-        self._steps_since_fit += 1
+        self._steps_since_fit += (
+            has_prefill or not self.is_calibrated
+        )  # a fit takes time that decodes alone do not spare
         if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + self._num_samples // 4):
             self._fit()
-            self._update_speeds()
-        else:
-            self._update_speed(has_prefill)
-        self._follow_lasting_change()
-
-    def _follow_lasting_change(self) -> None:
-        """If steps of both kinds are slower than the samples, or faster, it is the machine that has changed.
-
-        Then all samples but the last few change with it, also those of shapes that have not run since.
-        """
-        if not self.is_calibrated or (max(self._speeds) > 1 / _LASTING_CHANGE and min(self._speeds) < _LASTING_CHANGE):
-            return
-        change = math.sqrt(self._speeds[0] * self._speeds[1])
-        recent = {id(sample) for sample in chain(*self._last)}
-        for samples in self._kinds.values():
-            for index, sample in enumerate(samples):
-                if id(sample) not in recent:
-                    samples[index] = sample._replace(seconds=sample.seconds * change)
-        self._costs = self._costs.scaled(change)
         self._update_speeds()
 
     def _add_error(self, predicted: float, seconds: float) -> None:
@@ -161,19 +143,17 @@ class StepTimeModel:
     def _fit(self) -> None:
         """Compare the knee in use with another one: in turn one of the candidates, a larger and a smaller one."""
         knee, turn = self._costs.knee, self._num_fits
-        others = (KNEES[turn // 2 % len(KNEES)], knee * 5 // 4 + 1, KNEES[turn // 2 % len(KNEES)], knee * 4 // 5)
+        candidate = KNEES[turn // 2 % len(KNEES)]
+        others = candidate, knee * 5 // 4 + 1, candidate, knee * 4 // 5
         samples = list(chain.from_iterable(self._kinds.values()))
         self._costs = fit_costs(samples, self._costs, self._prior, (knee, others[turn % 4]))
         self._num_fits += 1
         self._steps_since_fit = 0
 
     def _update_speeds(self) -> None:
-        for has_prefill in range(2):
-            self._update_speed(has_prefill)
-
-    def _update_speed(self, has_prefill: int) -> None:
-        expected = [(sample.seconds, sample.cost(self._costs)) for sample in self._last[has_prefill]]
-        self._speeds[has_prefill] = median([seconds / cost for seconds, cost in expected if cost] or [1.0])
+        for has_prefill, samples in enumerate(self._last):
+            ratios = [sample.seconds / cost for sample in samples if (cost := sample.cost(self._costs))]
+            self._speeds[has_prefill] = median(ratios or [1.0])
 
     # ---- saving ----
 
