@@ -37,7 +37,8 @@ from evenflow.cli.model_files import find_model, load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.vllm.checking import Checked, check, version_in, write_model_config
+from evenflow.vllm.checking import Checked, check, write_model_config
+from evenflow.vllm.launch import VLLM
 from evenflow.workload.inputs import PROMPT_FIELDS
 from evenflow.workload.reading import ReadTally, read_inputs
 
@@ -157,7 +158,7 @@ def _which_vllm(python: str | None, version: str | None) -> tuple[str | None, st
     if python and version:
         raise InvalidInput("Give --vllm-python or --vllm-version, not both: the interpreter's vLLM has a version.")
     if python:
-        return python, version_in(python), f"checked in {python}"
+        return python, VLLM.version_in(python), f"checked in {python}"
     if version:
         vllm_flags.check_known(version)
         return None, version, "from a table of versions; --vllm-python checks with a vLLM"

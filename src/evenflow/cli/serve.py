@@ -1,4 +1,4 @@
-"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, through `serve_vllm`, over vLLM."""
+"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, by `serve_host`, over another."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def serve(
 
         settings = options.server_settings(config.model)
     if options.engine == "vllm":
-        from evenflow.cli import serve_vllm
+        from evenflow.cli import serve_host
 
-        launch = serve_vllm.make_launch(options, model, scheduling, vllm_flags or ())
+        launch = serve_host.make_launch(options, model, scheduling, vllm_flags or ())
         with bind(options.host, options.port) as listener:
-            _run(serve_vllm.serve(settings, listener, launch, config.max_num_seqs))
+            _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return
     with bind(options.host, options.port) as listener:
         if config.model == "default":

@@ -27,11 +27,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
+from evenflow.hosts import launch
 from evenflow.server.access import ServerLimits
-from evenflow.server.proxy.vllm_engine import start_guard
-from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
-from evenflow.vllm import launch
-from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
+from evenflow.server.proxy.host_engine import start_guard
+from evenflow.server.serving import Server, ServerSettings, bind, serve_host
+from evenflow.vllm.launch import VLLM, VllmLaunch
 from tests.server import stand_in_vllm
 from tests.server.serving import RunningServer
 
@@ -59,7 +59,7 @@ def front(python: str, flags: list[str] | None = None, wait: bool = True, **sett
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_vllm(chosen, listener, started, 8, found.append))
+            runner.run(serve_host(chosen, listener, started, 8, found.append))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -303,7 +303,7 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
     listener = bind("127.0.0.1", 0)
     failing = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=["--fail"])
     with listener, pytest.raises(EngineFailed, match=r"before it was ready \(exit code 3\)"):
-        asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
+        asyncio.run(serve_host(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,11 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
 )
 def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
     with pytest.raises(InvalidInput, match="Got"):
-        check_flags(flags)
+        VllmLaunch.check_flags(flags)
 
 
 def test_other_flags_are_vllms_to_judge() -> None:
-    check_flags(
+    VllmLaunch.check_flags(
         ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray"]
     )
 
@@ -344,7 +344,7 @@ def test_vllms_options_are_refused_by_the_own_engine(capsys: pytest.CaptureFixtu
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(launch.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(launch, "installed_version", lambda: None)
+    monkeypatch.delenv(VLLM.python_variable, raising=False)
+    monkeypatch.setattr(launch, "installed_version", lambda packages: None)
     with pytest.raises(MissingDependency, match="make install-vllm"):
-        find_python(None)
+        VLLM.find_python(None)

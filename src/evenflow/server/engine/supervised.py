@@ -1,4 +1,4 @@
-"""An engine in a process that is restarted when it dies: the part that evenflow's own engine and vLLM share."""
+"""An engine in a process that is restarted when it dies: the part that evenflow's own engine and host engines share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SupervisedEngine(ABC):
     def __init__(self, name: str, policy: PolicySpec, observer: Observer) -> None:
         self.is_up = False
         self.failure: EvenflowError = EngineFailed(f"{name} is starting")  # why it is not up
-        self.policy: PolicySpec | None = policy  # None: vLLM keeps no target
+        self.policy: PolicySpec | None = policy  # None: it keeps no target
         self._observer = observer
         self._sizes: dict[str, int] = {}
         self._num_restarts = 0

@@ -34,5 +34,5 @@ class StepReceiver(asyncio.Protocol):
         observer.on_step(step.report)
         for left in step.left:
             if left.request_id in observer.requests:  # else it was forgotten
-                # Why it ended shows in vLLM's own metrics.
+                # Why it ended shows in the host's own metrics.
                 observer.on_request_finished(left.request_id, FinishReason.STOP, left.num_output_tokens, step.report.at)
