@@ -20,6 +20,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import Candidate, Quota
+from evenflow.hosts.attention import cuda_granules
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.settings import Settings, own_target
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
@@ -28,7 +29,6 @@ from evenflow.step_time_store import step_times_path
 logger = init_logger("vllm.evenflow")  # vLLM shows what its own loggers say
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
-_CUDA_ATTENTION_TILE = 128  # rows of a chunk that one GPU processor computes together, for one head
 
 
 class _Prefill(NamedTuple):
@@ -241,8 +241,7 @@ def _attention_granules(config: Any) -> dict[str, int]:
     if not current_platform.is_cuda():
         return {}
     (num_processors,) = cuda_get_device_properties(0, ("multi_processor_count",))
-    tiles_per_head = max(1, num_processors // config.model_config.get_num_attention_heads(config.parallel_config))
-    return {"attention_tile": _CUDA_ATTENTION_TILE, "attention_wave": tiles_per_head * _CUDA_ATTENTION_TILE}
+    return cuda_granules(num_processors, config.model_config.get_num_attention_heads(config.parallel_config))
 
 
 def _step_times_path(config: Any) -> Path:
