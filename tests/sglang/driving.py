@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evenflow.hosts.settings import Settings
 from evenflow.core.policies import PolicySpec
+from evenflow.hosts.settings import Settings
 
 CHUNK = 512  # SGLang's own budget
 ROW_S = 0.0001  # what the clock says of a row

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
-from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
+from evenflow.advisor.server_logs import BUDGET_SOURCES, Fact, LogFacts
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evenflow.advisor.vllm_logs import LogFacts
+from evenflow.advisor.server_logs import LogFacts
 
 
 @dataclass(frozen=True, slots=True)

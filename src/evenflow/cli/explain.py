@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from evenflow.advisor.explanation import Explanation, Statement
 from evenflow.advisor.explanation import explain as explain_facts
-from evenflow.advisor.vllm_logs import Fact, LogFacts, read_facts
+from evenflow.advisor.server_logs import Fact, LogFacts, read_facts
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput

@@ -45,11 +45,15 @@ _KEY_VARIABLE = "EVENFLOW_API_KEY"
 class ServeOptions:
     """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
 
-    engine: Literal["evenflow", "vllm"] = option(
-        "evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.", default="evenflow"
+    engine: Literal["evenflow", "vllm", "sglang"] = option(
+        "evenflow's own engine, or vLLM or SGLang steered by evenflow: docs/vllm.md, docs/sglang.md.",
+        default="evenflow",
     )
     vllm_python: str | None = option(
         "Python with vLLM.", metavar="PATH", show_default="$EVENFLOW_VLLM_PYTHON, or this one"
+    )
+    sglang_python: str | None = option(
+        "Python with SGLang.", metavar="PATH", show_default="$EVENFLOW_SGLANG_PYTHON, or this one"
     )
     host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
@@ -91,8 +95,8 @@ class ServeOptions:
 @takes_options
 def serve(
     *,
-    vllm_flags: Annotated[
-        list[str] | None, Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags to pass on to vLLM.")
+    engine_flags: Annotated[
+        list[str] | None, Argument(metavar="[-- ENGINE_FLAGS]", help="Flags to pass on to vLLM or SGLang.")
     ] = None,
     options: ServeOptions,
     model: ModelOptions,
@@ -103,17 +107,17 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     config = EngineConfig(**engine_settings(model, scheduling))
-    if options.engine == "evenflow" and (vllm_flags or options.vllm_python):
-        given = options.vllm_python or " ".join(vllm_flags or ())
-        raise InvalidInput(f"Got {given!r} for vLLM, but the engine is evenflow's own: give --engine vllm.")
+    given = options.vllm_python or options.sglang_python or " ".join(engine_flags or ())
+    if options.engine == "evenflow" and given:
+        raise InvalidInput(f"Got {given!r} for another engine, but the engine is evenflow's own: give --engine.")
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
         settings = options.server_settings(config.model)
-    if options.engine == "vllm":
+    if options.engine != "evenflow":
         from evenflow.cli import serve_host
 
-        launch = serve_host.make_launch(options, model, scheduling, vllm_flags or ())
+        launch = serve_host.make_launch(options, model, scheduling, engine_flags or ())
         with bind(options.host, options.port) as listener:
             _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return

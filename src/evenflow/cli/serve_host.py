@@ -1,4 +1,4 @@
-"""`evenflow serve --engine vllm`: which options a host engine takes, and how they become its flags."""
+"""`evenflow serve --engine vllm` or `sglang`: which options a host engine takes, and how they become its flags."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_setting
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.hosts.launch import HostLaunch
+from evenflow.sglang.launch import SglangLaunch
 from evenflow.vllm.launch import VllmLaunch
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenflow")
 
-_HOSTS: dict[str, type[HostLaunch]] = {kind.package.engine: kind for kind in (VllmLaunch,)}
+_HOSTS: dict[str, type[HostLaunch]] = {kind.package.engine: kind for kind in (VllmLaunch, SglangLaunch)}
 # Settings that host engines have too.
 _SHARED_SETTINGS = (
     *("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "max_num_seqs"),

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,61 +20,19 @@ from typing import Any
 
 import httpx
 import pytest
-import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.hosts import launch
-from evenflow.server.access import ServerLimits
 from evenflow.server.proxy.host_engine import start_guard
-from evenflow.server.serving import Server, ServerSettings, bind, serve_host
+from evenflow.server.serving import ServerSettings, bind, serve_host
 from evenflow.vllm.launch import VLLM, VllmLaunch
 from tests.server import stand_in_vllm
+from tests.server.proxy.fronts import MODEL, figure, front, seen
 from tests.server.serving import RunningServer
 
-MODEL = "a-model"
 STREAM = {"prompt": [1, 2, 3], "max_tokens": 2000, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A "Python" that runs the stand-in, whichever module it is asked for."""
-    path = tmp_path_factory.mktemp("stand-in") / "python"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in_vllm.__file__} "$@"\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-@contextmanager
-def front(python: str, flags: list[str] | None = None, wait: bool = True, **settings: Any) -> Iterator[RunningServer]:
-    """The front over a stand-in, in a thread of this process until the context ends."""
-    listener = bind("127.0.0.1", 0)
-    found: list[Server] = []
-    limits = ServerLimits(**settings.pop("limits", {}))
-    chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
-    started = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=flags or [])
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_host(chosen, listener, started, 8, found.append))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    end = time.monotonic() + 20
-    while not (found and found[0].started):
-        assert time.monotonic() < end, "the front did not start"
-        time.sleep(0.005)
-    running = RunningServer(found[0], listener.getsockname()[1])
-    try:
-        if wait:
-            running.until(lambda: running.get("/ready").status_code == 200)
-        yield running
-    finally:
-        running.server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 @contextmanager
@@ -85,16 +42,6 @@ def open_stream(server: RunningServer) -> Iterator[Iterator[str]]:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
-
-
-def seen(server: RunningServer, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = server.get("/seen", **options).json()
-    return found
-
-
-def figure(server: RunningServer, name: str) -> float:
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 @pytest.fixture(scope="module")

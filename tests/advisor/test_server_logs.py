@@ -14,7 +14,7 @@ import pytest
 
 from evenflow.advisor.explanation import explain, memory_pressure
 from evenflow.advisor.folk_rules import FOLK_RULES
-from evenflow.advisor.vllm_logs import LogFacts, find_facts, read_facts
+from evenflow.advisor.server_logs import LogFacts, find_facts, read_facts
 
 LOGS = Path(__file__).parent / "logs"
 SERVERS = (
