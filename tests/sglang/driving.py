@@ -1,4 +1,4 @@
-"""SGLang's own scheduler and batches with a tiny model on a CPU, hooked by the plug-in, on a clock of the test's own."""
+"""SGLang's own scheduler and batches with a tiny model on a CPU, hooked by the plug-in, on the test's own clock."""
 
 from __future__ import annotations
 

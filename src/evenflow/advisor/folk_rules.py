@@ -24,7 +24,9 @@ def _has_budget(facts: LogFacts) -> bool:
 
 def _decodes_faster(facts: LogFacts) -> bool:
     busiest = facts.highest.get("generation_tokens_per_s")
-    return busiest is not None and facts.peak("generation_tokens_per_s") > busiest.value["prompt_tokens_per_s"] > 0
+    return (
+        busiest is not None and facts.peak("generation_tokens_per_s") > busiest.value.get("prompt_tokens_per_s", 0) > 0
+    )
 
 
 FOLK_RULES = (

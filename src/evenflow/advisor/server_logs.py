@@ -40,6 +40,7 @@ class LogFacts:
     ranks: dict[int, Fact] = field(default_factory=dict)
     problems: dict[str, Fact] = field(default_factory=dict)  # the first line of each kind
     num_preemptions: int = 0
+    is_sglang: bool = False
     num_prompt_tokens: int = 0  # that SGLang's lines about prefill count
     num_cached_tokens: int = 0  # of these
     last: Fact | None = None  # the last periodic line: a dict of its figures
@@ -64,10 +65,6 @@ class LogFacts:
     @property
     def budget(self) -> int | None:
         return None if self.budget_fact is None else int(self.budget_fact.value)
-
-    @property
-    def is_sglang(self) -> bool:
-        return "server" in self.settings
 
     @property
     def hit_rate(self) -> float | None:
@@ -110,7 +107,6 @@ _SETTINGS = _Patterns(
     ("latency_target", "Chunked prefill is enabled", r"with tbt_target=(\S+?)\.?$"),
     ("latency_target", "latency target", r"evenflow: latency target ([\d.]+ ms) on (?:vLLM|SGLang)"),
     ("version", "latency target", r"evenflow: latency target [\d.]+ ms on SGLang (\S+)"),
-    ("server", "max_total_num_tokens", r"(SGLang|max_total_num_tokens)=\d+, chunked_prefill_size="),
     ("model", "server_args", r"ServerArgs\(model_path='([^']+)'"),
     ("tensor_parallel_size", "server_args", r"\btp_size=(\d+)"),
     ("pipeline_parallel_size", "server_args", r"\bpp_size=(\d+)"),
@@ -168,6 +164,7 @@ _DECODE_FIGURES = _Patterns(
     ("waiting", "#queue-req", r"#queue-req: (\d+)"),
     ("kv_cache_usage", "token usage", r"token usage: ([\d.]+)"),
 )
+_SGLANG_LINES = ("server_args=ServerArgs(", "max_total_num_tokens=", "Decode batch", "Prefill batch")
 _PREFILL = re.compile(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)")
 _RETRACTED = re.compile(r"Retract requests.*#retracted_reqs: (\d+)")
 _ALWAYS_LOGGED = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
@@ -203,6 +200,7 @@ def find_facts(lines: Iterable[str]) -> LogFacts:
 
 
 def _read_line(line: str, number: int, found: LogFacts) -> None:
+    found.is_sglang = found.is_sglang or any(text in line for text in _SGLANG_LINES)
     if "Avg prompt throughput" in line:
         if (matches := dict(_FIGURES.matches(line))).keys() >= _ALWAYS_LOGGED:
             _add_figures(line, number, matches, found)

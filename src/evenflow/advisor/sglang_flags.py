@@ -15,6 +15,13 @@ _NAMES = {
     "max_model_len": "context-length",
     "gpu_memory_utilization": "mem-fraction-static",
 }
+# Flags of vLLM in advice, and what SGLang calls them.
+_RENAMED = {
+    **{f"--{name.replace('_', '-')}": f"--{flag}" for name, flag in _NAMES.items()},
+    "--tensor-parallel-size": "--tp-size",
+    "--data-parallel-size": "--dp-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+}
 _IF_OFF = {
     "enable_prefix_caching": ["--disable-radix-cache"],
     "enable_chunked_prefill": ["--chunked-prefill-size", "-1"],
@@ -37,6 +44,13 @@ def command_flags(settings: Mapping[str, Any]) -> SglangFlags:
         elif value:
             found.unknown.append(name)
     return found
+
+
+def in_sglangs_words(advice: str) -> str:
+    """Advice with vLLM's flags, with SGLang's instead."""
+    for flag, other in _RENAMED.items():
+        advice = advice.replace(flag, other)
+    return advice
 
 
 def command_line(model: str, settings: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ def read_log(log: str) -> LogFacts:
     with progress("Reading"):
         found = read_facts(sys.stdin.buffer if log == "-" else log)
     if not found:
-        raise InvalidInput(f"Got the log {log!r} but no line in it is one that vLLM or evenflow writes.")
+        raise InvalidInput(f"Got the log {log!r} but no line in it is one that vLLM, SGLang or evenflow writes.")
     return found
 
 
