@@ -28,6 +28,12 @@ def steps_beside(steps: list[SeenStep], request_id: str) -> list[SeenStep]:
     return [step for step in steps if request_id in step.chunks]
 
 
+def abort(request_id: str) -> Any:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    return AbortReq(rid=request_id)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_target_changes_steps_and_no_token(driver: Driver, overlap: bool) -> None:
     driver.steer(None)
@@ -71,6 +77,47 @@ def test_short_prompts_pass_waiting_long_ones(driver: Driver) -> None:
     assert order.index("short") < order.index("long")
 
 
+def test_short_prompts_pass_one_that_was_begun(driver: Driver) -> None:
+    def script() -> list[list[Any]]:
+        shorts = [request("short", 30, 3, first_token=2), request("other", 40, 3, first_token=3)]
+        return [*stall_script(), [], shorts]
+
+    driver.steer(None)
+    driver.run(script())
+    expected = {name: list(tokens) for name, tokens in driver.outputs.items()}
+    driver.steer("20ms")
+    driver.run(script())
+    steps = driver.run(script())
+    assert {name: list(tokens) for name, tokens in driver.outputs.items()} == expected
+    (passing,) = steps_beside(steps, "short")
+    assert passing.chunks == {"short": (0, 30), "other": (0, 40)}
+    assert steps.index(passing) < steps.index(steps_beside(steps, "long")[-1])
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+    assert driver.scheduler.evenflow.core.num_streams == 0
+
+
+def test_refused_requests_do_not_stop_the_prompt_begun(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+    driver.steer("20ms")
+    add = PrefillAdder.add_one_req
+
+    def refuse(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            AddReqResult.OTHER
+            if req.rid == "short" and driver.scheduler.chunked_req is None
+            else add(adder, req, *args, **kwargs)
+        )
+
+    driver.run(stall_script())
+    monkeypatch.setattr(PrefillAdder, "add_one_req", refuse)
+    long = request("long", 1500, 3, first_token=1)
+    more = [[request("short", 30, 3, first_token=2)], *[[]] * 40, [abort("short")]]
+    driver.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda *args: None
+    steps = driver.run([[request("stream", 20, 90)], [], [], [long], [], *more])
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+
+
 def test_other_orders_are_sglangs_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver.scheduler, "enable_priority_scheduling", True)
     driver.steer("20ms")
@@ -99,11 +146,9 @@ def test_a_cached_prompt_counts_by_its_uncached_tokens(driver: Driver) -> None:
 
 
 def test_aborted_requests_are_forgotten(driver: Driver) -> None:
-    from sglang.srt.managers.io_struct import AbortReq
-
     driver.steer("20ms")
     waiting = request("waiting", 800, 3, first_token=2)
-    script = [*stall_script(), [waiting], [], [AbortReq(rid="waiting")], [], [AbortReq(rid="long")]]
+    script = [*stall_script(), [waiting], [], [abort("waiting")], [], [abort("long")]]
     driver.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda *args: None
     steps = driver.run(script)
     assert not steps_beside(steps, "waiting")

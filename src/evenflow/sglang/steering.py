@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.utils import broadcast_pyobj
 
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policy import Candidate
 from evenflow.hosts.attention import cuda_granules
 from evenflow.hosts.in_flight import InFlightStep
@@ -38,6 +38,7 @@ class _Decision(NamedTuple):
     may_prefill: bool = True
     budget: int | None = None  # of the step's tokens; None: SGLang's own, and its own choice whether to mix
     order: list[str] | None = None  # of the waiting requests, if it changes
+    passing: tuple[str, ...] = ()  # waiting requests to start in place of the prompt that was begun
 
 
 class SglangSteering(ABC):
@@ -62,9 +63,25 @@ class SglangSteering(ABC):
             requests = {request.rid: request for request in scheduler.waiting_queue}
             scheduler.waiting_queue[:] = [requests[request_id] for request_id in decision.order]
         try:
-            yield decision.may_prefill
+            with self._set_aside(decision.passing):
+                yield decision.may_prefill
         finally:
             scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = before
+
+    @contextmanager
+    def _set_aside(self, passing: Sequence[str]) -> Iterator[None]:
+        """SGLang continues the prompt that it has begun, unless it does not see it; nor may it begin a second one."""
+        scheduler = self._scheduler
+        if not passing:
+            yield
+            return
+        partial, waiting = scheduler.chunked_req, scheduler.waiting_queue
+        scheduler.chunked_req, scheduler.waiting_queue = None, [one for one in waiting if one.rid in passing]
+        try:
+            yield
+        finally:
+            scheduler.chunked_req = partial
+            scheduler.waiting_queue += [one for one in waiting if one.rid not in passing]
 
     @abstractmethod
     def _decide(self, running_batch: Any) -> _Decision: ...
@@ -127,6 +144,8 @@ class _Leader(SglangSteering):
         self._open: dict[str, Any] = {}  # requests that SGLang has
         self._waiting: set[str] = set()  # of these, those that have not started
         self._partial: Any = None  # the request whose prompt was computed in part
+        self._passing: list[Any] = []  # waiting requests that should pass it in the step being scheduled
+        self._may_pass = True
         self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
         self._is_saved = True
         logger.info("evenflow: latency target %g ms on SGLang %s", 1000 * (self.core.target or 0), sglang.__version__)
@@ -158,7 +177,7 @@ class _Leader(SglangSteering):
 
     def begin_step(self) -> None:
         self.core.follow_policy_file()
-        self._next = InFlightStep(self.core.clock())
+        self._next, self._passing = InFlightStep(self.core.clock()), []
         if len(self._waiting) != len(self._scheduler.waiting_queue):  # some were aborted
             queued = {request.rid for request in self._scheduler.waiting_queue}
             for request_id in self._waiting - queued:
@@ -172,10 +191,9 @@ class _Leader(SglangSteering):
         return self._share(decision) if self._has_followers and self._has_prefill else decision
 
     def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
-        order = self._order()
-        candidates = [_candidate(request) for request in self._prefills(running_batch, order)]
-        if self._skipped_decodes and decoding:
-            candidates = []
+        order, is_held = self._order(), self._skipped_decodes and bool(decoding)
+        requests = [] if is_held else list(self._prefills(running_batch, order))
+        candidates = [_candidate(request) for request in requests]
         _, quotas = self.core.plan(
             self._next.planned_at,
             [Decode(request.rid, 1, request.seqlen) for request in decoding],
@@ -183,17 +201,45 @@ class _Leader(SglangSteering):
             free_tokens=self._num_free_tokens,
             long_prefill_token_threshold=0,
         )
-        self._next.reasons = {candidates[quota.candidate].request_id: quota.reason for quota in quotas}
-        num_tokens = max(sum(quota.tokens for quota in quotas), self._scheduler.page_size)  # a chunk is at least a page
-        is_held = self._skipped_decodes and bool(decoding)
-        # SGLang subtracts a token for each running request, and has not removed the finished ones yet.
-        budget = num_tokens + len(running_batch.reqs)
-        return _Decision(not is_held, budget, None if order is None else [request.rid for request in order])
+        num_tokens = sum(quota.tokens for quota in quotas)
+        self._passing = self._find_passing(requests[1:], num_tokens) if self._scheduler.chunked_req is not None else []
+        if self._passing:
+            self._next.reasons = {request.rid: ChunkReason.END_OF_PROMPT for request in self._passing}
+            num_tokens = sum(self._paged(request.seqlen) for request in self._passing)  # even if nothing is cached
+        else:
+            self._next.reasons = {candidates[quota.candidate].request_id: quota.reason for quota in quotas}
+        # A chunk is at least a page. SGLang subtracts a token for each running request, finished ones too.
+        budget = max(num_tokens, self._scheduler.page_size) + len(running_batch.reqs)
+        names = None if order is None else [request.rid for request in order]
+        return _Decision(not is_held, budget, names, tuple(request.rid for request in self._passing))
+
+    def _find_passing(self, waiting: Sequence[Any], num_tokens: int) -> list[Any]:
+        """The waiting prompts that rank before the one begun and fit whole into a step of this much prefill."""
+        scheduler, partial = self._scheduler, self._scheduler.chunked_req
+        if not (self._may_pass and self._orders_by_rank) or scheduler.is_hybrid_swa:
+            return []
+        # Memory beyond what the one begun still needs; the other half is left for streams to grow.
+        room = self._num_free_tokens // 2 - _candidate(partial).length
+        found: list[Any] = []
+        for request in waiting:
+            if self.core.rank(request.rid) >= self.core.rank(partial.rid) or request.return_logprob:
+                break
+            match_prefix_for_req(scheduler.tree_cache, request, include_req=True)
+            num_tokens -= self._paged(_candidate(request).length)
+            room -= request.seqlen + request.sampling_params.max_new_tokens
+            if num_tokens < 0 or room < 0:
+                break
+            found.append(request)
+        return found
+
+    def _paged(self, num_tokens: int) -> int:
+        page_size: int = self._scheduler.page_size
+        return -(-num_tokens // page_size) * page_size
 
     def _order(self) -> list[Any] | None:
-        """The waiting requests by rank, if that is not their order; SGLang's other policies have their own."""
-        scheduler, waiting = self._scheduler, self._scheduler.waiting_queue
-        if scheduler.policy.policy.value != "fcfs" or scheduler.enable_priority_scheduling or len(waiting) < 2:
+        """The waiting requests by rank, if that is not their order."""
+        waiting = self._scheduler.waiting_queue
+        if not self._orders_by_rank or len(waiting) < 2:
             return None
         free = self._num_free_tokens
         # One that SGLang cannot start for want of memory would block those behind it.
@@ -213,6 +259,11 @@ class _Leader(SglangSteering):
         yield from islice(order or scheduler.waiting_queue, min(_MAX_PREFILL_SEQUENCES, max(0, limit)))
 
     @property
+    def _orders_by_rank(self) -> bool:
+        """SGLang's other policies have their own order."""
+        return self._scheduler.policy.policy.value == "fcfs" and not self._scheduler.enable_priority_scheduling
+
+    @property
     def _num_free_tokens(self) -> int:
         stats = self._scheduler.pool_stats_observer.get_pool_stats()
         count: int = stats.full_available_size + stats.full_evictable_size
@@ -224,6 +275,8 @@ class _Leader(SglangSteering):
         if self._partial is not None and self._partial.finished():  # aborted: no batch will hold it again
             self._open.pop(self._partial.rid, None)
         self._partial = self._scheduler.chunked_req
+        # Where SGLang refuses those that should pass, it must continue the prompt begun before they try again.
+        self._may_pass = not self._passing or (batch is not None and batch.forward_mode.is_extend())
         if batch is None:
             return
         step, self._is_saved = self._next, False
