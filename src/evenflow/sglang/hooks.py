@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
@@ -38,19 +38,15 @@ _FIELDS = {
     GenerationBatchResult: {"copy_done"},
 }
 _SCHEDULER_ATTRIBUTES = (
-    *("chunked_prefill_size", "chunked_req", "dllm_config", "enable_hisparse"),
-    *("enable_overlap_mlx", "enable_pdmux", "enable_priority_preemption", "enable_priority_scheduling"),
-    *(
-        "is_generation",
-        "is_hybrid_swa",
-        "is_mixed_chunk",
-        "max_running_requests",
-        "model_config",
-        "page_size",
-        "policy",
-    ),
-    *("pool_stats_observer", "prefill_delayer", "ps", "running_batch", "server_args", "spec_algorithm", "tp_cpu_group"),
-    *("tp_group", "tree_cache", "truncation_align_size", "waiting_queue"),
+    *("chunked_prefill_size", "chunked_req", "dllm_config", "enable_hisparse", "enable_overlap_mlx", "enable_pdmux"),
+    *("enable_priority_preemption", "enable_priority_scheduling", "is_generation", "is_hybrid_swa", "is_mixed_chunk"),
+    *("max_running_requests", "model_config", "page_size", "policy", "pool_stats_observer", "prefill_delayer", "ps"),
+    *("server_args", "spec_algorithm", "tp_cpu_group", "tp_group", "tree_cache", "truncation_align_size"),
+    "waiting_queue",
+)
+_ARGUMENTS = (
+    *("attention_backend", "cuda_graph_config", "disaggregation_mode", "dtype", "enable_dp_attention"),
+    *("kv_cache_dtype", "model_path", "pp_size", "quantization", "tp_size"),
 )
 _REQUEST_ATTRIBUTES = (
     *("finished", "origin_input_ids", "output_ids", "prefix_indices", "return_logprob", "rid", "sampling_params"),
@@ -127,7 +123,12 @@ def _check_classes() -> None:
 
 def _check_attributes(scheduler: Any) -> None:
     example = Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1))
-    for holder, names in ((scheduler, _SCHEDULER_ATTRIBUTES), (example, _REQUEST_ATTRIBUTES)):
-        for name in names:
-            if not hasattr(holder, name):
-                raise unsupported(f"{type(holder).__name__}.{name}")
+    _check_has(scheduler, _SCHEDULER_ATTRIBUTES)
+    _check_has(scheduler.server_args, _ARGUMENTS)
+    _check_has(example, _REQUEST_ATTRIBUTES)
+
+
+def _check_has(holder: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not hasattr(holder, name):
+            raise unsupported(f"{type(holder).__name__}.{name}")

@@ -365,7 +365,8 @@ def _attention_granules(scheduler: Any) -> dict[str, int]:
     if not torch.cuda.is_available():
         return {}
     num_processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return cuda_granules(num_processors, scheduler.model_config.num_attention_heads // scheduler.ps.tp_size)
+    num_heads = max(1, scheduler.model_config.num_attention_heads // scheduler.ps.tp_size)
+    return cuda_granules(num_processors, num_heads)
 
 
 def _step_time_key(scheduler: Any) -> tuple[str, ...]:
