@@ -19,6 +19,8 @@ SGLANG = HostPackage("SGLang", "sglang", PACKAGES, "install it by SGLang's own i
 _SERVER_MODULE = "sglang.launch_server"
 _ENTRY_POINT = "[sglang.srt.plugins]\nevenflow = evenflow.sglang.plugin:load\n"
 _PLUGINS_VARIABLE = "SGLANG_PLUGINS"  # if set, SGLang loads only these plug-ins
+# Otherwise /health generates a token and takes at least a second, longer than the front waits.
+_QUICK_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
 _PRIVATE = "SGLang serves only evenflow, on a port of its own"
 _REFUSED_FLAGS = {
@@ -71,4 +73,5 @@ class SglangLaunch(HostLaunch):
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: evenflow\nVersion: {__version__}\n")
         (metadata / "entry_points.txt").write_text(_ENTRY_POINT)
         allowed = os.environ.get(_PLUGINS_VARIABLE)
-        return super().environment(folder, policy) | ({_PLUGINS_VARIABLE: f"{allowed},evenflow"} if allowed else {})
+        plugins = {_PLUGINS_VARIABLE: f"{allowed},evenflow"} if allowed else {}
+        return super().environment(folder, policy) | _QUICK_HEALTH | plugins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.hosts import launch
+from evenflow.hosts.launch import RunFolder
 from evenflow.sglang.launch import SGLANG, SglangLaunch
 from tests.server.proxy.fronts import MODEL, figure, front, seen
 from tests.server.serving import RunningServer
@@ -54,6 +56,16 @@ def test_evenflows_options_become_sglangs_flags() -> None:
     assert SglangLaunch.flags_of({"enable_prefix_caching": True, "long_prefill_token_threshold": 0}) == []
     with pytest.raises(InvalidInput, match="Got --long-prefill-token-threshold but SGLang has no such setting"):
         SglangLaunch.flags_of({"long_prefill_token_threshold": 128})
+
+
+def test_sglangs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "mine")
+    policy = PolicySpec.parse("target:50ms")
+    started = SglangLaunch(python="python", model=MODEL, policy=policy)
+    environment = started.environment(RunFolder(tmp_path), policy)
+    assert environment["SGLANG_PLUGINS"] == "mine,evenflow"
+    assert environment["EVENFLOW_TBT_TARGET"] == "50ms"
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
 
 
 @pytest.mark.parametrize(
