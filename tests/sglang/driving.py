@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from evenflow.core.policies import PolicySpec
@@ -123,6 +124,8 @@ def make_driver(folder: Path, **settings: Any) -> Driver:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from evenflow.sglang import steering
+
     (folder / "config.json").write_text(json.dumps(_MODEL))
     bootstrap._init_cpu_threads_env = lambda *args, **kwargs: None  # one of its kernels
     SchedulerOutputStreamer.stream_output = lambda *args, **kwargs: None  # nobody reads
@@ -139,6 +142,7 @@ def make_driver(folder: Path, **settings: Any) -> Driver:
         **settings,
     )
     driver = Driver(Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None))
+    steering.time = SimpleNamespace(time=lambda: driver.device.now)  # requests arrive by the same clock
     run = driver.scheduler.run_batch
     driver.scheduler.run_batch = lambda batch, *args, **kwargs: driver.run_batch(run, batch)
     return driver
