@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mode_file import MODE_VARIABLE
+
 from evenflow.core.policies import PolicySpec
 from evenflow.vllm import plugin
-
-MODE_VARIABLE = "EVENFLOW_BENCH_MODE_FILE"
 
 
 class Switchable:

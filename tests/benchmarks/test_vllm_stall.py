@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import stall_bench
 import vllm_stall_gpu
 from stall_curve import table, to_json
 
@@ -96,8 +97,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> vllm_stall_gpu.Ben
     vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling_params)
-    monkeypatch.setattr(vllm_stall_gpu, "SECONDS_TO_ABORT", 0.0)
-    load = vllm_stall_gpu.stall_load(4096, (3, 16), (2, 320), 0.05)
+    monkeypatch.setattr(stall_bench, "SECONDS_TO_ABORT", 0.0)
+    load = stall_bench.stall_load(4096, (3, 16), (2, 320), 0.05, 30_000)
     return vllm_stall_gpu.Bench(FakeVllm(), load, tmp_path / "mode")
 
 
@@ -131,7 +132,7 @@ def test_one_run_on_the_gpu_benchmarks_engine(bench: vllm_stall_gpu.Bench) -> No
     assert figures.num_gaps > 10
     assert 0.05 <= figures.long_ttft_p50_s < figures.total_s
     assert (len(steps), len(pending)) == (4, 2)
-    assert vllm_stall_gpu.step_row(pending[0])[1:] == [0.01, 0.02, 3, [[0, 64, "latency"]], 0, True]
+    assert stall_bench.step_row(pending[0])[1:] == [0.01, 0.02, 3, [[0, 64, "latency"]], 0, True]
     assert (bench.mode_path.read_text(), os.stat(bench.mode_path).st_mtime_ns) == ("target:50ms", 1)
     assert len({tuple(prompt[:8]) for prompt in bench.engine.prompts[1:]}) == 3 + 2
 

@@ -1,5 +1,5 @@
-"""Stands in for vLLM's server, as a process of its own that is called like it: the same flags and environment, a few of
-its routes, and step reports by the plug-in's real steering. Run by the tests of evenflow's front.
+"""Stands in for the server of vLLM or SGLang, as a process of its own that is called like it: the same flags and
+environment, a few routes, and step reports by the plug-in's real steering. Run by the tests of evenflow's front.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def make_app(names: list[str]) -> FastAPI:
             "running": scheduler.num_running,
             "num_requests": num_requests,
             "policy": scheduler.policy,
+            "plugins": [entry.value for entry in entry_points(group="sglang.srt.plugins")],
             "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
         }
 
@@ -152,8 +154,11 @@ def make_app(names: list[str]) -> FastAPI:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="module")
-    parser.add_argument("--model")
+    parser.add_argument("--model", "--model-path")
     parser.add_argument("--uds")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--scheduler-cls")
     parser.add_argument("--served-model-name", nargs="+")
     parser.add_argument("--fail", action="store_true")
@@ -162,7 +167,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.fail:
         sys.exit(3)
-    uvicorn.run(make_app(args.served_model_name or [args.model]), uds=args.uds, log_level="warning")
+    address = {"uds": args.uds} if args.uds else {"host": args.host, "port": args.port}
+    uvicorn.run(make_app(args.served_model_name or [args.model]), **address, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from evenflow.advisor.vllm_flags import (
     parse_version,
 )
 from evenflow.errors import InvalidInput
+from evenflow.hosts import launch
 from evenflow.vllm import checking
+from evenflow.vllm.launch import VLLM
 
 VERSIONS = [f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 ASKED = {
@@ -88,13 +90,13 @@ def test_the_command_line() -> None:
 
 def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be run"):
-        checking.version_in(str(tmp_path / "python"))
+        VLLM.version_in(str(tmp_path / "python"))
 
 
 def test_an_interpreter_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "_FIND_VERSION", "")  # whether or not this environment has one
+    monkeypatch.setattr(launch, "_FIND_VERSION", "")  # whether or not this environment has one
     with pytest.raises(InvalidInput, match="no vLLM"):
-        checking.version_in(sys.executable)
+        VLLM.version_in(sys.executable)
 
 
 def test_a_vllm_that_cannot_be_asked_refuses(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def vllm_python() -> str:
 @pytest.mark.slow
 def test_a_real_vllm_takes_what_the_table_says(vllm_python: str, tmp_path: Path) -> None:
     checking.write_model_config(tmp_path, LLAMA_3_1_8B)
-    version = checking.version_in(vllm_python)
+    version = VLLM.version_in(vllm_python)
     args = accepted_by(ASKED, version)
     answer = checking.check(vllm_python, tmp_path, args)
     assert answer.refusal is None

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
+from evenflow.advisor.server_logs import BUDGET_SOURCES, Fact, LogFacts
+from evenflow.advisor.sglang_flags import in_sglangs_words
 from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
-from evenflow.advisor.vllm_logs import BUDGET_SOURCES, Fact, LogFacts
 from evenflow.errors import InvalidInput
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
@@ -17,6 +18,10 @@ _TARGET = "To bound milliseconds, give --tbt-target."
 TARGET_IN_VLLM = (
     "To bound milliseconds, use evenflow's scheduler for vLLM: evenflow serve --engine vllm --tbt-target 50ms, "
     "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
+)
+TARGET_IN_SGLANG = (
+    "To bound milliseconds, use evenflow's plug-in for SGLang: evenflow serve --engine sglang --tbt-target 50ms, "
+    "or EVENFLOW_TBT_TARGET=50ms where evenflow is installed beside SGLang."
 )
 
 
@@ -43,11 +48,15 @@ class Explanation:
 
 
 def explain(facts: LogFacts, *, all_rules: bool = False) -> Explanation:
+    advice = [*_advice_on_problems(facts), *_advice_on_settings(facts), *_advice_on_load(facts)]
+    if facts.is_sglang:
+        advice = [replace(statement, text=in_sglangs_words(statement.text)) for statement in advice]
     return Explanation(
         facts=list(_all_facts(facts)),
         meaning=[*_meaning_of_settings(facts), *_meaning_of_ranks(facts), *_meaning_of_load(facts)],
-        advice=[*_advice_on_problems(facts), *_advice_on_settings(facts), *_advice_on_load(facts)],
-        rules=[rule for rule in FOLK_RULES if all_rules or rule.comes_up(facts)],
+        advice=advice,
+        # The rules are about vLLM.
+        rules=[rule for rule in FOLK_RULES if all_rules or (not facts.is_sglang and rule.comes_up(facts))],
     )
 
 
@@ -68,8 +77,10 @@ def _all_facts(facts: LogFacts) -> Iterator[Fact]:
     yield from (fact for name, fact in facts.settings.items() if name not in BUDGET_SOURCES)
     if (budget := facts.budget_fact) is not None:
         yield replace(budget, name="chunk_budget")
-        requested = facts.settings.get("budget_asked_for")
-        yield replace(requested or budget, name="chunk_budget_is", value="asked for" if requested else "the default")
+        if not facts.is_sglang:
+            requested = facts.settings.get("budget_asked_for")
+            origin = "asked for" if requested else "the default"
+            yield replace(requested or budget, name="chunk_budget_is", value=origin)
     yield from (*facts.ranks.values(), *facts.problems.values())
     for figure, line in facts.highest.items():
         yield replace(line, name=f"highest_{figure}", value=line.value[figure])
@@ -98,9 +109,13 @@ def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
     elif _is_unchunked(facts):
         text = "Prompts are prefilled whole; no stream gets a token meanwhile."
         yield _statement(facts, text, "chunked_prefill", "unchunked_budget", "chunking_asked_for")
+    elif tokens is not None and facts.value("mixed_chunks") is False:
+        text = f"A step of prefill holds at most {tokens:,} tokens; no stream gets a token until the prompt is done."
+        yield _statement(facts, text, *BUDGET_SOURCES, "mixed_chunks")
     elif tokens is not None:
         source = "as configured" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
-        text = f"A step holds at most {tokens:,} tokens ({source}), decodes and chunks together."
+        source = "" if facts.is_sglang else f" ({source})"  # SGLang does not say
+        text = f"A step holds at most {tokens:,} tokens{source}, decodes and chunks together."
         cap = facts.value("long_prefill_token_threshold") or 0
         caps_lone = cap > 0 and _caps_lone_prompts(facts)
         if context:
@@ -196,11 +211,12 @@ def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
             f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
             "lower --max-num-batched-tokens, such as 512, shortens the steps but delays a long prompt's first token. "
         )
-        target = _TARGET if facts.value("written_by") == "evenflow" else TARGET_IN_VLLM
+        target = TARGET_IN_SGLANG if facts.is_sglang else TARGET_IN_VLLM
+        target = _TARGET if facts.value("written_by") == "evenflow" else target
         yield _statement(facts, text + target, *BUDGET_SOURCES)
-    if facts.value("prefix_caching") is False:
+    if facts.value("prefix_caching") is False or facts.value("radix_cache_off"):
         text = "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching."
-        yield _statement(facts, text, "prefix_caching")
+        yield _statement(facts, text, "prefix_caching", "radix_cache_off")
 
 
 def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evenflow.advisor.vllm_logs import LogFacts
+from evenflow.advisor.server_logs import LogFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,9 @@ def _has_budget(facts: LogFacts) -> bool:
 
 def _decodes_faster(facts: LogFacts) -> bool:
     busiest = facts.highest.get("generation_tokens_per_s")
-    return busiest is not None and facts.peak("generation_tokens_per_s") > busiest.value["prompt_tokens_per_s"] > 0
+    return (
+        busiest is not None and facts.peak("generation_tokens_per_s") > busiest.value.get("prompt_tokens_per_s", 0) > 0
+    )
 
 
 FOLK_RULES = (

@@ -26,6 +26,15 @@ class VllmAdvice:
 
 
 @dataclass(frozen=True, slots=True)
+class SglangAdvice:
+    """Settings for SGLang, from its source: they are not checked with it."""
+
+    version: str
+    command: str
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """The whole report."""
 
@@ -36,6 +45,7 @@ class Advice:
     shape: ModelShape
     memory: list[MemoryRow]
     vllm: VllmAdvice
+    sglang: SglangAdvice
 
     def as_json(self) -> dict[str, Any]:
         analysis = self.analysis
@@ -61,6 +71,7 @@ class Advice:
                 "note": WHAT_CHUNKS_BOUND,
             },
             "vllm": asdict(self.vllm),
+            "sglang": asdict(self.sglang),
         }
 
 

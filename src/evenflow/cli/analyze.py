@@ -1,4 +1,4 @@
-"""`evenflow analyze`: from datasets and traces to a decision about chunked prefill, and settings for vLLM.
+"""`evenflow analyze`: from datasets and traces to a decision about chunked prefill, and settings for vLLM and SGLang.
 
 Needs neither a model nor vLLM: the report says what was estimated or assumed without them.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument
 
-from evenflow.advisor import vllm_flags
+from evenflow.advisor import sglang_flags, vllm_flags
 from evenflow.advisor.analysis import (
     PRESET_TOKENS,
     Analysis,
@@ -29,7 +29,7 @@ from evenflow.advisor.decision import Chunking
 from evenflow.advisor.explanation import memory_pressure
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
-from evenflow.advisor.report import Advice, VllmAdvice
+from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
@@ -37,7 +37,8 @@ from evenflow.cli.model_files import find_model, load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.vllm.checking import Checked, check, version_in, write_model_config
+from evenflow.vllm.checking import Checked, check, write_model_config
+from evenflow.vllm.launch import VLLM
 from evenflow.workload.inputs import PROMPT_FIELDS
 from evenflow.workload.reading import ReadTally, read_inputs
 
@@ -75,7 +76,7 @@ def analyze(
 ) -> None:
     """Show how long inputs are, and which settings suit them.
 
-    Says whether to chunk prefill and why, what that saves in memory, and which settings to give vLLM.
+    Says whether to chunk prefill and why, what that saves in memory, and which settings to give vLLM or SGLang.
     """
     # Everything that can be wrong is checked before the data is read.
     presets = [preset_dataset(name) for name in options.preset or ()]
@@ -104,6 +105,7 @@ def analyze(
         shape=shape,
         memory=memory_table(shape, recommendation.chunk, {*TABLE_TOKENS, analysis.tokens.p95, analysis.tokens.max}),
         vllm=_vllm_advice(checked, source, model, decision.decision),
+        sglang=_sglang_advice(model, recommendation.settings),
     )
     if options.plot is not None:
         draw_lengths(options.plot, analysis, decision)
@@ -137,13 +139,25 @@ def _check(python: str, args: vllm_flags.EngineArgs, model: str | None, shape: M
         return check(python, Path(folder), args)
 
 
+def _sglang_advice(model: str | None, settings: Mapping[str, Any]) -> SglangAdvice:
+    unknown = sglang_flags.command_flags(settings).unknown
+    return SglangAdvice(
+        version=sglang_flags.KNOWN_VERSION,
+        command=sglang_flags.command_line(_model_name(model), settings),
+        notes=[f"{name} is left out: SGLang has no such setting" for name in unknown],
+    )
+
+
+def _model_name(model: str | None) -> str:
+    return str(find_model(model)) if model == "default" else model or "MODEL"
+
+
 def _vllm_advice(checked: Checked, source: str, model: str | None, chunking: Chunking) -> VllmAdvice:
-    name = str(find_model(model)) if model == "default" else model or "MODEL"
     disabled = [_WHY_IT_STAYS_ON] if chunking is Chunking.DISABLED else []
     return VllmAdvice(
         version=checked.version,
         source=source,
-        command=vllm_flags.command_line(name, checked.args),
+        command=vllm_flags.command_line(_model_name(model), checked.args),
         engine_args=dict(checked.args),
         notes=[*disabled, *checked.args.notes.values()],
         accepted=checked.accepted,
@@ -157,7 +171,7 @@ def _which_vllm(python: str | None, version: str | None) -> tuple[str | None, st
     if python and version:
         raise InvalidInput("Give --vllm-python or --vllm-version, not both: the interpreter's vLLM has a version.")
     if python:
-        return python, version_in(python), f"checked in {python}"
+        return python, VLLM.version_in(python), f"checked in {python}"
     if version:
         vllm_flags.check_known(version)
         return None, version, "from a table of versions; --vllm-python checks with a vLLM"

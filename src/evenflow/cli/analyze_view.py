@@ -11,9 +11,9 @@ from rich.table import Table
 
 from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision
-from evenflow.advisor.explanation import TARGET_IN_VLLM
+from evenflow.advisor.explanation import TARGET_IN_SGLANG, TARGET_IN_VLLM
 from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
-from evenflow.advisor.report import Advice, VllmAdvice
+from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
 from evenflow.bench.plots import pyplot, save
 from evenflow.cli.output import make_table
 
@@ -33,6 +33,7 @@ def print_advice(console: Console, advice: Advice) -> None:
     console.print(_memory_table(advice))
     console.print(WHAT_CHUNKS_BOUND)
     _print_vllm(console, advice.vllm, advice.recommendation.reasons)
+    _print_sglang(console, advice.sglang)
 
 
 def _lengths_table(advice: Advice) -> Table:
@@ -129,6 +130,15 @@ def _print_vllm(console: Console, advice: VllmAdvice, reasons: Mapping[str, str]
     for note in advice.notes:
         console.print(f"  Note: {note}.")
     console.print(f"A fixed budget bounds tokens, not milliseconds. {TARGET_IN_VLLM}")
+
+
+def _print_sglang(console: Console, advice: SglangAdvice) -> None:
+    console.print(f"\nThe same for SGLang {advice.version} (from its source)")
+    console.print(f"  {advice.command}", soft_wrap=True)  # to be copied
+    console.print("  --enable-mixed-chunk: without it no stream gets a token until a prompt is done.")
+    for note in advice.notes:
+        console.print(f"  Note: {note}.")
+    console.print(TARGET_IN_SGLANG)
 
 
 def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from evenflow.advisor.explanation import Explanation, Statement
 from evenflow.advisor.explanation import explain as explain_facts
-from evenflow.advisor.vllm_logs import Fact, LogFacts, read_facts
+from evenflow.advisor.server_logs import Fact, LogFacts, read_facts
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
@@ -41,7 +41,7 @@ def read_log(log: str) -> LogFacts:
     with progress("Reading"):
         found = read_facts(sys.stdin.buffer if log == "-" else log)
     if not found:
-        raise InvalidInput(f"Got the log {log!r} but no line in it is one that vLLM or evenflow writes.")
+        raise InvalidInput(f"Got the log {log!r} but no line in it is one that vLLM, SGLang or evenflow writes.")
     return found
 
 

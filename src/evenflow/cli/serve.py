@@ -1,4 +1,4 @@
-"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, through `serve_vllm`, over vLLM."""
+"""`evenflow serve`: the OpenAI-compatible server, over evenflow's own engine or, by `serve_host`, over another."""
 
 from __future__ import annotations
 
@@ -45,14 +45,18 @@ _KEY_VARIABLE = "EVENFLOW_API_KEY"
 class ServeOptions:
     """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
 
-    engine: Literal["evenflow", "vllm"] = option(
-        "evenflow's own engine, or vLLM steered by evenflow: docs/vllm.md.", default="evenflow"
+    engine: Literal["evenflow", "vllm", "sglang"] = option(
+        "evenflow's own engine, or vLLM or SGLang steered by evenflow: docs/vllm.md, docs/sglang.md.",
+        default="evenflow",
     )
     vllm_python: str | None = option(
         "Python with vLLM.", metavar="PATH", show_default="$EVENFLOW_VLLM_PYTHON, or this one"
     )
+    sglang_python: str | None = option(
+        "Python with SGLang.", metavar="PATH", show_default="$EVENFLOW_SGLANG_PYTHON, or this one"
+    )
     warm_up: bool = option(
-        "With --engine vllm: run prompts of many sizes before it is ready, at most 10 s.",
+        "With another engine: run prompts of many sizes before it is ready, at most 10 s.",
         "--warm-up/--no-warm-up",
         default=True,
     )
@@ -96,8 +100,8 @@ class ServeOptions:
 @takes_options
 def serve(
     *,
-    vllm_flags: Annotated[
-        list[str] | None, Argument(metavar="[-- VLLM_FLAGS]", help="With --engine vllm: flags to pass on to vLLM.")
+    engine_flags: Annotated[
+        list[str] | None, Argument(metavar="[-- ENGINE_FLAGS]", help="Flags to pass on to vLLM or SGLang.")
     ] = None,
     options: ServeOptions,
     model: ModelOptions,
@@ -108,19 +112,20 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     config = EngineConfig(**engine_settings(model, scheduling))
-    given = options.vllm_python or " ".join(vllm_flags or ()) or ("" if options.warm_up else "--no-warm-up")
+    given = options.vllm_python or options.sglang_python or " ".join(engine_flags or ())
+    given = given or ("" if options.warm_up else "--no-warm-up")
     if options.engine == "evenflow" and given:
-        raise InvalidInput(f"Got {given!r} for vLLM, but the engine is evenflow's own: give --engine vllm.")
+        raise InvalidInput(f"Got {given!r} for another engine, but the engine is evenflow's own: give --engine.")
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
         settings = options.server_settings(config.model)
-    if options.engine == "vllm":
-        from evenflow.cli import serve_vllm
+    if options.engine != "evenflow":
+        from evenflow.cli import serve_host
 
-        launch = serve_vllm.make_launch(options, model, scheduling, vllm_flags or ())
+        launch = serve_host.make_launch(options, model, scheduling, engine_flags or ())
         with bind(options.host, options.port) as listener:
-            _run(serve_vllm.serve(settings, listener, launch, config.max_num_seqs))
+            _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return
     with bind(options.host, options.port) as listener:
         if config.model == "default":

@@ -67,10 +67,9 @@ def known_device(name: str) -> Device | None:
     return next((device for part, device in DEVICES.items() if part in name), None)
 
 
-def roofline(model: ModelWork, device: Device, num_devices: int = 1) -> StepCosts:
-    """Costs of a step on devices that share the work evenly."""
-    arithmetic = _ARITHMETIC_EFFICIENCY * device.flops_per_second * num_devices
-    memory = _MEMORY_EFFICIENCY * device.bytes_per_second * num_devices
+def roofline(model: ModelWork, device: Device) -> StepCosts:
+    arithmetic = _ARITHMETIC_EFFICIENCY * device.flops_per_second
+    memory = _MEMORY_EFFICIENCY * device.bytes_per_second
     seconds_of_weights = model.weight_bytes / memory
     seconds_of_row = 2 * model.num_weights / arithmetic
     return StepCosts(

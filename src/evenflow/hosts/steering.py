@@ -298,7 +298,11 @@ class Steering:
             is_own_time=step.is_own_time,
         )
 
-    def close(self) -> None:
+    def save(self) -> None:
+        """Keep the step times for the next start."""
         if self.step_time.is_calibrated:
             save_step_times(self.step_time, self._host.step_times_path)
+
+    def close(self) -> None:
+        self.save()
         self._reporter.close()

@@ -20,23 +20,23 @@ from evenflow.server.live.feed import LiveFeed
 from evenflow.server.live.feed import router as live_router
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.metrics.observer import router as metrics_router
-from evenflow.server.proxy.response import VllmService, metrics_routes, proxy_routes
+from evenflow.server.proxy.response import HostService, metrics_routes, proxy_routes
 
 
 def make_app(
-    service: ModelService | VllmService,
+    service: ModelService | HostService,
     observer: Observer,
     feed: LiveFeed,
     keys: ApiKeys,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """evenflow's own routes, then the engine's: evenflow's API, or everything that vLLM serves."""
+    """evenflow's own routes, then the engine's: evenflow's API, or everything that the host serves."""
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
         add_body_schemas(app, BODIES)
         engine_routes = [generation_routes(service), model_routes(service), metrics_router(observer)]
     else:
-        app = FastAPI(openapi_url=None)  # vLLM's is proxied
+        app = FastAPI(openapi_url=None)  # the host's is proxied
         engine_routes = [metrics_routes(service, observer), proxy_routes(service)]
     add_error_handlers(app)
     if allowed_origins:

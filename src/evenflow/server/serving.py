@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from evenflow.errors import EngineFailed, InvalidConfig
+from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
@@ -24,9 +25,8 @@ from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.metrics.tracing import make_tracer
-from evenflow.server.proxy.response import VllmService
-from evenflow.server.proxy.vllm_engine import VllmEngine
-from evenflow.vllm.launch import VllmLaunch
+from evenflow.server.proxy.host_engine import HostEngine
+from evenflow.server.proxy.response import HostService
 
 logger = logging.getLogger("evenflow")
 
@@ -101,21 +101,21 @@ async def serve(
             await asyncio.to_thread(tracer.close)
 
 
-async def serve_vllm(
+async def serve_host(
     settings: ServerSettings,
     listener: socket.socket,
-    launch: VllmLaunch,
+    launch: HostLaunch,
     max_num_seqs: int,
     on_start: Callable[[Server], None] = lambda server: None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until a signal, and already while vLLM starts. Raises the error if its first start fails."""
+    """Serve until a signal, and already while the host starts. Raises the error if its first start fails."""
     observer = Observer(settings.model_names[0])
-    engine = VllmEngine(launch, observer)
+    engine = HostEngine(launch, observer)
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        server = Server(VllmService(engine, gate), observer, settings)
+        server = Server(HostService(engine, gate), observer, settings)
 
         def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:
@@ -135,7 +135,7 @@ async def serve_vllm(
 class Server(uvicorn.Server):
     """uvicorn that drains open requests, then fails the rest."""
 
-    def __init__(self, service: ModelService | VllmService, observer: Observer, settings: ServerSettings) -> None:
+    def __init__(self, service: ModelService | HostService, observer: Observer, settings: ServerSettings) -> None:
         self.service: Service = service
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s

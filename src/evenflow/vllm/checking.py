@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from evenflow.advisor.memory import ModelShape
-from evenflow.advisor.vllm_flags import PACKAGES, EngineArgs, command_flags
-from evenflow.errors import InvalidInput
+from evenflow.advisor.vllm_flags import EngineArgs, command_flags
 from evenflow.vllm import check_config
+from evenflow.vllm.launch import VLLM
 
-_FIND_VERSION = f"""
-import importlib.metadata
-for package in {PACKAGES!r}:
-    try:
-        print(importlib.metadata.version(package) + "+cpu" * package.endswith("-cpu"))
-        break
-    except importlib.metadata.PackageNotFoundError:
-        pass
-"""
 _TIMEOUT_S = 600  # importing vLLM from a cold disk takes minutes
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -46,17 +37,6 @@ class Checked:
         return None if self.refusal is None and self.scheduler is None else self.refusal is None
 
 
-def version_in(python: str) -> str:
-    """The version of the vLLM in an interpreter's environment."""
-    try:
-        done = subprocess.run([python, "-c", _FIND_VERSION], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise InvalidInput(f"Got --vllm-python {python!r} but it cannot be run: {error.strerror}.") from error
-    if not done.stdout.strip():
-        raise InvalidInput(f"Got --vllm-python {python!r} but there is no vLLM in its environment: pip install vllm")
-    return done.stdout.strip()
-
-
 def check(python: str, model: Path, args: EngineArgs) -> Checked:
     """Have this interpreter's vLLM construct its configuration for a local model, without loading it."""
     reply = _run_check(python, model, args)
@@ -65,7 +45,7 @@ def check(python: str, model: Path, args: EngineArgs) -> Checked:
         kept = {name: value for name, value in args.items() if name not in notes}
         args = EngineArgs(kept, args.notes | notes)
         reply = _run_check(python, model, args)
-    return Checked(reply.get("version") or version_in(python), args, reply.get("refused"), reply.get("scheduler"))
+    return Checked(reply.get("version") or VLLM.version_in(python), args, reply.get("refused"), reply.get("scheduler"))
 
 
 def write_model_config(folder: Path, shape: ModelShape) -> None:

@@ -19,9 +19,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import Candidate, Quota
-from evenflow.core.roofline import ModelWork, known_device, roofline
-from evenflow.core.step_costs import StepCosts
 from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.prior import prior_of
 from evenflow.hosts.settings import Settings, own_target
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.step_time_store import step_times_path
@@ -43,6 +42,7 @@ class VllmSteering:
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         self._scheduler = scheduler
         self._budget: int = scheduler.max_num_scheduled_tokens
+        model = scheduler.vllm_config.model_config
         caps = ExecutorCaps(
             max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
             row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
@@ -53,7 +53,12 @@ class VllmSteering:
             max_num_seqs=scheduler.max_num_running_reqs,
             step_times_path=_step_times_path(scheduler.vllm_config),
             logger=logger,
-            prior=_prior(scheduler.vllm_config),
+            prior=prior_of(
+                model.hf_text_config,
+                current_platform.get_device_name(),
+                scheduler.parallel_config.tensor_parallel_size,
+                model.dtype.itemsize,
+            ),
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
         )
         self.core = Steering(host, settings)
@@ -241,26 +246,6 @@ class VllmSteering:
 
 def _candidate(request: Any, start: int) -> Candidate:
     return Candidate(request.request_id, start, max(1, request.num_tokens - start), request.num_prompt_tokens)
-
-
-def _prior(config: Any) -> StepCosts | None:
-    """What a rank's steps should cost by its share of the model and the device's figures; None if either is unknown."""
-    device, model, parallel = (
-        known_device(current_platform.get_device_name()),
-        config.model_config,
-        config.parallel_config,
-    )
-    text = model.hf_text_config
-    is_dense = not any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if device is None or not is_dense or not getattr(text, "intermediate_size", None):
-        return None
-    hidden, head_size, num_bytes = model.get_hidden_size(), model.get_head_size(), model.dtype.itemsize
-    num_layers, width = model.get_num_layers(parallel), model.get_num_attention_heads(parallel) * head_size
-    kv_width = 2 * model.get_num_kv_heads(parallel) * head_size
-    shared = num_layers * 3 * text.intermediate_size + model.get_vocab_size()  # columns that ranks share out
-    num_weights = hidden * (num_layers * (2 * width + kv_width) + shared // parallel.tensor_parallel_size)
-    work = ModelWork(num_layers, num_weights, num_weights * num_bytes, width, num_layers * kv_width * num_bytes)
-    return roofline(work, device)
 
 
 def _step_times_path(config: Any) -> Path:

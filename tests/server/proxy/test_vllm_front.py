@@ -21,66 +21,21 @@ from typing import Any
 
 import httpx
 import pytest
-import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
-from evenflow.server.access import ServerLimits
-from evenflow.server.proxy import vllm_engine, warm_up
-from evenflow.server.proxy.vllm_engine import start_guard
-from evenflow.server.serving import Server, ServerSettings, bind, serve_vllm
-from evenflow.vllm import launch
+from evenflow.hosts import launch
+from evenflow.server.proxy import host_engine, warm_up
+from evenflow.server.proxy.host_engine import start_guard
+from evenflow.server.serving import ServerSettings, bind, serve_host
 from evenflow.vllm.graphs import graph_flags
-from evenflow.vllm.launch import VllmLaunch, check_flags, find_python
+from evenflow.vllm.launch import VLLM, VllmLaunch
 from tests.server import stand_in_vllm
+from tests.server.proxy.fronts import MODEL, figure, front, seen
 from tests.server.serving import RunningServer
 
-MODEL = "a-model"
 STREAM = {"prompt": [1, 2, 3], "max_tokens": 2000, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A "Python" that runs the stand-in, whichever module it is asked for."""
-    path = tmp_path_factory.mktemp("stand-in") / "python"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in_vllm.__file__} "$@"\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-@contextmanager
-def front(
-    python: str, flags: list[str] | None = None, wait: bool = True, warms_up: bool = False, **settings: Any
-) -> Iterator[RunningServer]:
-    """The front over a stand-in, in a thread of this process until the context ends."""
-    listener = bind("127.0.0.1", 0)
-    found: list[Server] = []
-    limits = ServerLimits(**settings.pop("limits", {}))
-    chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
-    policy = PolicySpec.parse("target:50ms")
-    started = VllmLaunch(python=python, model=MODEL, policy=policy, flags=flags or [], warm_up=warms_up)
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_vllm(chosen, listener, started, 8, found.append))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    end = time.monotonic() + 20
-    while not (found and found[0].started):
-        assert time.monotonic() < end, "the front did not start"
-        time.sleep(0.005)
-    running = RunningServer(found[0], listener.getsockname()[1])
-    try:
-        if wait:
-            running.until(lambda: running.get("/ready").status_code == 200)
-        yield running
-    finally:
-        running.server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 @contextmanager
@@ -90,16 +45,6 @@ def open_stream(server: RunningServer) -> Iterator[Iterator[str]]:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
-
-
-def seen(server: RunningServer, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = server.get("/seen", **options).json()
-    return found
-
-
-def figure(server: RunningServer, name: str) -> float:
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +143,7 @@ def test_until_vllm_is_warm_it_is_healthy_but_not_ready(python: str, monkeypatch
         while not is_warm.is_set():
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(vllm_engine, "warm_up", until_warm)
+    monkeypatch.setattr(host_engine, "warm_up", until_warm)
     with front(python, wait=False, warms_up=True) as server:
         server.until(lambda: server.get("/health").status_code == 200)
         for path in ("/ready", "/v1/models"):
@@ -228,10 +173,10 @@ def test_a_vllm_that_dies_of_the_warm_up_fails_to_start(python: str, monkeypatch
     async def kill(http: httpx.AsyncClient, name: str) -> None:
         os.kill((await http.get("/seen")).json()["pid"], signal.SIGKILL)
 
-    monkeypatch.setattr(vllm_engine, "warm_up", kill)
+    monkeypatch.setattr(host_engine, "warm_up", kill)
     started = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"))
     with bind("127.0.0.1", 0) as listener, pytest.raises(EngineFailed, match="before it was ready"):
-        asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, started, 8))
+        asyncio.run(serve_host(ServerSettings(model_names=(MODEL,)), listener, started, 8))
 
 
 def test_limits_and_keys_are_evenflows(python: str) -> None:
@@ -355,7 +300,7 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
     listener = bind("127.0.0.1", 0)
     failing = VllmLaunch(python=python, model=MODEL, policy=PolicySpec.parse("target:50ms"), flags=["--fail"])
     with listener, pytest.raises(EngineFailed, match=r"before it was ready \(exit code 3\)"):
-        asyncio.run(serve_vllm(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
+        asyncio.run(serve_host(ServerSettings(model_names=(MODEL,)), listener, failing, 8))
 
 
 @pytest.mark.parametrize(
@@ -364,7 +309,7 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
 )
 def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
     with pytest.raises(InvalidInput, match="Got"):
-        check_flags(flags)
+        VllmLaunch.check_flags(flags)
 
 
 def test_graphs_of_large_steps_are_captured() -> None:
@@ -387,7 +332,7 @@ def test_no_graphs_are_asked_of_a_cpu_or_beside_the_users_own(version: str, flag
 
 
 def test_other_flags_are_vllms_to_judge() -> None:
-    check_flags(
+    VllmLaunch.check_flags(
         ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray"]
     )
 
@@ -416,7 +361,7 @@ def test_vllms_options_are_refused_by_the_own_engine(options: list[str], capsys:
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(launch.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(launch, "installed_version", lambda: None)
+    monkeypatch.delenv(VLLM.python_variable, raising=False)
+    monkeypatch.setattr(launch, "installed_version", lambda packages: None)
     with pytest.raises(MissingDependency, match="make install-vllm"):
-        find_python(None)
+        VLLM.find_python(None)

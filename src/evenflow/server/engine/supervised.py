@@ -1,4 +1,4 @@
-"""An engine in a process that is restarted when it dies: the part that evenflow's own engine and vLLM share."""
+"""An engine in a process that is restarted when it dies: the part that evenflow's own engine and host engines share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SupervisedEngine(ABC):
         self.is_up = False
         self.is_warming_up = False  # it runs, and serves no requests yet
         self.failure: EvenflowError = EngineFailed(f"{name} is starting")  # why it is not up
-        self.policy: PolicySpec | None = policy  # None: vLLM keeps no target
+        self.policy: PolicySpec | None = policy  # None: it keeps no target
         self._observer = observer
         self._sizes: dict[str, int] = {}
         self._num_restarts = 0

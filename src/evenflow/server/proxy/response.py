@@ -1,6 +1,6 @@
-"""Serves vLLM's routes through evenflow's front: streams bytes both ways with backpressure.
+"""Serves a host engine's routes through evenflow's front: streams bytes both ways with backpressure.
 
-A client that disconnects aborts its request in vLLM too.
+A client that disconnects aborts its request in the host too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from evenflow.server.api.response_writer import DONE, encode_json, event_of
 from evenflow.server.api.service import Service
 from evenflow.server.errors import as_api_error
 from evenflow.server.metrics.observer import Observer
-from evenflow.server.proxy.vllm_engine import VllmEngine
+from evenflow.server.proxy.host_engine import HostEngine
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_URL = httpx.URL("http://vllm")
 # Headers of one connection, not of the request; and the key, which is evenflow's.
 _HOP_HEADERS = set(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
@@ -39,13 +38,13 @@ _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
 
 
 @dataclass(frozen=True, slots=True)
-class VllmService(Service):
-    """A model served by vLLM."""
+class HostService(Service):
+    """A model served by a host engine."""
 
-    client: VllmEngine
+    client: HostEngine
 
 
-def proxy_routes(service: VllmService) -> APIRouter:
+def proxy_routes(service: HostService) -> APIRouter:
     """Proxies every path that has no route before this one."""
     routes = APIRouter(include_in_schema=False)
 
@@ -53,7 +52,8 @@ def proxy_routes(service: VllmService) -> APIRouter:
     async def proxy(request: Request) -> Response:
         content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
-        url = _URL.copy_with(raw_path=request.scope["raw_path"] + (b"?" + query if query else b""))
+        raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        url = service.client.http.base_url.copy_with(raw_path=raw_path)
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
         proxied = httpx.Request(request.method, url, headers=headers, content=content)
         return ProxyResponse(service, proxied, cache_salt(request.state.key))
@@ -66,9 +66,9 @@ def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tu
 
 
 class ProxyResponse(Response):
-    """Sends a request to vLLM and streams its response to the client."""
+    """Sends a request to the host and streams its response to the client."""
 
-    def __init__(self, service: VllmService, request: httpx.Request, tenant: str) -> None:
+    def __init__(self, service: HostService, request: httpx.Request, tenant: str) -> None:
         super().__init__()
         self._service = service
         self._request = request
@@ -111,7 +111,7 @@ class ProxyResponse(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except httpx.TransportError:
-            self._failure = EngineFailed("vLLM broke the connection")
+            self._failure = EngineFailed(f"{self._service.client.name} broke the connection")
 
     async def _send_failure(self, failure: EvenflowError, send: Send) -> None:
         if not self._has_started:
@@ -122,8 +122,8 @@ class ProxyResponse(Response):
         # Otherwise the connection closes early: the only way to mark half a response as failed.
 
 
-def metrics_routes(service: VllmService, observer: Observer) -> APIRouter:
-    """The route /metrics: vLLM's metrics, and those of evenflow's that vLLM does not have."""
+def metrics_routes(service: HostService, observer: Observer) -> APIRouter:
+    """The route /metrics: the host's metrics, and those of evenflow's that it does not have."""
     routes = APIRouter()
     engine = service.client
 
@@ -133,11 +133,11 @@ def metrics_routes(service: VllmService, observer: Observer) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     async def metrics() -> Response:
-        vllm_metrics = b""
+        host_metrics = b""
         if engine.is_up:
-            with suppress(httpx.TransportError):  # vLLM is going down, which evenflow's own metrics show
+            with suppress(httpx.TransportError):  # the host is going down, which evenflow's own metrics show
                 response = await engine.http.get("/metrics", headers={"accept": "text/plain"})
-                vllm_metrics = response.content if response.is_success else b""
-        return Response(vllm_metrics + generate_latest(EvenflowFamilies()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+                host_metrics = response.content if response.is_success else b""
+        return Response(host_metrics + generate_latest(EvenflowFamilies()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes

@@ -46,7 +46,7 @@ class StepReceiver(asyncio.Protocol):
         for left in step.left:
             self._unobserved.discard(left.request_id)
             if left.request_id in observer.requests:  # else it was forgotten
-                # Why it ended shows in vLLM's own metrics.
+                # Why it ended shows in the host's own metrics.
                 observer.on_request_finished(left.request_id, FinishReason.STOP, left.num_output_tokens, step.report.at)
 
     def _is_unobserved(self, report: StepReport) -> bool:

@@ -1,4 +1,4 @@
-"""Finds facts in a server's log, of vLLM 0.10 to 0.32 or of evenflow.
+"""Finds facts in a server's log: of vLLM 0.10 to 0.32, SGLang 0.5, or evenflow.
 
 The log is read once, line by line; it may have any size and hold any bytes.
 """
@@ -40,6 +40,9 @@ class LogFacts:
     ranks: dict[int, Fact] = field(default_factory=dict)
     problems: dict[str, Fact] = field(default_factory=dict)  # the first line of each kind
     num_preemptions: int = 0
+    is_sglang: bool = False
+    num_prompt_tokens: int = 0  # that SGLang's lines about prefill count
+    num_cached_tokens: int = 0  # of these
     last: Fact | None = None  # the last periodic line: a dict of its figures
     highest: dict[str, Fact] = field(default_factory=dict)  # for each figure, the periodic line of its peak
 
@@ -102,7 +105,19 @@ _SETTINGS = _Patterns(
     ("long_prefill_token_threshold", "non-default args", r"'long_prefill_token_threshold': (\d+)"),
     ("chunking_asked_for", "non-default args", r"'enable_chunked_prefill': (True|False)"),
     ("latency_target", "Chunked prefill is enabled", r"with tbt_target=(\S+?)\.?$"),
-    ("latency_target", "latency target", r"evenflow: latency target ([\d.]+ ms) on vLLM"),
+    ("latency_target", "latency target", r"evenflow: latency target ([\d.]+ ms) on (?:vLLM|SGLang)"),
+    ("version", "latency target", r"evenflow: latency target [\d.]+ ms on SGLang (\S+)"),
+    ("model", "server_args", r"ServerArgs\(model_path='([^']+)'"),
+    ("tensor_parallel_size", "server_args", r"\btp_size=(\d+)"),
+    ("pipeline_parallel_size", "server_args", r"\bpp_size=(\d+)"),
+    ("data_parallel_size", "server_args", r"\bdp_size=(\d+)"),
+    ("attention_backend", "server_args", r"\battention_backend='(\w+)'"),
+    ("radix_cache_off", "server_args", r"disable_radix_cache=(True|False)"),
+    ("mixed_chunks", "server_args", r"enable_mixed_chunk=(True|False)"),
+    ("kv_cache_tokens", "max_total_num_tokens", r"max_total_num_tokens=(\d+)"),
+    ("chunk_budget", "max_total_num_tokens", r"chunked_prefill_size=(\d+)"),
+    ("max_num_seqs", "max_total_num_tokens", r"max_running_requests=(\d+)"),
+    ("max_model_len", "max_total_num_tokens", r"context_len=(\d+)"),
     ("late_tokens", "tokens later than", r"([\d.]+% of \d+ tokens later than \d+ ms, longest gap of these \d+ ms)"),
     ("written_by", "evenflow: Chunked prefill", r"(evenflow): Chunked prefill is"),
     ("unchunked_budget", "Chunked prefill is disabled", r"in one step of up to (\d+) tokens"),
@@ -129,6 +144,7 @@ _PROBLEMS = _Patterns(
     ("target too low", "is infeasible", r"(?:target|Policy) .*is infeasible"),
     ("target too low", "cannot be kept", r"(?:target|Policy) .*cannot be kept"),
     ("preemption", "preempted by", r"is preempted by"),
+    ("preemption", "Retract requests", r"Retract requests"),
 )
 
 # Of a line that vLLM and evenflow log periodically.
@@ -141,7 +157,18 @@ _FIGURES = _Patterns(
     ("prefix_hit_rate", "hit rate", r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+%)"),
     ("preemptions", "Preemptions", r"Preemptions: (\d+)"),
 )
+# Of SGLang's lines about batches of decodes.
+_DECODE_FIGURES = _Patterns(
+    ("generation_tokens_per_s", "token/s", r"gen throughput \(token/s\): ([\d.]+)"),
+    ("running", "#running-req", r"#running-req: (\d+)"),
+    ("waiting", "#queue-req", r"#queue-req: (\d+)"),
+    ("kv_cache_usage", "token usage", r"token usage: ([\d.]+)"),
+)
+_SGLANG_LINES = ("server_args=ServerArgs(", "max_total_num_tokens=", "Decode batch", "Prefill batch")
+_PREFILL = re.compile(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)")
+_RETRACTED = re.compile(r"Retract requests.*#retracted_reqs: (\d+)")
 _ALWAYS_LOGGED = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
+_NUM_DECODE_FIGURES = 4
 
 _TEXTS = ("version", "model")  # even if they look like numbers
 # A start does not always log these: those of an earlier start in the same log must not remain.
@@ -173,9 +200,20 @@ def find_facts(lines: Iterable[str]) -> LogFacts:
 
 
 def _read_line(line: str, number: int, found: LogFacts) -> None:
+    found.is_sglang = found.is_sglang or any(text in line for text in _SGLANG_LINES)
     if "Avg prompt throughput" in line:
-        _read_periodic(line, number, found)
+        if (matches := dict(_FIGURES.matches(line))).keys() >= _ALWAYS_LOGGED:
+            _add_figures(line, number, matches, found)
         return
+    if "Decode batch" in line:
+        if len(matches := dict(_DECODE_FIGURES.matches(line))) == _NUM_DECODE_FIGURES:
+            _add_figures(line, number, matches, found)
+        return
+    if "Prefill batch" in line and (batch := _PREFILL.search(line)):
+        found.num_cached_tokens += int(batch[2])
+        found.num_prompt_tokens += int(batch[1]) + int(batch[2])
+    if "Retract requests" in line and (retracted := _RETRACTED.search(line)):
+        found.num_preemptions += int(retracted[1])
     if "in world size" in line and (rank := _RANK.search(line)):
         value = {name: int(number) for name, number in rank.groupdict().items()}
         found.ranks[value["rank"]] = Fact("rank", value, number, _excerpt(line, rank))
@@ -189,13 +227,12 @@ def _read_line(line: str, number: int, found: LogFacts) -> None:
         found.problems.setdefault(name, problem)
 
 
-def _read_periodic(line: str, number: int, found: LogFacts) -> None:
-    matches = dict(_FIGURES.matches(line))
-    if not matches.keys() >= _ALWAYS_LOGGED:
-        return
+def _add_figures(line: str, number: int, matches: dict[str, re.Match[str]], found: LogFacts) -> None:
     figures = {name: _value(name, match[1]) for name, match in matches.items()}
     found.num_preemptions += figures.pop("preemptions", 0)
-    found.last = fact = Fact("figures", figures, number, _excerpt(line, matches["prompt_tokens_per_s"]))
+    if found.num_prompt_tokens:
+        figures["prefix_hit_rate"] = found.num_cached_tokens / found.num_prompt_tokens
+    found.last = fact = Fact("figures", figures, number, _excerpt(line, matches["generation_tokens_per_s"]))
     for name in figures:
         # Of lines with an equal figure, the one that generated most says most.
         key = itemgetter(name, "generation_tokens_per_s")

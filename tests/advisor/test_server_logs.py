@@ -1,4 +1,4 @@
-"""Facts in real logs of vLLM 0.32 on CPU and of evenflow, and in older forms.
+"""Facts in real logs of vLLM 0.32 on CPU and of evenflow, in older forms, and in SGLang's.
 
 The logs named `reconstructed` were never written by a server: their lines follow the formats in the sources of the
 versions that they name.
@@ -14,7 +14,7 @@ import pytest
 
 from evenflow.advisor.explanation import explain, memory_pressure
 from evenflow.advisor.folk_rules import FOLK_RULES
-from evenflow.advisor.vllm_logs import LogFacts, find_facts, read_facts
+from evenflow.advisor.server_logs import LogFacts, find_facts, read_facts
 
 LOGS = Path(__file__).parent / "logs"
 SERVERS = (
@@ -23,6 +23,7 @@ SERVERS = (
     "vllm-0.32-cpu-budget-512",
     "vllm-0.10-cuda-tp4-reconstructed",
     "vllm-0.26-cuda-preempted-reconstructed",
+    "sglang-0.5-cuda-reconstructed",
     "evenflow-target",
     "evenflow-fixed",
 )
@@ -174,6 +175,33 @@ def test_the_form_of_0_26_under_pressure() -> None:
     assert "under 30%" in rules(log)
     assert "under 20%" in rules(log)
     assert "1.6%" not in rules(log)
+
+
+def test_sglangs_form() -> None:
+    log = "sglang-0.5-cuda-reconstructed"
+    found = named(log)
+    expected = {
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "chunk_budget": 8192,
+        "mixed_chunks": False,
+        "radix_cache_off": False,
+        "kv_cache_tokens": 812345,
+        "max_num_seqs": 4096,
+        "max_model_len": 131072,
+        "attention_backend": "fa3",
+        "highest_running": 27,
+        "last_waiting": 0,
+        "highest_kv_cache_usage": 0.95,
+        "last_prefix_hit_rate": 0.1208,
+        "preemptions_in_all": 2,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert "no stream gets a token until the prompt is done" in meaning(log)
+    assert "--chunked-prefill-size" in advice(log)
+    assert "--max-running-requests" in advice(log)
+    assert "evenflow serve --engine sglang" in advice(log)
+    assert not any(flag in advice(log) for flag in ("--max-num-seqs", "--gpu-memory-utilization", "--scheduler-cls"))
+    assert not rules(log)
 
 
 def test_two_lines_that_often_stand_alone() -> None:

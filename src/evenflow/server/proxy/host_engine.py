@@ -1,4 +1,4 @@
-"""vLLM behind evenflow's front: starts it, changes its target, and cleans up its processes."""
+"""A host engine behind evenflow's front: starts it, changes its target, and cleans up its processes."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ import httpx
 
 from evenflow.core.request import FinishReason
 from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.hosts.launch import HostLaunch, RunFolder
 from evenflow.hosts.policy_file import PolicyFile
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.step_receiver import StepReceiver
 from evenflow.server.proxy.warm_up import warm_up
-from evenflow.vllm.launch import RunFolder, VllmLaunch
 
 _HEALTH_CHECK_S = 0.5  # while it starts
 _EXIT_TIMEOUT_S = 20.0
 _FORGET_S = 1.0  # after the last request: time for the last report to arrive
 _STDERR = 2
-# Ends vLLM and its workers when its standard input closes: they must not outlive a killed front.
+# Ends the host and its workers when its standard input closes: they must not outlive a killed front.
 _GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 
 
-class VllmEngine(SupervisedEngine):
-    """One vLLM server, which routes reach over `http`."""
+class HostEngine(SupervisedEngine):
+    """One host engine's server, which routes reach over `http`."""
 
-    def __init__(self, launch: VllmLaunch, observer: Observer) -> None:
-        super().__init__("vLLM", launch.policy, observer)
+    def __init__(self, launch: HostLaunch, observer: Observer) -> None:
+        self.name = launch.package.name
+        super().__init__(self.name, launch.policy, observer)
         self._launch = launch
         self._last_target = launch.policy
         self._folder = RunFolder(Path(tempfile.mkdtemp(prefix="evenflow-")))
         transport = httpx.AsyncHTTPTransport(
-            uds=str(self._folder.http_socket),
-            # vLLM may close an idle connection at any time, and a new one on this machine costs little.
+            uds=str(self._folder.http_socket) if launch.port is None else None,
+            # The host may close an idle connection at any time, and a new one on this machine costs little.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url=launch.base_url, timeout=None, trust_env=False)
         self._open: set[Callable[[EvenflowError], None]] = set()
 
     # ---- what routes use ----
@@ -58,7 +59,7 @@ class VllmEngine(SupervisedEngine):
 
     @contextmanager
     def proxying(self, fail: Callable[[EvenflowError], None]) -> Iterator[None]:
-        """A request is open during this context; `fail` ends it if vLLM dies."""
+        """A request is open during this context; `fail` ends it if the host dies."""
         if not self.is_up:
             raise self.failure
         self._open.add(fail)
@@ -79,7 +80,7 @@ class VllmEngine(SupervisedEngine):
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _forget_requests(self) -> None:
-        """Once no request is open, end those whose end vLLM has not reported."""
+        """Once no request is open, end those whose end the host has not reported."""
         if not self._open:
             for request_id in list(self._observer.requests):
                 self._observer.on_request_finished(request_id, FinishReason.ABORT, 0)
@@ -103,7 +104,7 @@ class VllmEngine(SupervisedEngine):
                 if await self._becomes_ready(ended) and await self._stays_up_while_warming(ended):
                     self._go_up()
                     await asyncio.wait([ended])
-                self._go_down(_exit_error(process.returncode, self.is_up))
+                self._go_down(self._exit_error(process.returncode))
             finally:
                 await asyncio.to_thread(_end_group, process)
                 await asyncio.to_thread(guard.communicate)
@@ -113,9 +114,9 @@ class VllmEngine(SupervisedEngine):
 
     async def _stays_up_while_warming(self, ended: asyncio.Future[int]) -> bool:
         if self._launch.warm_up:
-            self.is_warming_up, self.failure = True, EngineFailed("vLLM is warming up")
+            self.is_warming_up, self.failure = True, EngineFailed(f"{self.name} is warming up")
             try:
-                await warm_up(self.http, "vLLM")
+                await warm_up(self.http, self.name)
             finally:
                 self.is_warming_up = False
         return await self._becomes_ready(ended)
@@ -128,11 +129,10 @@ class VllmEngine(SupervisedEngine):
             await asyncio.wait([ended], timeout=_HEALTH_CHECK_S)
         return False
 
-
-def _exit_error(exit_code: int, was_up: bool) -> EngineFailed:
-    if was_up:
-        return EngineFailed(f"vLLM died (exit code {exit_code})")
-    return EngineFailed(f"vLLM ended before it was ready (exit code {exit_code}); its own log says why")
+    def _exit_error(self, exit_code: int) -> EngineFailed:
+        if self.is_up:
+            return EngineFailed(f"{self.name} died (exit code {exit_code})")
+        return EngineFailed(f"{self.name} ended before it was ready (exit code {exit_code}); its own log says why")
 
 
 def start_guard(group: int) -> subprocess.Popen[bytes]:
@@ -146,7 +146,7 @@ def start_guard(group: int) -> subprocess.Popen[bytes]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminate vLLM, then kill what is left of its processes."""
+    """Terminate the host, then kill what is left of its processes."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT_S)

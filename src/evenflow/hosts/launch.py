@@ -1,0 +1,143 @@
+"""How to start a host engine's server steered by evenflow: its interpreter, command line and environment.
+
+What differs between host engines is in a subclass of `HostLaunch`. Imports no host engine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from evenflow.advisor.vllm_flags import installed_version
+from evenflow.core.policies import PolicySpec
+from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.hosts.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
+
+_FIND_VERSION = """
+import importlib.metadata, sys
+for package in sys.argv[1:]:
+    try:
+        print(importlib.metadata.version(package) + "+cpu" * package.endswith("-cpu"))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+_EVENFLOW_FOLDER = Path(__file__).parents[1]
+
+EVENFLOW_OPTION = "it is an option of evenflow: give it before the --"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPackage:
+    """A host engine as a package, in this environment or in another interpreter's."""
+
+    name: str  # as its users write it
+    engine: str  # of --engine
+    packages: tuple[str, ...]  # any of them provides it
+    install: str  # how to get it
+
+    @property
+    def python_option(self) -> str:
+        return f"--{self.engine}-python"
+
+    @property
+    def python_variable(self) -> str:
+        return f"EVENFLOW_{self.engine.upper()}_PYTHON"
+
+    def version_in(self, python: str) -> str:
+        """The version in an interpreter's environment."""
+        command, got = [python, "-c", _FIND_VERSION, *self.packages], f"Got {self.python_option} {python!r}"
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise InvalidInput(f"{got} but it cannot be run: {error.strerror}.") from error
+        if not done.stdout.strip():
+            missing = f"there is no {self.name} in its environment: pip install {self.packages[0]}"
+            raise InvalidInput(f"{got} but {missing}")
+        return done.stdout.strip()
+
+    def find_python(self, named: str | None) -> str:
+        """The interpreter that has it: the one named, the environment variable's, or this one."""
+        python = named or os.environ.get(self.python_variable)
+        if python is not None:
+            self.version_in(python)  # raises if it is not there
+            return python
+        if installed_version(self.packages) is not None:
+            return sys.executable
+        raise MissingDependency(
+            f"--engine {self.engine} needs {self.name}, which is not installed here: {self.install}; if it is in "
+            f"another environment, name its Python with {self.python_option} or ${self.python_variable}"
+        )
+
+
+class RunFolder:
+    """The private folder that a host engine and evenflow's front share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.http_socket = path / "http"
+        self.step_socket = path / "steps"
+        self.policy_path = path / "target"
+        self.packages = path / "packages"  # only this evenflow: on the host's path it hides none of its packages
+        self.packages.mkdir()
+        (self.packages / "evenflow").symlink_to(_EVENFLOW_FOLDER, target_is_directory=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLaunch(ABC):
+    """One server of a host engine to start."""
+
+    package: ClassVar[HostPackage]
+
+    python: str
+    model: str
+    policy: PolicySpec  # with a target
+    model_names: Sequence[str] = ()  # that requests use; by default the model's own name
+    flags: Sequence[str] = ()  # for the host, unchanged
+    warm_up: bool = True  # before it serves
+    port: int | None = None  # of 127.0.0.1; None: it listens on the folder's socket
+
+    @classmethod
+    @abstractmethod
+    def check_flags(cls, flags: Sequence[str]) -> None:
+        """Refuse flags that evenflow sets itself; the host checks the others."""
+
+    @classmethod
+    def default_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
+        """What evenflow asks of the host in this interpreter beside the user's flags."""
+        return []
+
+    @classmethod
+    @abstractmethod
+    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
+        """Settings that evenflow's own engine has too, under its names, as the host's flags."""
+
+    @abstractmethod
+    def command(self, folder: RunFolder) -> list[str]: ...
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.package.engine}" if self.port is None else f"http://127.0.0.1:{self.port}"
+
+    def environment(self, folder: RunFolder, policy: PolicySpec) -> dict[str, str]:
+        """The environment of the host's processes; `policy` is the one to start with."""
+        return os.environ | {
+            TARGET_VARIABLE: str(policy).removeprefix("target:"),
+            SOCKET_VARIABLE: str(folder.step_socket),
+            TARGET_FILE_VARIABLE: str(folder.policy_path),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder.packages), os.environ.get("PYTHONPATH")))),
+        }
+
+
+def refuse_flags(flags: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Refuse flags that are in this table of reasons."""
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in refused:
+            raise InvalidInput(f"Got {flag!r} after the -- but {refused[name]}.")

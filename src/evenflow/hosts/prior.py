@@ -1,0 +1,38 @@
+"""What steps of a host engine should cost before any has run, from a Hugging Face config and the device's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evenflow.core.roofline import ModelWork, known_device, roofline
+from evenflow.core.step_costs import StepCosts
+
+_FIELDS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def prior_of(text_config: Any, device_name: str, num_ranks: int, weight_bytes: float) -> StepCosts | None:
+    """The roofline of one tensor-parallel rank; None if the device is unknown, or the model is not a dense decoder.
+
+    `weight_bytes` is the size of one weight.
+    """
+    device = known_device(device_name)
+    if device is None or any(getattr(text_config, name, None) for name in _FIELDS_OF_EXPERTS):
+        return None
+    try:
+        hidden, num_heads = text_config.hidden_size, text_config.num_attention_heads
+        num_layers, intermediate = text_config.num_hidden_layers, text_config.intermediate_size
+        num_rows = text_config.vocab_size
+    except AttributeError:
+        return None
+    head_size = getattr(text_config, "head_dim", None) or hidden // num_heads
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
+    width, kv_width = num_heads * head_size, 2 * num_kv_heads * head_size
+    num_weights = hidden * (num_layers * (2 * width + kv_width + 3 * intermediate) + num_rows) // num_ranks
+    work = ModelWork(
+        num_layers=num_layers,
+        num_weights=num_weights,
+        weight_bytes=weight_bytes * num_weights,
+        attention_width=width // num_ranks,
+        cache_bytes=2.0 * num_layers * kv_width / num_ranks,  # 16 bits each
+    )
+    return roofline(work, device)

@@ -1,0 +1,134 @@
+"""Hooks on SGLang's scheduler, which still does all the work; `steering` limits what a step may hold.
+
+SGLang promises nothing about its scheduler's interface, so everything that evenflow relies on is checked at start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from evenflow.hosts.settings import read_settings
+from evenflow.sglang.plugin import unsupported
+from evenflow.sglang.steering import make_steering
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_METHODS = {
+    (Scheduler, "get_next_batch_to_run"): {"running_batch", "last_batch"},
+    (Scheduler, "get_new_batch_prefill"): {"running_batch"},
+    (Scheduler, "process_batch_result"): {"batch", "result"},
+    (Scheduler, "_add_request_to_queue"): {"req"},
+    (Scheduler, "get_num_allocatable_reqs"): {"running_bs"},
+    (Scheduler, "on_idle"): set[str](),
+    (PrefillAdder, "__init__"): {"page_size", "rem_chunk_tokens", "num_mixed_decode_tokens"},
+}
+_FIELDS = {
+    ScheduleBatch: {"reqs", "batch_is_full", "chunked_req", "decoding_reqs", "extend_lens", "forward_mode"}
+    | {"prefix_lens", "return_logprob"},
+    GenerationBatchResult: {"copy_done"},
+}
+_SCHEDULER_ATTRIBUTES = (
+    *("chunked_prefill_size", "chunked_req", "dllm_config", "enable_hisparse", "enable_overlap_mlx", "enable_pdmux"),
+    *("enable_priority_preemption", "enable_priority_scheduling", "is_generation", "is_hybrid_swa", "is_mixed_chunk"),
+    *("max_running_requests", "model_config", "page_size", "policy", "pool_stats_observer", "prefill_delayer", "ps"),
+    *("server_args", "spec_algorithm", "tp_cpu_group", "tp_group", "tree_cache", "truncation_align_size"),
+    "waiting_queue",
+)
+_ARGUMENTS = (
+    *("attention_backend", "cuda_graph_config", "disaggregation_mode", "dtype", "enable_dp_attention"),
+    *("kv_cache_dtype", "model_path", "pp_size", "quantization", "tp_size"),
+)
+_REQUEST_ATTRIBUTES = (
+    *("finished", "origin_input_ids", "output_ids", "prefix_indices", "return_logprob", "rid", "sampling_params"),
+    "seqlen",
+)
+
+
+def register() -> None:
+    """Have SGLang's scheduler keep the target. Raises if this version's interface is another."""
+    _check_classes()
+    for name, hook, kind in _HOOKS:
+        HookRegistry.register(f"{_SCHEDULER}.{name}", hook, kind)
+
+
+def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    _check_attributes(scheduler)
+    scheduler.evenflow = make_steering(scheduler, read_settings(None))
+
+
+def _around_next_batch(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    if scheduler.evenflow is None:
+        return schedule(scheduler, *args, **kwargs)
+    scheduler.evenflow.begin_step()
+    plan = schedule(scheduler, *args, **kwargs)
+    scheduler.evenflow.scheduled(plan.batch_to_run)
+    return plan
+
+
+def _around_new_prefill(make_batch: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    if scheduler.evenflow is None:
+        return make_batch(scheduler, running_batch)
+    with scheduler.evenflow.steered_prefill(running_batch) as may_prefill:
+        if not may_prefill:
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        return make_batch(scheduler, running_batch)
+
+
+def _around_result(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    if scheduler.evenflow is None:
+        return process(scheduler, batch, result)
+    with scheduler.evenflow.result_of(batch, result):
+        return process(scheduler, batch, result)
+
+
+def _after_add(_: None, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if scheduler.evenflow is not None:
+        scheduler.evenflow.add(req)
+
+
+def _after_idle(_: None, scheduler: Any) -> None:
+    if scheduler.evenflow is not None:
+        scheduler.evenflow.idle()
+
+
+_HOOKS = (
+    ("__init__", _after_init, HookType.AFTER),
+    ("get_next_batch_to_run", _around_next_batch, HookType.AROUND),
+    ("get_new_batch_prefill", _around_new_prefill, HookType.AROUND),
+    ("process_batch_result", _around_result, HookType.AROUND),
+    ("_add_request_to_queue", _after_add, HookType.AFTER),
+    ("on_idle", _after_idle, HookType.AFTER),
+)
+
+
+def _check_classes() -> None:
+    for (owner, name), parameters in _METHODS.items():
+        method = getattr(owner, name, None)
+        if method is None or not parameters <= set(inspect.signature(method).parameters):
+            raise unsupported(f"{owner.__name__}.{name}({', '.join(sorted(parameters))})")
+    for owner, names in _FIELDS.items():
+        if missing := names - {field.name for field in dataclasses.fields(owner)}:
+            raise unsupported(f"{owner.__name__}.{min(missing)}")
+
+
+def _check_attributes(scheduler: Any) -> None:
+    example = Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1))
+    _check_has(scheduler, _SCHEDULER_ATTRIBUTES)
+    _check_has(scheduler.server_args, _ARGUMENTS)
+    _check_has(example, _REQUEST_ATTRIBUTES)
+
+
+def _check_has(holder: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not hasattr(holder, name):
+            raise unsupported(f"{type(holder).__name__}.{name}")

@@ -1,0 +1,378 @@
+"""SGLang's adapter to evenflow's steering: decodes in every step, and as much prefill as the `target` policy allows.
+
+What evenflow relies on in SGLang is used here, and checked in `plugin`. Every rank of a tensor-parallel group has a
+scheduler of its own, and all must decide alike: the first one decides and tells the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import sglang
+import torch
+from sglang.srt.managers.schedule_policy import match_prefix_for_req
+from sglang.srt.utils import broadcast_pyobj
+
+from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.core.policy import Candidate
+from evenflow.core.step_costs import StepCosts
+from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.prior import prior_of
+from evenflow.hosts.settings import Settings, own_target
+from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
+from evenflow.sglang.plugin import logger
+from evenflow.step_time_store import step_times_path
+
+_MAX_PREFILL_SEQUENCES = 16  # considered for one step
+_GRAPHS_OFF = "disabled"
+
+
+class _Decision(NamedTuple):
+    """How a step's prefill is limited. The same on every rank."""
+
+    may_prefill: bool = True
+    budget: int | None = None  # of the step's tokens; None: SGLang's own, and its own choice whether to mix
+    order: list[str] | None = None  # of the waiting requests, if it changes
+    passing: tuple[str, ...] = ()  # waiting requests to start in place of the prompt that was begun
+
+
+class SglangSteering(ABC):
+    """What the hooks call. One for each scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def begin_step(self) -> None:
+        """SGLang is about to schedule a step."""
+        return
+
+    @contextmanager
+    def steered_prefill(self, running_batch: Any) -> Iterator[bool]:
+        """Within this, SGLang chooses the step's prefill, unless it yields False."""
+        scheduler = self._scheduler
+        decision = self._decide(running_batch)
+        before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+        if decision.budget is not None:
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = decision.budget, True
+        if decision.order is not None:
+            requests = {request.rid: request for request in scheduler.waiting_queue}
+            scheduler.waiting_queue[:] = [requests[request_id] for request_id in decision.order]
+        try:
+            with self._set_aside(decision.passing):
+                yield decision.may_prefill
+        finally:
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = before
+
+    @contextmanager
+    def _set_aside(self, passing: Sequence[str]) -> Iterator[None]:
+        """SGLang continues the prompt that it has begun, unless it does not see it; nor may it begin a second one."""
+        scheduler = self._scheduler
+        if not passing:
+            yield
+            return
+        partial, waiting = scheduler.chunked_req, scheduler.waiting_queue
+        scheduler.chunked_req, scheduler.waiting_queue = None, [one for one in waiting if one.rid in passing]
+        try:
+            yield
+        finally:
+            scheduler.chunked_req = partial
+            scheduler.waiting_queue += [one for one in waiting if one.rid not in passing]
+
+    @abstractmethod
+    def _decide(self, running_batch: Any) -> _Decision: ...
+
+    def scheduled(self, batch: Any) -> None:
+        """SGLang scheduled this batch; None: there is nothing to run."""
+        return
+
+    @contextmanager
+    def result_of(self, batch: Any, result: Any) -> Iterator[None]:
+        """Within this, SGLang hands out a batch's tokens."""
+        yield
+
+    def add(self, request: Any) -> None:
+        """A request joined the waiting ones."""
+        return
+
+    def idle(self) -> None:
+        """Nothing runs or waits."""
+        return
+
+    @property
+    def _has_prefill(self) -> bool:
+        """The same on every rank."""
+        return bool(self._scheduler.waiting_queue) or self._scheduler.chunked_req is not None
+
+    def _share(self, decision: _Decision | None) -> _Decision:
+        """The first rank's decision, on every rank."""
+        group, data = self._scheduler.tp_group, [decision] if decision is not None else []
+        (shared,) = broadcast_pyobj(data, group.rank, self._scheduler.tp_cpu_group, src=group.ranks[0])
+        return _Decision(*shared)
+
+
+class _Follower(SglangSteering):
+    """Of a rank that does what the first one decides."""
+
+    def _decide(self, running_batch: Any) -> _Decision:
+        return self._share(None) if self._has_prefill else _Decision()
+
+
+class _Leader(SglangSteering):
+    """Of the rank that decides: translates between its scheduler and `Steering`."""
+
+    def __init__(self, scheduler: Any, settings: Settings) -> None:
+        super().__init__(scheduler)
+        host = Host(
+            caps=ExecutorCaps(
+                max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
+                row_buckets=_graph_sizes(scheduler.server_args),
+            ),
+            budget=scheduler.chunked_prefill_size,
+            max_num_seqs=scheduler.max_running_requests,
+            step_times_path=step_times_path("sglang", *_step_time_key(scheduler)),
+            logger=logger,
+            prior=_prior(scheduler),
+        )
+        self.core = Steering(host, settings)
+        self._has_followers = scheduler.ps.tp_size > 1
+        self._next = InFlightStep()  # the one being scheduled
+        self._open: dict[str, Any] = {}  # requests that SGLang has
+        self._waiting: set[str] = set()  # of these, those that have not started
+        self._partial: Any = None  # the request whose prompt was computed in part
+        self._passing: list[Any] = []  # waiting requests that should pass it in the step being scheduled
+        self._may_pass = True
+        self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
+        self._is_saved = True
+        logger.info("evenflow: latency target %g ms on SGLang %s", 1000 * (self.core.target or 0), sglang.__version__)
+
+    # ---- before a step ----
+
+    def add(self, request: Any) -> None:
+        waiting = self._scheduler.waiting_queue
+        if not waiting or waiting[-1] is not request:
+            return  # SGLang refused it
+        self._waiting.add(request.rid)
+        if request.rid in self._open:
+            return  # it ran before, and was retracted
+        match_prefix_for_req(self._scheduler.tree_cache, request, include_req=True)
+        self._open[request.rid] = request
+        custom_params = request.sampling_params.custom_params
+        self.core.add(
+            HostRequest(
+                id=request.rid,
+                arrival_time=time.time(),
+                num_prompt_tokens=len(request.origin_input_ids),
+                num_tokens=request.seqlen,
+                num_cached_tokens=min(len(request.prefix_indices), request.seqlen - 1),
+                max_tokens=request.sampling_params.max_new_tokens,
+                tbt_target=own_target(custom_params),
+                ttft_target=own_target(custom_params, "ttft_target"),
+            )
+        )
+
+    def begin_step(self) -> None:
+        self.core.follow_policy_file()
+        self._next, self._passing = InFlightStep(self.core.clock()), []
+        if len(self._waiting) != len(self._scheduler.waiting_queue):  # some were aborted
+            queued = {request.rid for request in self._scheduler.waiting_queue}
+            for request_id in self._waiting - queued:
+                self._open.pop(request_id, None)
+            self._waiting &= queued
+
+    def _decide(self, running_batch: Any) -> _Decision:
+        decoding = [request for request in running_batch.reqs if not request.finished()]
+        self._next.decode_ids = {request.rid for request in decoding}
+        decision = self._steer(running_batch, decoding) if self.core.is_active else _Decision()
+        return self._share(decision) if self._has_followers and self._has_prefill else decision
+
+    def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
+        order, is_held = self._order(), self._skipped_decodes and bool(decoding)
+        requests = [] if is_held else list(self._prefills(running_batch, order))
+        candidates = [_candidate(request) for request in requests]
+        _, quotas = self.core.plan(
+            self._next.planned_at,
+            [Decode(request.rid, 1, request.seqlen) for request in decoding],
+            candidates,
+            free_tokens=self._num_free_tokens,
+            long_prefill_token_threshold=0,
+        )
+        num_tokens = sum(quota.tokens for quota in quotas)
+        self._passing = self._find_passing(requests[1:], num_tokens) if self._scheduler.chunked_req is not None else []
+        if self._passing:
+            self._next.reasons = {request.rid: ChunkReason.END_OF_PROMPT for request in self._passing}
+            num_tokens = sum(self._paged(request.seqlen) for request in self._passing)  # even if nothing is cached
+        else:
+            self._next.reasons = {candidates[quota.candidate].request_id: quota.reason for quota in quotas}
+        # A chunk is at least a page. SGLang subtracts a token for each running request, finished ones too.
+        budget = max(num_tokens, self._scheduler.page_size) + len(running_batch.reqs)
+        names = None if order is None else [request.rid for request in order]
+        return _Decision(not is_held, budget, names, tuple(request.rid for request in self._passing))
+
+    def _find_passing(self, waiting: Sequence[Any], num_tokens: int) -> list[Any]:
+        """The waiting prompts that rank before the one begun and fit whole into a step of this much prefill."""
+        scheduler, partial = self._scheduler, self._scheduler.chunked_req
+        if not (self._may_pass and self._orders_by_rank) or scheduler.is_hybrid_swa:
+            return []
+        # Memory beyond what the one begun still needs; the other half is left for streams to grow.
+        room = self._num_free_tokens // 2 - _candidate(partial).length
+        found: list[Any] = []
+        for request in waiting:
+            if self.core.rank(request.rid) >= self.core.rank(partial.rid) or request.return_logprob:
+                break
+            match_prefix_for_req(scheduler.tree_cache, request, include_req=True)
+            num_tokens -= self._paged(_candidate(request).length)
+            room -= request.seqlen + request.sampling_params.max_new_tokens
+            if num_tokens < 0 or room < 0:
+                break
+            found.append(request)
+        return found
+
+    def _paged(self, num_tokens: int) -> int:
+        page_size: int = self._scheduler.page_size
+        return -(-num_tokens // page_size) * page_size
+
+    def _order(self) -> list[Any] | None:
+        """The waiting requests by rank, if that is not their order."""
+        waiting = self._scheduler.waiting_queue
+        if not self._orders_by_rank or len(waiting) < 2:
+            return None
+        free = self._num_free_tokens
+        # One that SGLang cannot start for want of memory would block those behind it.
+        ordered = sorted(
+            waiting,
+            key=lambda request: self.core.rank(request.rid) if _candidate(request).length <= free else math.inf,
+        )
+        return ordered if ordered != waiting else None
+
+    def _prefills(self, running_batch: Any, order: list[Any] | None) -> Iterator[Any]:
+        """The prompt to continue and those to start, in serving order, up to what a step takes."""
+        scheduler = self._scheduler
+        if scheduler.chunked_req is not None:
+            yield scheduler.chunked_req
+        is_full = running_batch.batch_is_full and not (scheduler.enable_priority_preemption or scheduler.is_hybrid_swa)
+        limit = 0 if is_full else scheduler.get_num_allocatable_reqs(len(running_batch.reqs))
+        yield from islice(order or scheduler.waiting_queue, min(_MAX_PREFILL_SEQUENCES, max(0, limit)))
+
+    @property
+    def _orders_by_rank(self) -> bool:
+        """SGLang's other policies have their own order."""
+        return self._scheduler.policy.policy.value == "fcfs" and not self._scheduler.enable_priority_scheduling
+
+    @property
+    def _num_free_tokens(self) -> int:
+        stats = self._scheduler.pool_stats_observer.get_pool_stats()
+        count: int = stats.full_available_size + stats.full_evictable_size
+        return count
+
+    # ---- after a step ----
+
+    def scheduled(self, batch: Any) -> None:
+        if self._partial is not None and self._partial.finished():  # aborted: no batch will hold it again
+            self._open.pop(self._partial.rid, None)
+        self._partial = self._scheduler.chunked_req
+        # Where SGLang refuses those that should pass, it must continue the prompt begun before they try again.
+        self._may_pass = not self._passing or (batch is not None and batch.forward_mode.is_extend())
+        if batch is None:
+            return
+        step, self._is_saved = self._next, False
+        is_prefill = batch.forward_mode.is_extend()
+        decoding = (batch.decoding_reqs or []) if is_prefill else batch.reqs
+        self._skipped_decodes = bool(is_prefill and not decoding and step.decode_ids)
+        step.decode_ids = {request.rid for request in decoding}
+        started = batch.reqs[: len(batch.reqs) - len(decoding)]  # a mixed batch has its decodes last
+        if started:
+            lengths = zip(started, batch.prefix_lens, batch.extend_lens, strict=False)
+            step.chunks = [(request.rid, start, length) for request, start, length in lengths]
+            self._waiting.difference_update(request.rid for request in started)
+        num_ended = sum(request is not batch.chunked_req for request in started)
+        context = sum(request.seqlen for request in decoding)
+        self.core.scheduled(step, len(decoding), context, num_ended)
+
+    @contextmanager
+    def result_of(self, batch: Any, result: Any) -> Iterator[None]:
+        # Results come in the order of batches, of which SGLang keeps only copies: no step needs a key.
+        step, num_before = None, [len(request.output_ids) for request in batch.reqs]
+        self.core.launched(None)  # with overlap, the next batch was launched just now
+        if result.copy_done is not None:
+            result.copy_done.synchronize()  # as SGLang does next
+            step = self.core.ended(None)
+        yield
+        step = step or self.core.ended(None)  # without overlap, only SGLang's own look at the tokens waits for them
+        tokens = {
+            request.rid: list(request.output_ids[before:])
+            for request, before in zip(batch.reqs, num_before, strict=True)
+            if len(request.output_ids) > before
+        }
+        for request in batch.reqs:
+            if request.finished():
+                self._open.pop(request.rid, None)
+        num_waiting = len(self._scheduler.waiting_queue)
+        usage = self._scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()[1]
+        self.core.emitted(step, tokens, self._open, HostLoad(len(self._open) - num_waiting, num_waiting, usage))
+
+    def idle(self) -> None:
+        """SGLang ends its schedulers without notice: keep what was learned while there is time."""
+        if not self._is_saved:
+            self.core.save()
+            self._is_saved = True
+
+
+def make_steering(scheduler: Any, settings: Settings) -> SglangSteering | None:
+    """None: these settings of SGLang leave no room for a target, and the log says why."""
+    if (reason := _why_not(scheduler)) is not None:
+        logger.warning("evenflow: no latency target is kept: %s", reason)
+        return None
+    return _Leader(scheduler, settings) if scheduler.ps.tp_rank == 0 else _Follower(scheduler)
+
+
+def _why_not(scheduler: Any) -> str | None:
+    """The setting under which SGLang cannot mix decodes into a prefill of any size."""
+    args = scheduler.server_args
+    reasons = (
+        (not scheduler.is_generation, "this model generates no tokens"),
+        (scheduler.chunked_prefill_size is None, "chunked prefill is off; leave out --chunked-prefill-size -1"),
+        (not scheduler.spec_algorithm.is_none(), "speculative decoding is on, which SGLang cannot mix with prefill"),
+        (args.pp_size > 1, "the model is split into pipeline stages (--pp-size)"),
+        (args.enable_dp_attention, "--enable-dp-attention is on: its ranks must schedule alike"),
+        (args.disaggregation_mode != "null", "prefill and decode run in different servers (--disaggregation-mode)"),
+        (scheduler.enable_pdmux or scheduler.enable_overlap_mlx, "SGLang schedules in another way on this device"),
+        (scheduler.dllm_config is not None, "this is a diffusion model"),
+        (scheduler.enable_hisparse, "--enable-hisparse is on"),
+        (scheduler.prefill_delayer is not None, "--enable-prefill-delayer is on"),
+        (scheduler.truncation_align_size is not None, "--enable-deterministic-inference fixes the sizes of chunks"),
+        (args.attention_backend == "dual_chunk_flash_attn", "this attention backend cannot mix prefill and decodes"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def _candidate(request: Any) -> Candidate:
+    start = len(request.prefix_indices)  # what is computed, or was found in the cache at the last look
+    num_prompt_tokens = len(request.origin_input_ids)
+    return Candidate(request.rid, start, max(1, request.seqlen - start), num_prompt_tokens)
+
+
+def _graph_sizes(args: Any) -> tuple[int, ...]:
+    """Sizes of captured graphs: of decodes, and of steps with prefill where these are captured too."""
+    phases = (args.cuda_graph_config.decode, args.cuda_graph_config.prefill)
+    return tuple(sorted({size for phase in phases if phase.backend != _GRAPHS_OFF for size in phase.bs or ()}))
+
+
+def _prior(scheduler: Any) -> StepCosts | None:
+    if not torch.cuda.is_available():
+        return None
+    model = scheduler.model_config
+    return prior_of(model.hf_text_config, torch.cuda.get_device_name(), scheduler.ps.tp_size, model.dtype.itemsize)
+
+
+def _step_time_key(scheduler: Any) -> tuple[str, ...]:
+    """What the step times of this model on this device depend on."""
+    args = scheduler.server_args
+    settings = (args.model_path, args.dtype, args.quantization, args.kv_cache_dtype, args.attention_backend)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return (sglang.__version__, *map(str, settings), str(args.tp_size), device)

@@ -1,0 +1,285 @@
+"""The plug-in on SGLang's own scheduler, batches and model, on the test's clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evenflow.core.policies import PolicySpec
+from evenflow.hosts.policy_file import PolicyFile
+from evenflow.hosts.settings import Settings
+from tests.sglang.driving import CHUNK, ROW_S, STEP_S, Driver, SeenStep, request
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TARGET_S = 0.02
+MOST_ROWS = int((TARGET_S - STEP_S) / ROW_S)
+
+
+def stall_script() -> list[list[Any]]:
+    """A stream decodes, then a long prompt arrives."""
+    return [[request("stream", 20, 60)], [], [], [request("long", 1500, 3, first_token=1)]]
+
+
+def steps_beside(steps: list[SeenStep], request_id: str) -> list[SeenStep]:
+    return [step for step in steps if request_id in step.chunks]
+
+
+def abort(request_id: str) -> Any:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    return AbortReq(rid=request_id)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_target_changes_steps_and_no_token(driver: Driver, overlap: bool) -> None:
+    driver.steer(None)
+    plain = driver.run(stall_script(), overlap=overlap)
+    expected = {name: list(tokens) for name, tokens in driver.outputs.items()}
+    assert [step.decodes for step in steps_beside(plain, "long")] == [[], [], []]
+    driver.steer("20ms")
+    driver.run(stall_script(), overlap=overlap)  # learns
+    steps = driver.run(stall_script(), overlap=overlap)
+    assert {name: list(tokens) for name, tokens in driver.outputs.items()} == expected
+    chunked = steps_beside(steps, "long")
+    assert all(step.decodes == ["stream"] for step in chunked)
+    lengths = [step.num_prefill_tokens for step in chunked]
+    assert MOST_ROWS / 2 < max(lengths) <= MOST_ROWS
+    assert sum(lengths) == 1500
+    assert driver.scheduler.chunked_prefill_size == CHUNK
+    assert not driver.scheduler.is_mixed_chunk
+
+
+def test_reports_hold_every_token(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.steer("20ms")
+    reports: list[Any] = []
+    core = driver.scheduler.evenflow.core
+    monkeypatch.setattr(core._reporter, "report", reports.append)
+    driver.run(stall_script())
+    tokens: dict[str, list[int]] = {}
+    for report in reports:
+        for request_id, new in zip(report.ids, report.tokens, strict=True):
+            tokens.setdefault(request_id, []).extend(new)
+    assert tokens == {name: list(output) for name, output in driver.outputs.items()}
+    assert sum(chunk.length for report in reports for chunk in report.chunks) == 1520
+    assert all(report.seconds > 0 for report in reports)
+    assert core.num_streams == 0
+
+
+def test_short_prompts_pass_waiting_long_ones(driver: Driver) -> None:
+    driver.steer("20ms")
+    long, short = request("long", 1500, 3, first_token=1), request("short", 30, 3, first_token=2)
+    steps = driver.run([[request("stream", 20, 60)], [], [long, short]])
+    order = [request_id for step in steps for request_id in step.chunks]
+    assert order.index("short") < order.index("long")
+
+
+def test_short_prompts_pass_one_that_was_begun(driver: Driver) -> None:
+    def script() -> list[list[Any]]:
+        shorts = [request("short", 30, 3, first_token=2), request("other", 40, 3, first_token=3)]
+        return [*stall_script(), [], shorts]
+
+    driver.steer(None)
+    driver.run(script())
+    expected = {name: list(tokens) for name, tokens in driver.outputs.items()}
+    driver.steer("20ms")
+    driver.run(script())
+    steps = driver.run(script())
+    assert {name: list(tokens) for name, tokens in driver.outputs.items()} == expected
+    (passing,) = steps_beside(steps, "short")
+    assert passing.chunks == {"short": (0, 30), "other": (0, 40)}
+    assert steps.index(passing) < steps.index(steps_beside(steps, "long")[-1])
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+    assert driver.scheduler.evenflow.core.num_streams == 0
+
+
+def test_refused_requests_do_not_stop_the_prompt_begun(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+    driver.steer("20ms")
+    add = PrefillAdder.add_one_req
+
+    def refuse(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            AddReqResult.OTHER
+            if req.rid == "short" and driver.scheduler.chunked_req is None
+            else add(adder, req, *args, **kwargs)
+        )
+
+    driver.run(stall_script())
+    monkeypatch.setattr(PrefillAdder, "add_one_req", refuse)
+    long = request("long", 1500, 3, first_token=1)
+    more = [[request("short", 30, 3, first_token=2)], *[[]] * 40, [abort("short")]]
+    driver.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda *args: None
+    steps = driver.run([[request("stream", 20, 90)], [], [], [long], [], *more])
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+
+
+def test_other_orders_are_sglangs_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.scheduler, "enable_priority_scheduling", True)
+    driver.steer("20ms")
+    long, short = request("long", 600, 3, first_token=1), request("short", 30, 3, first_token=2)
+    steps = driver.run([[request("stream", 20, 60)], [], [long, short]])
+    assert next(iter(steps_beside(steps, "long")[0].chunks)) == "long"
+
+
+def test_a_cached_prompt_counts_by_its_uncached_tokens(driver: Driver) -> None:
+    driver.steer("20ms")
+    ranks: dict[str, float] = {}
+    core = driver.scheduler.evenflow.core
+    add = core.add
+
+    def keep(new: Any) -> None:
+        add(new)
+        ranks[new.id] = core.rank(new.id) - new.arrival_time
+        if new.id == "again":
+            assert new.num_cached_tokens == 799
+
+    core.add = keep
+    first = [[request("first", 800, 2, first_token=7)], *[[]] * 30]
+    steps = driver.run([*first, [request("again", 800, 2, first_token=7), request("other", 300, 2, first_token=8)]])
+    assert steps_beside(steps, "again")[0].chunks["again"] == (799, 1)
+    assert ranks["again"] < ranks["other"]
+
+
+def test_aborted_requests_are_forgotten(driver: Driver) -> None:
+    driver.steer("20ms")
+    waiting = request("waiting", 800, 3, first_token=2)
+    script = [*stall_script(), [waiting], [], [abort("waiting")], [], [abort("long")]]
+    driver.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda *args: None
+    steps = driver.run(script)
+    assert not steps_beside(steps, "waiting")
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) < 1500
+    assert driver.scheduler.evenflow.core.num_streams == 0
+
+
+def test_prefill_and_decodes_alternate_where_sglang_cannot_mix(driver: Driver) -> None:
+    driver.steer("20ms")
+    script = stall_script()
+    script[-1] = [request("long", 1500, 3, first_token=1, return_logprob=True)]
+    steps = driver.run(script)
+    first = next(index for index, step in enumerate(steps) if "long" in step.chunks)
+    during = steps[first : first + 8]
+    assert [bool(step.chunks) for step in during] == [True, False] * 4
+    assert [step.decodes for step in during] == [[], ["stream"]] * 4
+
+
+def test_chunks_are_whole_pages(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a target that leaves room for less than a page, a prompt must still be started."""
+    monkeypatch.setattr(driver.scheduler, "page_size", 64)
+    driver.steer("3ms")
+    steps = driver.run(stall_script())
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+
+
+def test_a_written_target_is_followed(driver: Driver, tmp_path: Path) -> None:
+    driver.steer("20ms")
+    from evenflow.sglang.steering import make_steering
+
+    path = tmp_path / "target"
+    settings = Settings(PolicySpec.parse("target:20ms"), None, str(path))
+    driver.scheduler.evenflow = make_steering(driver.scheduler, settings)
+    PolicyFile(path).write(None)
+    steps = driver.run(stall_script())
+    assert [step.num_prefill_tokens for step in steps_beside(steps, "long")] == [512, 512, 476]  # SGLang's own
+
+
+def test_a_requests_own_target_counts(driver: Driver) -> None:
+    driver.steer("50ms")
+    script = stall_script()
+    script[0] = [request("stream", 20, 120, custom_params={"tbt_target": 0.01})]
+    driver.run(script)
+    steps = driver.run(script)
+    assert max(step.num_prefill_tokens for step in steps_beside(steps, "long")) <= (0.01 - STEP_S) / ROW_S
+
+
+def test_every_rank_does_what_the_first_decides(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenflow.sglang import steering
+
+    def script() -> list[list[Any]]:
+        return [*stall_script(), [request("b", 400, 3, first_token=2), request("c", 30, 3, first_token=3)]]
+
+    sent: list[Any] = []
+
+    def send(data: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        sent.append(data[0])
+        return data
+
+    monkeypatch.setattr(steering, "broadcast_pyobj", send)
+    monkeypatch.setattr(driver.scheduler, "ps", SimpleNamespace(**{**vars_of(driver.scheduler.ps), "tp_size": 2}))
+    driver.steer("20ms")
+    steps = driver.run(script())
+    decided = iter(sent)
+    monkeypatch.setattr(steering, "broadcast_pyobj", lambda data, *args, **kwargs: [next(decided)])
+    driver.scheduler.evenflow = steering._Follower(driver.scheduler)
+    assert driver.run(script()) == steps
+    assert next(decided, None) is None
+
+
+def vars_of(state: Any) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "reason"),
+    [
+        ("", "chunked_prefill_size", None, "chunked prefill is off"),
+        ("", "spec_algorithm", SimpleNamespace(is_none=lambda: False), "speculative decoding"),
+        ("server_args", "pp_size", 2, "pipeline"),
+        ("server_args", "enable_dp_attention", True, "--enable-dp-attention"),
+        ("server_args", "disaggregation_mode", "prefill", "--disaggregation-mode"),
+        ("", "truncation_align_size", 4096, "--enable-deterministic-inference"),
+    ],
+)
+def test_settings_that_cannot_be_steered_are_left_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, logged: list[str], holder: str, name: str, value: Any, reason: str
+) -> None:
+    changed = getattr(driver.scheduler, holder) if holder else driver.scheduler
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(changed), name, value)
+        driver.steer(None)
+        driver.scheduler.evenflow = None
+        from evenflow.sglang.steering import make_steering
+
+        assert make_steering(driver.scheduler, Settings(PolicySpec.parse("target:20ms"), None, None)) is None
+    assert len(logged) == 1
+    assert reason in logged[0]
+
+
+def test_step_times_are_kept_when_idle(driver: Driver, tmp_path: Path) -> None:
+    driver.steer("20ms")
+    driver.run(stall_script())
+    driver.run(stall_script())
+    assert list((tmp_path / "cache" / "step-times").iterdir())
+
+
+def test_another_interface_is_refused_in_one_line(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from evenflow.sglang.plugin import load
+
+    monkeypatch.setenv("EVENFLOW_TBT_TARGET", "50ms")
+    monkeypatch.delattr(Scheduler, "get_num_allocatable_reqs")
+    with pytest.raises(SystemExit, match=r"relies on: Scheduler.get_num_allocatable_reqs\(running_bs\)"):
+        load()
+
+
+def test_a_wrong_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenflow.sglang.plugin import load
+
+    monkeypatch.setenv("EVENFLOW_TBT_TARGET", "soon")
+    with pytest.raises(SystemExit, match="expected milliseconds such as 50ms"):
+        load()
+
+
+def test_without_a_target_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    from evenflow.sglang.plugin import load
+
+    monkeypatch.delenv("EVENFLOW_TBT_TARGET", raising=False)
+    load()
+    assert logged == ["evenflow: no latency target is kept: set EVENFLOW_TBT_TARGET, such as EVENFLOW_TBT_TARGET=50ms"]
