@@ -247,6 +247,7 @@ class LaunchingDriver(Driver):
             launched_at = self.now + (self.launch_seconds if num_rows > self.largest_graph else 0.002)
             self._last_end = max(max(self.now, self._last_end) + ran.seconds, launched_at)
             self.now = launched_at
+            self.scheduler.get_grammar_bitmask(ran.output)  # where vLLM calls it
             self._submitted[id(ran)] = self._last_end
             self._queue.append(ran)
             if len(self._queue) < self.depth and num_rows:

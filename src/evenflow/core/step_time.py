@@ -56,6 +56,8 @@ class StepTimeModel:
         self._steps_since_fit = 0
         self._last: tuple[deque[Sample], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
         self._speeds = [1.0, 1.0]  # of steps without prefill and with it
+        self._launches: tuple[deque[float], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
+        self._launch_seconds = [0.0, 0.0]  # of steps with prefill, in a graph and op by op
         # Of mixed steps: predicted seconds and log(actual / predicted).
         self._errors: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)
         self._margin = _UNTRIED_MARGIN
@@ -78,8 +80,8 @@ class StepTimeModel:
         return min(_MAX_MARGIN, math.exp(log_margin))
 
     def upper(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape rarely exceeds."""
-        return self.predict(shape) * self.margin(shape)
+        """Seconds that a step of this shape rarely exceeds, and that the host needs to launch it."""
+        return max(self.predict(shape) * self.margin(shape), self._launch_seconds[shape.is_launched])
 
     @property
     def error(self) -> float:
@@ -107,9 +109,16 @@ class StepTimeModel:
         self._steps_since_fit += (
             has_prefill or not self.is_calibrated
         )  # a fit takes time that decodes alone do not spare
-        if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + self._num_samples // 4):
+        if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + len(self._errors) // 4):  # the first at every step
             self._fit()
         self._update_speeds()
+
+    def observe_launch(self, shape: StepShape, seconds: float) -> None:
+        """The host took this long to launch a step. Meanwhile it hands out no tokens."""
+        if shape.prefill_rows:
+            launches = self._launches[shape.is_launched]
+            launches.append(seconds)
+            self._launch_seconds[shape.is_launched] = median(launches)
 
     def _add_error(self, predicted: float, seconds: float) -> None:
         if predicted:
@@ -120,7 +129,7 @@ class StepTimeModel:
         """From the longer half of the steps: only those come near a target."""
         longer = sorted(self._errors)[len(self._errors) // 2 :]
         errors = sorted(error for _, error in longer)
-        covering = errors[int(_QUANTILE * (len(errors) - 1))] if errors else 0.0
+        covering = errors[int(_QUANTILE * len(errors))] if errors else 0.0
         self._margin = max(covering, _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:

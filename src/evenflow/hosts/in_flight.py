@@ -57,11 +57,11 @@ class InFlightSteps:
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
 
-    def launched(self, key: object, now: float) -> None:
-        """The host has launched the step of this key. A host that does not know calls it when it has scheduled it."""
-        for step in reversed(self._steps):
-            if step.key is key:
-                step.launched_at = now
+    def launched(self, key: object, now: float) -> InFlightStep:
+        """The host has launched the step of this key."""
+        step = next(step for step in reversed(self._steps) if step.key is key)
+        step.launched_at = now
+        return step
 
     def end(self, key: object, now: float) -> InFlightStep:
         """The step of this key has ended; the time since it began, or since the previous one ended, is its own."""

@@ -213,12 +213,14 @@ class Steering:
             lengths = {request_id: length for request_id, _, length in step.chunks}
             head = [(stream.place, lengths.get(request_id, 0)) for request_id, stream in self._head_of_line()]
             charge_overtaking(head, step.shape.prefill_rows, step.predicted)
+        step.launched_at = self.clock()  # unless the host says when it has
         self._in_flight.add(step)
-        self.launched(step.key)
 
     def launched(self, key: object) -> None:
-        """The host has launched the step with this key; by default, as soon as it was scheduled."""
-        self._in_flight.launched(key, self.clock())
+        """The host has launched the step with this key."""
+        step = self._in_flight.launched(key, self.clock())
+        if step.shape is not None:
+            self.step_time.observe_launch(step.shape, step.launched_at - step.planned_at)
 
     def ended(self, key: object) -> InFlightStep:
         """The host has the output of the step with this key."""

@@ -27,6 +27,7 @@ _METHODS = {
     (Scheduler, "get_next_batch_to_run"): {"running_batch", "last_batch"},
     (Scheduler, "get_new_batch_prefill"): {"running_batch"},
     (Scheduler, "process_batch_result"): {"batch", "result"},
+    (Scheduler, "run_batch"): {"batch"},
     (Scheduler, "_add_request_to_queue"): {"req"},
     (Scheduler, "get_num_allocatable_reqs"): {"running_bs"},
     (Scheduler, "on_idle"): set[str](),
@@ -84,6 +85,11 @@ def _around_new_prefill(make_batch: Callable[..., Any], scheduler: Any, running_
         return make_batch(scheduler, running_batch)
 
 
+def _after_run(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    if scheduler.evenflow is not None:
+        scheduler.evenflow.launched()
+
+
 def _around_result(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
     if scheduler.evenflow is None:
         return process(scheduler, batch, result)
@@ -105,6 +111,7 @@ _HOOKS = (
     ("__init__", _after_init, HookType.AFTER),
     ("get_next_batch_to_run", _around_next_batch, HookType.AROUND),
     ("get_new_batch_prefill", _around_new_prefill, HookType.AROUND),
+    ("run_batch", _after_run, HookType.AFTER),
     ("process_batch_result", _around_result, HookType.AROUND),
     ("_add_request_to_queue", _after_add, HookType.AFTER),
     ("on_idle", _after_idle, HookType.AFTER),

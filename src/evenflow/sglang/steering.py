@@ -91,6 +91,10 @@ class SglangSteering(ABC):
         """SGLang scheduled this batch; None: there is nothing to run."""
         return
 
+    def launched(self) -> None:
+        """SGLang has launched the batch that was scheduled last."""
+        return
+
     @contextmanager
     def result_of(self, batch: Any, result: Any) -> Iterator[None]:
         """Within this, SGLang hands out a batch's tokens."""
@@ -294,11 +298,13 @@ class _Leader(SglangSteering):
         context = sum(request.seqlen for request in decoding)
         self.core.scheduled(step, len(decoding), context, num_ended)
 
+    def launched(self) -> None:
+        self.core.launched(None)
+
     @contextmanager
     def result_of(self, batch: Any, result: Any) -> Iterator[None]:
         # Results come in the order of batches, of which SGLang keeps only copies: no step needs a key.
         step, num_before = None, [len(request.output_ids) for request in batch.reqs]
-        self.core.launched(None)  # with overlap, the next batch was launched just now
         if result.copy_done is not None:
             result.copy_done.synchronize()  # as SGLang does next
             step = self.core.ended(None)
