@@ -51,7 +51,6 @@ class StepTimeModel:
         self._prior = prior or StepCosts()
         self._costs = self._prior
         self._kinds: dict[_Kind, deque[Sample]] = {}  # least recently seen first
-        self._num_samples = 0
         self._num_fits = 0
         self._steps_since_fit = 0
         self._last: tuple[deque[Sample], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
@@ -106,9 +105,8 @@ class StepTimeModel:
         self._keep(sample)
         has_prefill = any(shape.prefill_rows for shape in shapes)
         self._last[has_prefill].append(sample)
-        self._steps_since_fit += (
-            has_prefill or not self.is_calibrated
-        )  # a fit takes time that decodes alone do not spare
+        if has_prefill or self._num_fits < _STEPS_BETWEEN_FITS:  # decodes alone leave no time for fits
+            self._steps_since_fit += 1
         if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + len(self._errors) // 4):  # the first at every step
             self._fit()
         self._update_speeds()
@@ -134,20 +132,13 @@ class StepTimeModel:
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample)
-        samples = self._kinds.pop(kind, None) or deque()
-        self._kinds[kind] = samples
+        self._kinds[kind] = samples = self._kinds.pop(kind, deque(maxlen=_SAMPLES_PER_KIND))
         samples.append(sample)
-        self._num_samples += 1
-        if len(samples) > _SAMPLES_PER_KIND:
-            self._drop_oldest(kind)
-        elif self._num_samples > _MAX_SAMPLES:
-            self._drop_oldest(max(self._kinds, key=lambda kind: len(self._kinds[kind])))
-
-    def _drop_oldest(self, kind: _Kind) -> None:
-        self._kinds[kind].popleft()
-        self._num_samples -= 1
-        if not self._kinds[kind]:
-            del self._kinds[kind]
+        if sum(map(len, self._kinds.values())) > _MAX_SAMPLES:
+            kind = max(self._kinds, key=lambda kind: len(self._kinds[kind]))  # the first, so the least recently seen
+            self._kinds[kind].popleft()
+            if not self._kinds[kind]:
+                del self._kinds[kind]
 
     def _fit(self) -> None:
         """Compare the knee in use with another one: in turn one of the candidates, a larger and a smaller one."""
