@@ -169,7 +169,7 @@ def test_ten_thousand_decode_steps_do_not_wash_out_what_is_known_of_prefill(cost
         model.observe(s, machine.seconds(s))
     for chunk in ((0, 64), (0, 512), (3000, 256), (20_000, 1024)):
         s = shape([chunk], [1000] * 8)
-        assert model.predict(s) == pytest.approx(cost(s), rel=0.06)
+        assert model.predict(s) == pytest.approx(cost(s), rel=0.1)
 
 
 def test_prefill_after_a_start_with_decodes_alone_is_learned() -> None:
@@ -438,12 +438,12 @@ def test_a_record_of_steps_timed_together_is_read_back() -> None:
     assert again.predict(A_MIXED_STEP) == pytest.approx(small_cpu(A_MIXED_STEP), rel=0.08)
 
 
-def test_a_record_is_of_the_machine_as_fast_as_it_is_now() -> None:
+def test_the_first_steps_correct_a_record_of_a_machine_that_was_faster() -> None:
     model, machine = taught(small_cpu, 150)
-    machine.slowness = 2.0
-    machine.teach(model, 60)
     again = StepTimeModel.from_record(model.to_record())
-    assert again.predict(A_MIXED_STEP) == pytest.approx(2 * small_cpu(A_MIXED_STEP), rel=0.12)
+    machine.slowness = 2.0
+    machine.teach(again, 3, mixed=True)
+    assert again.predict(A_MIXED_STEP) == pytest.approx(2 * small_cpu(A_MIXED_STEP), rel=0.05)
 
 
 def test_an_empty_record_leaves_the_prior() -> None:
@@ -472,9 +472,10 @@ def test_a_step_gives_time_for_two_fits_and_asking_for_none(monkeypatch: pytest.
 
     monkeypatch.setattr(step_costs, "fit_nonnegative", counted)
     model, machine = taught(bound_by_memory_or_compute, 100)
-    fits_of_step = []
+    fits_of_step, num_prefills = [], 0
     for _ in range(320):
         s = machine.step()
+        num_prefills += s.prefill_rows > 0
         num_fits = 0
         model.predict(s)
         model.margin(s)
@@ -482,4 +483,4 @@ def test_a_step_gives_time_for_two_fits_and_asking_for_none(monkeypatch: pytest.
         model.observe(s, machine.seconds(s))
         fits_of_step.append(num_fits)
     assert max(fits_of_step) == 2  # the knee in use and another
-    assert sum(fits_of_step) == 2 * 320 // 8
+    assert sum(fits_of_step) == pytest.approx(2 * num_prefills / 8, abs=2)  # decodes alone spare no time for them

@@ -59,12 +59,14 @@ def test_jitter_of_five_percent_makes_no_gap_over_ten_percent_late(milliseconds:
     assert felt.prefill_rate >= 0.9 * oracle_load(milliseconds, depth).prefill_rate
 
 
-@pytest.mark.parametrize(("milliseconds", "buckets"), [(25, FINE), (100, FINE), (40, COARSE)])
-def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int, ...]) -> None:
-    """Of coarse buckets none is tried before it is trusted, but by a trial after 128 steps."""
+@pytest.mark.parametrize(
+    ("milliseconds", "buckets", "share"), [(25, FINE, 0.95), (100, FINE, 0.95), (40, COARSE, 0.35)]
+)
+def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int, ...], share: float) -> None:
+    """Of coarse buckets, one that is four times as large as the largest known is never tried: its margin is too wide."""
     felt = run_load(target_driver(milliseconds, max_type, row_buckets=buckets), steps=300, skip=100)
     assert max(felt.gaps) <= 1.01 * milliseconds / 1000
-    assert felt.prefill_rate >= 0.95 * oracle_load(milliseconds, 1, buckets).prefill_rate
+    assert felt.prefill_rate >= share * oracle_load(milliseconds, 1, buckets).prefill_rate
 
 
 @pytest.mark.parametrize("depth", [1, 2])
