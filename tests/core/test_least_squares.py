@@ -58,7 +58,9 @@ def test_no_small_move_that_is_allowed_comes_closer(data: tuple[list[list[float]
         gradient = weight * size_squared * (coefficient - before) + sum(
             value * (f - t) for value, f, t in zip(column, fitted, targets, strict=True)
         )
-        scale = 1 + weight * size_squared * before + sum(abs(value * t) for value, t in zip(column, targets, strict=True))
+        scale = (
+            1 + weight * size_squared * before + sum(abs(value * t) for value, t in zip(column, targets, strict=True))
+        )
         assert coefficient >= 0
         assert gradient >= -1e-6 * scale  # growing does not help
         assert coefficient == 0 or gradient <= 1e-6 * scale  # nor does shrinking

@@ -63,7 +63,7 @@ def test_jitter_of_five_percent_makes_no_gap_over_ten_percent_late(milliseconds:
     ("milliseconds", "buckets", "share"), [(25, FINE, 0.95), (100, FINE, 0.95), (40, COARSE, 0.35)]
 )
 def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int, ...], share: float) -> None:
-    """Of coarse buckets, one that is four times as large as the largest known is never tried: its margin is too wide."""
+    """Of coarse buckets, one four times as large as the largest known is never tried: its margin is too wide."""
     felt = run_load(target_driver(milliseconds, max_type, row_buckets=buckets), steps=300, skip=100)
     assert max(felt.gaps) <= 1.01 * milliseconds / 1000
     assert felt.prefill_rate >= share * oracle_load(milliseconds, 1, buckets).prefill_rate

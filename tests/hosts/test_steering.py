@@ -79,9 +79,7 @@ def plan_for(driven: Driven, *names: str) -> None:
     driven.plan(driven.now, [], candidates, free_tokens=100_000, long_prefill_token_threshold=0)
 
 
-def test_steps_that_the_host_saw_end_late_are_learned_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = steering(tmp_path)
     add(driven, "chat", 100)
     learned: list[tuple[tuple[StepShape, ...], float]] = []
