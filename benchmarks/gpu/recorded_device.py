@@ -45,9 +45,9 @@ class StepWork:
 class RecordedDevice:
     """Seconds of the device and of the host for a step, from a recording."""
 
-    def __init__(self, recording: Recording, seed: int = 0) -> None:
+    def __init__(self, recording: Recording) -> None:
         self.graph_sizes: tuple[int, ...] = tuple(sorted(recording.header["capture_sizes"]))
-        self._rng = random.Random(seed)
+        self.reseed(0)
         self._launches: dict[tuple[bool, bool], list[float]] = defaultdict(list)
         self._ratios: list[dict[tuple[int, ...], list[float]]] = [defaultdict(list) for _ in _GRAINS]
         works: list[StepWork] = []
@@ -66,8 +66,12 @@ class RecordedDevice:
                 ratios[_cell(work, grain)].append(ratio)
 
     @classmethod
-    def load(cls, name: str, seed: int = 0) -> RecordedDevice:
-        return cls(read_recording(RECORDINGS / f"{name}.jsonl.gz"), seed)
+    def load(cls, name: str) -> RecordedDevice:
+        return cls(read_recording(RECORDINGS / f"{name}.jsonl.gz"))
+
+    def reseed(self, seed: int) -> None:
+        """Draw from here on as any other device of this recording and seed would."""
+        self._rng = random.Random(seed)
 
     def device_seconds(self, work: StepWork) -> float:
         """How long the device computes such a step."""

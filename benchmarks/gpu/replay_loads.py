@@ -72,7 +72,9 @@ def prior() -> StepCosts:
 
 
 def run(recording: str, seed: int, policy: str) -> Outcome:
-    host = VirtualHost(device(recording), random_load(seed), policy, Path(os.devnull), prior())
+    machine = device(recording)
+    machine.reseed(seed)
+    host = VirtualHost(machine, random_load(seed), policy, Path(os.devnull), prior())
     host.run()
     return outcome_of(host)
 

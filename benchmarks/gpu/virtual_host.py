@@ -72,6 +72,8 @@ class VirtualSteering(Steering):
     def clock(self) -> float:
         return self.now
 
+    wall_clock = clock
+
 
 class VirtualHost:
     """Runs one load to its end. `policy`: `target:50`, or `fixed:1024` for a budget without steering."""

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenflow.core.deadlines import NO_DEADLINE, LateToken, Pacing, StreamDeadline, Urgency, rank_time, urgency
+from evenflow.core.deadlines import (
+    MAX_PATIENCE_S,
+    NO_DEADLINE,
+    OVERTAKING_SHARE,
+    LateToken,
+    Pacing,
+    Place,
+    StreamDeadline,
+    Urgency,
+    charge_overtaking,
+    rank_time,
+    urgency,
+)
 
 STRICT, PACED = Pacing(0.25), Pacing(0.25, is_paced=True)  # quarters: sums of them are exact
 
@@ -134,18 +146,63 @@ def test_urgency_is_the_earliest_deadline_and_the_tightest_target() -> None:
     assert urgency([emitted_at(1.0, own_target=8.0)], STRICT) == Urgency(9.0, 8.0)
 
 
+def milliseconds(start: int, length: int) -> float:
+    """A prefill at a millisecond per token, wherever it starts."""
+    return length / 1000
+
+
+def rank(place: Place, start: int | None = None, now: float | None = None, patience: float = 4.0) -> float:
+    start = place.num_cached_tokens if start is None else start
+    return rank_time(place, start, place.arrival_time if now is None else now, patience, milliseconds)
+
+
 def test_prompts_are_ranked_by_arrival_and_a_patience_in_proportion_to_their_prefill() -> None:
-    assert rank_time(10.0, 0.0, 5.0) == 10.0
-    assert rank_time(10.0, 4.0, 0.5) == 12.0
-    assert rank_time(10.0, 4.0, 0.5, ttft_target=3.0) == 12.0
-    assert rank_time(10.0, 4.0, 0.5, ttft_target=0.25) == 10.25
+    assert rank(Place(10.0, 500, 0), patience=0.0) == 10.0
+    assert rank(Place(10.0, 500, 0)) == 12.0
+    assert rank(Place(10.0, 500, 250)) == 11.0  # cached tokens need no prefill
+    assert rank(Place(10.0, 500, 500)) == 10.0
 
 
-@given(st.floats(0.001, 100), st.floats(0.001, 100), st.floats(0, 1000))
+def test_patience_is_bounded() -> None:
+    assert rank(Place(10.0, 1_000_000, 0)) == 10.0 + MAX_PATIENCE_S
+    assert rank(Place(10.0, 500, 0, ttft_target=3.0)) == 12.0
+    assert rank(Place(10.0, 500, 0, ttft_target=0.25)) == 10.25
+
+
+def test_patience_follows_the_prediction() -> None:
+    place = Place(10.0, 500, 0)
+    assert rank_time(place, 0, 10.0, 4.0, lambda start, length: length / 250) == 18.0
+    assert rank_time(place, 0, 11.0, 4.0, milliseconds) == 12.0
+
+
+def test_the_time_served_does_not_use_patience_up() -> None:
+    place = Place(10.0, 1000, 200)
+    assert rank(place, start=200) == pytest.approx(10 + 4 * 0.8)
+    # Served for 0.3 s: patience shrinks with what is left to do, and the time served is added.
+    assert rank(place, start=500) == pytest.approx(10 + 4 * 0.5 + 0.3)
+    assert rank(place, start=1000) == pytest.approx(10.8)
+
+
+def test_a_prompt_overtaken_for_its_share_is_ranked_by_its_arrival_until_it_has_waited_longer() -> None:
+    place = Place(10.0, 500, 0, overtaken_s=2 * OVERTAKING_SHARE)
+    assert rank(place, now=11.0) == 10.0
+    assert rank(place, now=12.5) == 12.0
+
+
+def test_prompts_are_charged_for_later_ones_that_are_served() -> None:
+    first, second, third = (Place(float(number), 1000, 0) for number in range(3))
+    charge_overtaking([(first, 0), (second, 100), (third, 200)], step_tokens=400, step_seconds=0.04)
+    # 300 tokens went to prompts after the first, 100 of them to one that arrived after all three.
+    assert [place.overtaken_s for place in (first, second, third)] == pytest.approx([0.04, 0.03, 0.01])
+    charge_overtaking([(first, 400), (second, 0), (third, 0)], step_tokens=400, step_seconds=0.04)
+    assert [place.overtaken_s for place in (first, second, third)] == pytest.approx([0.04, 0.03, 0.01])
+
+
+@given(st.integers(1, 100_000), st.integers(1, 100_000), st.floats(0, 1000))
 def test_a_later_prompt_passes_only_within_the_patience_of_an_earlier_one(
-    seconds: float, later_seconds: float, wait: float
+    tokens: int, later_tokens: int, wait: float
 ) -> None:
-    earlier, later = rank_time(0.0, 4.0, seconds), rank_time(wait, 4.0, later_seconds)
+    earlier, later = rank(Place(0.0, tokens, 0)), rank(Place(wait, later_tokens, 0))
     if later < earlier:
-        assert wait < 4.0 * seconds
-        assert later_seconds < seconds
+        assert wait < 4.0 * milliseconds(0, tokens)
+        assert later_tokens < tokens

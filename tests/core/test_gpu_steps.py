@@ -1,4 +1,4 @@
-"""Steps on a device like a large GPU: attention in tiles and waves, a clock that falls under load, a size that is slow.
+"""Steps on a device like a large GPU: attention computed in tiles, a clock that falls under load.
 
 The figures are those of an H200 with an 8B model under vLLM, as measured by `benchmarks/gpu/vllm_stall_gpu.py`.
 """
@@ -12,8 +12,8 @@ from tests.core.driving import Driver
 from tests.core.target_load import StepSeen, has_prefill, jittered, start_chats
 
 GRAPHS = (*range(8, 257, 8), *range(272, 513, 16))
-CAPS = ExecutorCaps(row_buckets=GRAPHS, attention_tile=128, attention_wave=512)
-SLOW_GRAPH = 448
+CAPS = ExecutorCaps(row_buckets=GRAPHS)
+TILE = 128  # rows of a chunk that attention computes together
 # Milliseconds of a chunk's attention by its tiles, for each 1,000 positions before it.
 ATTENTION = (0.0, 0.06, 0.12, 0.38, 0.46, 0.74, 0.82, 0.88, 0.95, 1.28, 1.39, 1.56, 1.69, 1.82, 2.0, 2.1, 2.2)
 
@@ -29,8 +29,6 @@ class Gpu:
         milliseconds *= 0.7 + 0.3 * self._heat
         if shape.is_launched:
             milliseconds = max(24.0, milliseconds)
-        elif shape.padded_rows == SLOW_GRAPH:
-            milliseconds *= 1.2
         warming = milliseconds / 90 if shape.prefill_rows else -milliseconds / 150
         self._heat = min(1.0, max(0.0, self._heat + warming))
         return milliseconds / 1000
@@ -38,8 +36,8 @@ class Gpu:
     def _attention(self, shape: StepShape) -> float:
         if not shape.prefill_rows:
             return 0.0
-        tiles = -(-shape.prefill_rows // CAPS.attention_tile)
-        positions = shape.prefill_attention / (tiles * CAPS.attention_tile)  # that a row sees
+        tiles = -(-shape.prefill_rows // TILE)
+        positions = shape.prefill_attention / shape.prefill_rows  # that a row sees
         per_thousand = ATTENTION[tiles] if tiles < len(ATTENTION) else tiles * ATTENTION[-1] / (len(ATTENTION) - 1)
         return per_thousand * positions / 1000
 
@@ -79,28 +77,9 @@ def test_gaps_stay_in_time_though_the_device_comes_from_rest(milliseconds: int, 
     prefills_after_rest(driver, 2)
     gaps = [step.gap for step in prefills_after_rest(driver, 6)]
     late = [gap for gap in gaps if gap > 1.1 * milliseconds / 1000]
-    assert len(late) <= (0.01 * len(gaps) if jitter else 0)
+    assert len(late) <= (0.02 if jitter else 0.01) * len(gaps)
 
 
-def test_a_size_that_took_longer_each_time_is_left_alone() -> None:
-    driver = gpu_driver(25)
-    start_chats(driver, 32)
-    prefills_after_rest(driver, 3)
-    steps = prefills_after_rest(driver, 4)
-    slow = [step for step in steps if CAPS.padded_rows(step.num_decodes + step.prefill) == SLOW_GRAPH]
-    assert len(slow) < 0.01 * len(steps)
-
-
-def test_attention_is_padded_to_tiles_and_that_of_long_chunks_to_waves() -> None:
-    shape = CAPS.step_shape(chunks=[(1000, 100)])
-    assert shape.prefill_attention == 128 * (2 * 1000 + 101) // 2
-    assert shape.wave_attention == 0  # under half a wave: spread over the device
-    shape = CAPS.step_shape(chunks=[(0, 300), (0, 600)])
-    assert shape.prefill_attention == 384 * 301 // 2 + 640 * 601 // 2
-    assert shape.wave_attention == 512 * 301 // 2 + 1024 * 601 // 2
-
-
-def test_where_attention_is_not_cut_each_row_counts_once() -> None:
+def test_attention_counts_the_positions_that_each_row_sees() -> None:
     shape = ExecutorCaps().step_shape(chunks=[(11, 11)])
     assert shape.prefill_attention == sum(range(12, 23))
-    assert shape.wave_attention == 0

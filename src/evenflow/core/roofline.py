@@ -40,8 +40,8 @@ class ModelWork:
 # By a part of the name that the driver gives; the first match counts. From the vendors' data sheets.
 DEVICES = {
     "B200": Device(8.0e12, 2250e12),
-    "H200": Device(4.8e12, 989e12),
     "GH200": Device(4.0e12, 989e12),
+    "H200": Device(4.8e12, 989e12),
     "H100 PCIe": Device(2.0e12, 756e12),
     "H100 NVL": Device(3.9e12, 835e12),
     "H100": Device(3.35e12, 989e12),

@@ -173,7 +173,7 @@ class StepTimeModel:
         model = cls(prior)
         for steps, seconds in record["samples"]:
             model._keep(Sample(tuple(tuple(figures) for figures in steps), seconds))
-        for _ in range(len(KNEES) if record["samples"] else 0):
+        for _ in range(2 * len(KNEES) if record["samples"] else 0):  # every other fit tries one of them
             model._fit()
         model.largest_rows_known = record["largest_rows_known"]
         model._errors.extend((predicted, error) for predicted, error in record["errors"])

@@ -89,6 +89,7 @@ class Steering:
     """One host scheduler's policy, step by step. It keeps what the host does not: deadlines, ranks and step times."""
 
     clock = staticmethod(time.perf_counter)
+    wall_clock = staticmethod(time.time)  # of arrival times
 
     def __init__(self, host: Host, settings: Settings) -> None:
         self._host = host
@@ -131,7 +132,7 @@ class Steering:
 
     def add(self, request: HostRequest) -> None:
         now = self.clock()
-        arrived_at = now - max(0.0, time.time() - request.arrival_time)
+        arrived_at = now - max(0.0, self.wall_clock() - request.arrival_time)
         place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, request.ttft_target)
         stream = self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), place)
         self._update_rank(stream, place.num_cached_tokens, now)

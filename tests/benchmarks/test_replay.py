@@ -1,0 +1,98 @@
+"""Loads replayed in virtual time on recorded steps of an H200 agree with what was measured there."""
+
+from pathlib import Path
+
+import pytest
+from random_loads import Client, Load, Turn, random_load
+from recorded_device import RecordedDevice, StepWork
+from replay_loads import prior, run
+from step_recording import Chunk, RecordedLoad, Recording, Step
+from virtual_host import Outcome, VirtualHost, outcome_of
+
+RECORDING = "h200_vllm026_graphs2048"
+
+
+def recorded_steps() -> Recording:
+    """Decodes of 5 ms and chunks of 20 ms in turn, behind each other; the host launches each in 1 ms and waits."""
+    steps: list[Step] = []
+    ended = 0
+    for number in range(400):
+        is_mixed = number % 2 == 1
+        begun, ended = ended, ended + (20_000 if is_mixed else 5_000)
+        steps.append(
+            Step(
+                scheduled_us=begun - 4_000,
+                sampled_us=begun - 3_000,
+                seen_us=ended + 500,
+                gpu_begin_us=begun,
+                gpu_end_us=ended,
+                num_decodes=8,
+                decode_context=8_000,
+                chunks=[Chunk(4_000, 512, ends_prompt=False)] if is_mixed else [],
+            )
+        )
+    return Recording({"capture_sizes": [8, 64, 256]}, [RecordedLoad({}, steps)])
+
+
+def test_a_recorded_shape_takes_what_was_recorded() -> None:
+    device = RecordedDevice(recorded_steps())
+    decodes, mixed = StepWork(8, 8_000, ()), StepWork(8, 8_000, ((4_000, 512),))
+    for _ in range(5):
+        assert device.device_seconds(decodes) == pytest.approx(0.005)
+        assert device.device_seconds(mixed) == pytest.approx(0.020)
+        assert device.launch_seconds(mixed) == pytest.approx(0.001)
+
+
+def test_another_shape_takes_what_its_neighbours_suggest() -> None:
+    device = RecordedDevice.load(RECORDING)
+    sizes = [device.device_seconds(StepWork(64, 64_000, ((8_000, length),))) for length in (256, 512, 1024, 2048)]
+    assert sizes == sorted(sizes)
+    assert 0.001 < sizes[0] < sizes[-1] < 0.1
+
+
+def measured_load(policy: str) -> Outcome:
+    """64 chats of 1,024 tokens beside a prompt of 32K every 1.5 s."""
+    chats = tuple(Client(0.0, (Turn(1_024, 4_000),), repeats=True) for _ in range(64))
+    long_prompts = tuple(Client(2.0 + 1.5 * number, (Turn(32_768, 1),)) for number in range(10))
+    host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 17.0, "steady", chats, long_prompts), policy, Path("-"))
+    host.run()
+    return outcome_of(host)
+
+
+@pytest.mark.parametrize(("policy", "measured_p99"), [("fixed:512", 0.034), ("fixed:1024", 0.057)])
+def test_a_fixed_budget_has_the_gaps_that_were_measured(policy: str, measured_p99: float) -> None:
+    assert measured_load(policy).gap(0.99) == pytest.approx(measured_p99, rel=0.15)
+
+
+def test_every_stream_gets_its_tokens_in_order() -> None:
+    load = random_load(3, seconds=4.0)
+    host = VirtualHost(RecordedDevice.load(RECORDING), load, "fixed:2048", Path("-"))
+    host.run()
+    done = [stream for stream in host.streams if len(stream.token_times) == stream.max_tokens]
+    assert done
+    assert all(stream.num_computed == stream.num_prompt_tokens for stream in done)
+    assert all(stream.token_times == sorted(stream.token_times) for stream in host.streams)
+    assert all(stream.token_times[0] > stream.due for stream in host.streams if stream.token_times)
+
+
+@pytest.mark.parametrize("seed", [7001])
+def test_a_target_is_kept_from_a_start_that_has_seen_nothing(seed: int) -> None:
+    outcome = run(RECORDING, seed, "target:50ms")
+    assert outcome.gap(0.99) <= 1.2 * 0.050
+    assert outcome.long_ttft
+
+
+def test_the_same_seed_gives_the_same_outcome() -> None:
+    assert run(RECORDING, 7002, "target:50ms") == run(RECORDING, 7002, "target:50ms")
+
+
+def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> None:
+    """One of 60,000 tokens, and 40 of 4,000 each that keep the device busy for longer than the load runs."""
+    long_prompts = (Client(0.0, (Turn(60_000, 1),)), *(Client(0.01, (Turn(4_000, 1),)) for _ in range(40)))
+    host = VirtualHost(
+        RecordedDevice.load(RECORDING), Load(0, 5.0, "bursts", (), long_prompts), "target:50ms", Path("-"), prior()
+    )
+    host.run()
+    first_tokens = {stream.id: stream.token_times[0] for stream in host.streams if stream.token_times}
+    earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]
+    assert 0 < len(earlier) < 20

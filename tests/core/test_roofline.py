@@ -1,0 +1,69 @@
+"""The roofline against what an H200 took with an 8B model under vLLM, and the names by which devices are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.roofline import DEVICES, ModelWork, known_device, roofline
+from evenflow.core.step_costs import figures_of
+
+LLAMA_8B = ModelWork(
+    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+)
+H200 = roofline(LLAMA_8B, DEVICES["H200"])
+CAPS = ExecutorCaps()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_devices_are_known_by_the_name_that_the_driver_gives(name: str, found: str) -> None:
+    assert known_device(name) is DEVICES[found]
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "Apple M3", "Radeon 780M", "NVIDIA GeForce GTX 1080"])
+def test_other_devices_are_unknown(name: str) -> None:
+    assert known_device(name) is None
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
+    def seconds(num_decodes: int, context: int) -> float:
+        return H200.seconds(figures_of(CAPS.step_shape(num_decodes=num_decodes, decode_context=context)))
+
+    assert seconds(1, 0) == seconds(64, 0) == pytest.approx(3.6e-3, rel=0.05)
+    assert seconds(64, 65_536) - seconds(64, 0) == pytest.approx(65_536 * 131_072 / 4.14e12, rel=0.01)
+
+
+def test_a_row_beyond_the_knee_takes_as_long_as_measured() -> None:
+    assert H200.row == pytest.approx(0.02e-3, rel=0.06)
+    assert 128 < H200.knee < 256
+
+
+def test_a_long_prefill_takes_about_as_long_as_measured() -> None:
+    seconds = H200.seconds(figures_of(CAPS.prefill_shape(0, 32_768)))
+    assert 1.19 / 1.3 < seconds < 1.19 * 1.3
+
+
+def test_two_devices_share_the_work() -> None:
+    shape = CAPS.step_shape(num_decodes=32, decode_context=32_000, chunks=[(4000, 2048)])
+    both = roofline(LLAMA_8B, DEVICES["H200"], num_devices=2)
+    assert both.seconds(figures_of(shape)) == pytest.approx(H200.seconds(figures_of(shape)) / 2)
+    assert both.knee == H200.knee

@@ -1,0 +1,123 @@
+"""Steering a host engine step by step, on a clock of its own: what it learns from, and whom it serves first."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from evenflow.core.deadlines import OVERTAKING_SHARE
+from evenflow.core.plan import ExecutorCaps, StepShape
+from evenflow.core.policies import PolicySpec
+from evenflow.core.policy import Candidate
+from evenflow.core.step_costs import StepCosts
+from evenflow.core.target_policy import PATIENCE
+from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.settings import Settings
+from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
+
+CAPS = ExecutorCaps()
+ROW = 1e-5  # seconds
+PRIOR = StepCosts(step=0.001, row=ROW)
+LOAD = HostLoad(1, 1, 0.0)
+
+
+class Driven(Steering):
+    """Steering whose time is set by hand, of a host that knows when a request arrived."""
+
+    now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+
+def steering(tmp_path: Path, prior: StepCosts | None = PRIOR) -> Driven:
+    host = Host(CAPS, 8192, 64, tmp_path / "step-times", logging.getLogger("test"), prior)
+    return Driven(host, Settings(PolicySpec.parse("target:50ms"), None, None))
+
+
+def add(driven: Driven, name: str, num_tokens: int, **more: float) -> None:
+    far_future = 1e12  # of the wall clock: taken for now
+    driven.add(HostRequest(name, far_future, num_tokens, num_tokens, 0, 100, **more))
+
+
+def launch(driven: Driven, key: str, *chunks: tuple[str, int, int]) -> None:
+    step = InFlightStep(driven.now, key=key, chunks=list(chunks))
+    driven.scheduled(step, 1, 100, 0)
+
+
+def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_path: Path) -> None:
+    driven = steering(tmp_path)
+    add(driven, "long", 50_000)
+    add(driven, "short", 500)
+    add(driven, "hurried", 50_000, ttft_target=0.25)
+    assert driven.rank("long") == pytest.approx(100 + PATIENCE * 0.501)
+    assert driven.rank("short") == pytest.approx(100 + PATIENCE * 0.006)
+    assert driven.rank("hurried") == pytest.approx(100.25)
+
+
+def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> None:
+    driven = steering(tmp_path)
+    add(driven, "long", 50_000)
+    driven.now += 1.0
+    add(driven, "short", 8000)
+    plan_for(driven, "long", "short")
+    assert driven.rank("short") < driven.rank("long")
+    for _ in range(2):  # of 81 ms each, while 10% of the wait are 100 ms
+        assert driven.rank("long") > 100
+        launch(driven, "step", ("short", 0, 8000))
+        plan_for(driven, "long", "short")
+    assert driven.rank("long") == 100 < driven.rank("short")
+    driven.now = 100 + 2 * 0.081 / OVERTAKING_SHARE + 0.1
+    plan_for(driven, "long", "short")
+    assert driven.rank("long") > 100
+
+
+def plan_for(driven: Driven, *names: str) -> None:
+    candidates = [Candidate(name, 0, 1000, 1000) for name in names]
+    driven.plan(driven.now, [], candidates, free_tokens=100_000, long_prefill_token_threshold=0)
+
+
+def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = steering(tmp_path)
+    add(driven, "chat", 100)
+    learned: list[tuple[tuple[StepShape, ...], float]] = []
+    monkeypatch.setattr(driven.step_time, "observe", lambda shapes, seconds: learned.append((shapes, seconds)))
+    launch(driven, "first", ("chat", 0, 64))
+    launch(driven, "second", ("chat", 64, 32))
+    driven.now += 0.030
+    driven.launched("second")  # the host was busy until now: the first may have ended long ago
+    end(driven, "first")
+    assert learned == []
+    launch(driven, "third", ("chat", 96, 4))
+    driven.now += 0.020
+    end(driven, "second")
+    ((shapes, seconds),) = learned
+    assert [shape.prefill_rows for shape in shapes] == [64, 32]
+    assert seconds == pytest.approx(0.050)
+
+
+def end(driven: Driven, key: str) -> None:
+    driven.emitted(driven.ended(key), {}, {"chat": None}, LOAD)
+
+
+def test_a_target_is_called_infeasible_only_on_evidence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driven = steering(tmp_path, StepCosts(step=0.2))
+    add(driven, "chat", 100)
+
+    def plan() -> None:
+        decodes, candidates = [Decode("chat", 1, 100)], [Candidate("chat", 0, 1000, 1000)]
+        driven.plan(driven.now, decodes, candidates, free_tokens=100_000, long_prefill_token_threshold=0)
+
+    for _ in range(40):
+        plan()
+    assert not caplog.records  # the prior alone says so
+    for start in range(0, 20 * 64, 64):
+        launch(driven, "step", ("chat", start, 64))
+        driven.now += 0.2
+        end(driven, "step")
+    for _ in range(40):
+        plan()
+    (record,) = caplog.records
+    assert "a target of 50 ms is infeasible beside prefill. The lowest feasible target is 2" in record.getMessage()
