@@ -60,10 +60,3 @@ def test_a_row_beyond_the_knee_takes_as_long_as_measured() -> None:
 def test_a_long_prefill_takes_about_as_long_as_measured() -> None:
     seconds = H200.seconds(figures_of(CAPS.prefill_shape(0, 32_768)))
     assert 1.19 / 1.3 < seconds < 1.19 * 1.3
-
-
-def test_two_devices_share_the_work() -> None:
-    shape = CAPS.step_shape(num_decodes=32, decode_context=32_000, chunks=[(4000, 2048)])
-    both = roofline(LLAMA_8B, DEVICES["H200"], num_devices=2)
-    assert both.seconds(figures_of(shape)) == pytest.approx(H200.seconds(figures_of(shape)) / 2)
-    assert both.knee == H200.knee

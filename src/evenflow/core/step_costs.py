@@ -19,6 +19,7 @@ KNEES = tuple(8 << doubling for doubling in range(9))
 # The prior counts as this many steps; without one, costs that the samples cannot tell apart are pulled to zero.
 _PRIOR_WEIGHT = 1.0
 _NO_PRIOR_WEIGHT = 0.01
+_NEGLIGIBLE_LOSS = 2e-4  # no reason for another knee
 
 Figures = tuple[int, ...]
 
@@ -69,12 +70,17 @@ class Sample(NamedTuple):
 
 
 def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, knees: Sequence[int]) -> StepCosts:
-    """The costs of least relative error over these knees. Samples far from the current costs count less."""
+    """The costs of least relative error with the first knee, or with another one that is clearly better.
+
+    Samples far from the current costs count less.
+    """
     misfits = [abs(sample.cost(current) / sample.seconds - 1) for sample in samples]
     tolerance = 3 * max(0.01, median(misfits))
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
-    fits = (_fit(samples, weights, knee, prior) for knee in knees)
-    return min(fits, key=lambda costs: _loss(samples, costs, tolerance))
+    fits = [_fit(samples, weights, knee, prior) for knee in knees]
+    losses = [_loss(samples, costs, tolerance) for costs in fits]
+    least = min(losses)
+    return fits[losses.index(least)] if least < 0.9 * losses[0] - _NEGLIGIBLE_LOSS else fits[0]
 
 
 def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: StepCosts) -> StepCosts:

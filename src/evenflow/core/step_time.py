@@ -19,20 +19,18 @@ from evenflow.errors import InvalidInput
 
 _VERSION = 5
 
-_MAX_SAMPLES = 128
+_MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
-_NUM_ERRORS = 128
 _QUANTILE = 0.97  # of errors, that the margin covers
+# No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
+_LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.2
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
-_MAX_MARGIN = 3.0
 _MIN_MIXED_STEPS = 12  # to be calibrated
 
-_Kind = tuple[int, ...]
 
-
-def _kind(sample: Sample) -> _Kind:
+def _kind(sample: Sample) -> tuple[int, ...]:
     """Samples of one kind agree within a factor of 2 in rows and of 4 in attention."""
     steps, _, rows, attention, logits, context, _, launched = map(sum, zip(*sample.steps, strict=True))
     bits = rows.bit_length(), attention.bit_length() // 2, logits.bit_length(), context.bit_length() // 2
@@ -50,7 +48,7 @@ class StepTimeModel:
         self.largest_rows_known = 0 if prior is None else 1 << 30  # padded; beyond them the model extrapolates
         self._prior = prior or StepCosts()
         self._costs = self._prior
-        self._kinds: dict[_Kind, deque[Sample]] = {}  # least recently seen first
+        self._kinds: dict[tuple[int, ...], deque[Sample]] = {}  # least recently seen first
         self._num_fits = 0
         self._steps_since_fit = 0
         self._last: tuple[deque[Sample], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
@@ -58,7 +56,7 @@ class StepTimeModel:
         self._launches: tuple[deque[float], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
         self._launch_seconds = [0.0, 0.0]  # of steps with prefill, in a graph and op by op
         # Of mixed steps: predicted seconds and log(actual / predicted).
-        self._errors: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._margin = _UNTRIED_MARGIN
 
     # ---- predicting ----
@@ -76,7 +74,7 @@ class StepTimeModel:
         if shape.padded_rows > self.largest_rows_known > 0:
             # If the machine becomes compute-bound just beyond the rows known, seconds grow as fast as rows.
             log_margin += math.log(shape.padded_rows / self.largest_rows_known)
-        return min(_MAX_MARGIN, math.exp(log_margin))
+        return math.exp(log_margin)
 
     def upper(self, shape: StepShape) -> float:
         """Seconds that a step of this shape rarely exceeds, and that the host needs to launch it."""
@@ -99,8 +97,10 @@ class StepTimeModel:
             return  # relative error needs a duration
         shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
         sample = Sample(tuple(map(figures_of, shapes)), seconds)
-        if any(shape.prefill_rows and shape.decode_sequences for shape in shapes):
-            self._add_error(sum(map(self.predict, shapes)), seconds)
+        is_mixed = any(shape.prefill_rows and shape.decode_sequences for shape in shapes)
+        if is_mixed and (predicted := sum(map(self.predict, shapes))):
+            self._errors.append((predicted, math.log(seconds / predicted)))
+            self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
         self._keep(sample)
         has_prefill = any(shape.prefill_rows for shape in shapes)
@@ -118,17 +118,12 @@ class StepTimeModel:
             launches.append(seconds)
             self._launch_seconds[shape.is_launched] = median(launches)
 
-    def _add_error(self, predicted: float, seconds: float) -> None:
-        if predicted:
-            self._errors.append((predicted, math.log(seconds / predicted)))
-            self._update_margin()
-
     def _update_margin(self) -> None:
         """From the longer half of the steps: only those come near a target."""
         longer = sorted(self._errors)[len(self._errors) // 2 :]
         errors = sorted(error for _, error in longer)
-        covering = errors[int(_QUANTILE * len(errors))] if errors else 0.0
-        self._margin = max(covering, _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
+        upper, lower = (errors[int(q * len(errors))] if errors else 0.0 for q in (_QUANTILE, _LOWER_QUANTILE))
+        self._margin = max(min(upper, _MAX_TAIL * lower), _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample)
@@ -141,12 +136,13 @@ class StepTimeModel:
                 del self._kinds[kind]
 
     def _fit(self) -> None:
-        """Compare the knee in use with another one: in turn one of the candidates, a larger and a smaller one."""
-        knee, turn = self._costs.knee, self._num_fits
-        candidate = KNEES[turn // 2 % len(KNEES)]
-        others = candidate, knee * 5 // 4 + 1, candidate, knee * 4 // 5
+        """Compare the knee in use with others: with all of them while nothing is known, then with one at a time."""
+        knee = self._costs.knee
+        others = (*KNEES, knee * 4 // 5, knee * 5 // 4 + 1)
+        if self.is_calibrated or any(self._prior):
+            others = others[self._num_fits % len(others) :][:1]
         samples = list(chain.from_iterable(self._kinds.values()))
-        self._costs = fit_costs(samples, self._costs, self._prior, (knee, others[turn % 4]))
+        self._costs = fit_costs(samples, self._costs, self._prior, (knee, *others))
         self._num_fits += 1
         self._steps_since_fit = 0
 
@@ -162,6 +158,7 @@ class StepTimeModel:
         return {
             "version": _VERSION,
             "largest_rows_known": self.largest_rows_known,
+            "costs": [*self._costs],
             "samples": [[*sample] for sample in chain.from_iterable(self._kinds.values())],
             "errors": [[*error] for error in self._errors],
         }
@@ -173,8 +170,8 @@ class StepTimeModel:
         model = cls(prior)
         for steps, seconds in record["samples"]:
             model._keep(Sample(tuple(tuple(figures) for figures in steps), seconds))
-        for _ in range(2 * len(KNEES) if record["samples"] else 0):  # every other fit tries one of them
-            model._fit()
+        if record["samples"]:
+            model._costs = StepCosts(*record["costs"])
         model.largest_rows_known = record["largest_rows_known"]
         model._errors.extend((predicted, error) for predicted, error in record["errors"])
         model._update_margin()

@@ -6,6 +6,8 @@ Nothing is tuned: the model learns the machine while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
@@ -14,6 +16,9 @@ from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas,
 IDLE_STRETCH = 2.0
 # Beyond the largest step seen the model extrapolates: a step grows at most by this factor.
 SLOW_START = 2
+# Margins would keep large sizes from ever being tried. So one cut step in this many is sized by the plain prediction:
+# too few to move the 99th percentile.
+TRIAL_STEPS = 128
 # How long shorter prompts may overtake a prompt, in units of its own prefill time.
 PATIENCE = 4.0
 # Warn only after this many infeasible steps in a row: fewer may be noise, or costs still being learned.
@@ -28,6 +33,7 @@ class Target(Policy):
         self.pacing: Pacing = pacing
         self.patience = PATIENCE
         self._busy_until = 0.0  # when the last planned step is predicted to end
+        self._num_cut_steps = 0  # steps limited by latency
         self._num_infeasible_steps = 0  # in a row
         self._has_warned = False
 
@@ -64,7 +70,10 @@ class Target(Policy):
             return floor, ChunkReason.FLOOR
         if upper(_shape(view, most)) <= seconds:
             return most, reason
-        return _most_in_time(view, seconds, floor, most), ChunkReason.LATENCY
+        self._num_cut_steps += 1
+        is_trial = self._num_cut_steps % TRIAL_STEPS == 0
+        seconds_of = view.step_time.predict if is_trial else upper
+        return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
 
     def _judge_target(self, view: StepView, least: float) -> None:
         """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
@@ -81,11 +90,13 @@ class Target(Policy):
         return self.feasible_target
 
 
-def _most_in_time(view: StepView, seconds: float, fits: int, too_long: int) -> int:
+def _most_in_time(
+    view: StepView, seconds_of: Callable[[StepShape], float], seconds: float, fits: int, too_long: int
+) -> int:
     """The most prefill tokens whose step takes at most `seconds`."""
     while too_long - fits > max(1, fits // 64):  # the model's error is larger
         middle = (fits + too_long) // 2
-        if view.step_time.upper(_shape(view, middle)) <= seconds:
+        if seconds_of(_shape(view, middle)) <= seconds:
             fits = middle
         else:
             too_long = middle
