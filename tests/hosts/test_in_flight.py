@@ -104,3 +104,18 @@ def test_a_step_that_never_ended_is_passed_over() -> None:
     host.add(102, 103)
     assert host.end(2, 130).key == 2
     assert host.observed == ([2], 28)
+
+
+def test_a_launch_counts_only_where_another_steps_output_waits_for_it() -> None:
+    """On a CPU, a step is done when its launch returns; with a grammar, it may be sampled after the next output."""
+    steps = InFlightSteps()
+    steps.add(step(1, 0.100))
+    assert steps.launched(1, 0.140) is None  # nothing else is in flight
+    steps.add(step(2, 0.141))
+    launched = steps.launched(2, 0.153)
+    assert launched is not None
+    assert launched.launched_at - launched.planned_at == pytest.approx(0.012)
+    steps.add(step(3, 0.154))
+    steps.end(1, 0.160)
+    assert steps.launched(3, 0.161) is None  # the output did not wait
+    assert steps.launched(4, 0.162) is None  # unknown

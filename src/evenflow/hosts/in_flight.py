@@ -57,11 +57,13 @@ class InFlightSteps:
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
 
-    def launched(self, key: object, now: float) -> InFlightStep:
-        """The host has launched the step of this key."""
-        step = next(step for step in reversed(self._steps) if step.key is key)
+    def launched(self, key: object, now: float) -> InFlightStep | None:
+        """The host has launched the step of this key. None if no output of another step had to wait for that."""
+        step = next((step for step in reversed(self._steps) if step.key is key), None)
+        if step is None:
+            return None
         step.launched_at = now
-        return step
+        return step if step is not self._steps[0] and self._last_end <= step.planned_at else None
 
     def end(self, key: object, now: float) -> InFlightStep:
         """The step of this key has ended; the time since it began, or since the previous one ended, is its own."""

@@ -220,7 +220,7 @@ class Steering:
     def launched(self, key: object) -> None:
         """The host has launched the step with this key."""
         step = self._in_flight.launched(key, self.clock())
-        if step.shape is not None:
+        if step is not None and step.shape is not None:
             self.step_time.observe_launch(step.shape, step.launched_at - step.planned_at)
 
     def ended(self, key: object) -> InFlightStep:
