@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -76,31 +77,30 @@ def run(recording: str, seed: int, policy: str) -> Outcome:
     machine.reseed(seed)
     host = VirtualHost(machine, random_load(seed), policy, Path(os.devnull), prior())
     host.run()
-    return outcome_of(host)
+    return outcome_of(host.streams, host.errors, host.now)
 
 
 def judge(seed: int, recording: str, targets: tuple[float, ...]) -> list[Verdict]:
     curve = [run(recording, seed, f"fixed:{budget}") for budget in BUDGETS]
-    verdicts = []
-    for target in targets:
-        outcome = run(recording, seed, f"target:{target:g}ms")
-        p99 = outcome.gap(0.99)
-        rivals = [rival for rival in curve if rival.gap(0.99) <= p99]
-        verdicts.append(
-            Verdict(
-                seed=seed,
-                target=target / 1000,
-                p99=p99,
-                longest_gap=outcome.gaps[-1],
-                ttft=outcome.ttft(),
-                slowest_ttft=outcome.long_ttft[-1] if outcome.long_ttft else math.nan,
-                best_budget_ttft=min((rival.ttft() for rival in rivals), default=math.nan),
-                all_ttft=outcome.mean_ttft,
-                best_budget_all_ttft=min((rival.mean_ttft for rival in rivals), default=math.nan),
-                error=outcome.mean_error,
-            )
-        )
-    return verdicts
+    return [verdict_of(seed, target / 1000, run(recording, seed, f"target:{target:g}ms"), curve) for target in targets]
+
+
+def verdict_of(seed: int, target: float, outcome: Outcome, curve: Sequence[Outcome]) -> Verdict:
+    """A run under a target against those of the same load under fixed budgets."""
+    p99 = outcome.gap(0.99)
+    rivals = [rival for rival in curve if rival.gap(0.99) <= p99]
+    return Verdict(
+        seed=seed,
+        target=target,
+        p99=p99,
+        longest_gap=outcome.gaps[-1],
+        ttft=outcome.ttft(),
+        slowest_ttft=outcome.long_ttft[-1] if outcome.long_ttft else math.nan,
+        best_budget_ttft=min((rival.ttft() for rival in rivals), default=math.nan),
+        all_ttft=outcome.mean_ttft,
+        best_budget_all_ttft=min((rival.mean_ttft for rival in rivals), default=math.nan),
+        error=outcome.mean_error,
+    )
 
 
 def print_table(verdicts: list[Verdict]) -> None:
@@ -117,13 +117,15 @@ def print_table(verdicts: list[Verdict]) -> None:
         errors = [v.error for v in of_target if not math.isnan(v.error)]
         print(
             f"target {1000 * target:.0f} ms: p99 <= {MAX_P99} x target in {kept} of {len(of_target)} loads, worst "
-            f"{max(v.p99_ratio for v in of_target):.2f}; step-time error {100 * fmean(errors):.1f}%"
+            f"{max(v.p99_ratio for v in of_target):.2f}; step-time error {100 * fmean(errors or [math.nan]):.1f}%"
         )
         for what, ratios in (
             ("TTFT p50 of long prompts", [v.ttft_ratio for v in of_target]),
             ("mean TTFT of all prompts", [v.all_ttft_ratio for v in of_target]),
         ):
             known = [ratio for ratio in ratios if not math.isnan(ratio)]
+            if not known:
+                continue
             within = sum(ratio <= MAX_TTFT for ratio in known)
             print(
                 f"  {what} over the best budget's: median {median(known):.2f}, worst {max(known):.2f}, "

@@ -10,7 +10,7 @@ import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -249,15 +249,15 @@ class Outcome:
         return _quantile(self.long_ttft, quantile)
 
 
-def outcome_of(host: VirtualHost) -> Outcome:
+def outcome_of(streams: Iterable[Stream], errors: Sequence[float], now: float) -> Outcome:
+    """`errors`: of the predictions of mixed steps, relative. A prompt without an answer has waited until `now`."""
     gaps: list[float] = []
     ttft: dict[bool, list[float]] = {True: [], False: []}
-    for stream in host.streams:
+    for stream in streams:
         times = stream.token_times
         gaps.extend(after - before for before, after in pairwise(times))
-        ttft[stream.is_long].append((times[0] if times else host.now) - stream.due)
-    errors = [abs(error) for error in host.errors]
-    mean_error = sum(errors) / len(errors) if errors else math.nan
+        ttft[stream.is_long].append((times[0] if times else now) - stream.due)
+    mean_error = fmean(map(abs, errors)) if errors else math.nan
     return Outcome(sorted(gaps), sorted(ttft[True]), sorted(ttft[False]), mean_error)
 
 

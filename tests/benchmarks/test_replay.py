@@ -56,7 +56,7 @@ def measured_load(policy: str) -> Outcome:
     long_prompts = tuple(Client(2.0 + 1.5 * number, (Turn(32_768, 1),)) for number in range(10))
     host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 17.0, "steady", chats, long_prompts), policy, Path("-"))
     host.run()
-    return outcome_of(host)
+    return outcome_of(host.streams, host.errors, host.now)
 
 
 @pytest.mark.parametrize(("policy", "measured_p99"), [("fixed:512", 0.034), ("fixed:1024", 0.057)])

@@ -1,0 +1,121 @@
+"""Random loads on evenflow's own engine, in real time: a target against fixed budgets, in hindsight.
+
+    python benchmarks/cpu_random_loads.py --seeds 1 11 --target 400
+
+The loads are those of `gpu/random_loads.py`, with an eighth of the chats and a sixteenth of the tokens. All budgets and
+the target run on one engine, a load at a time, so that a machine that slows down does so for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+
+from random_loads import Client, Load, random_load
+from replay_loads import print_table, verdict_of
+from virtual_host import Outcome, Stream, outcome_of
+
+from evenflow import LLM, SamplingParams
+from evenflow.core.policies import PolicySpec
+from evenflow.core.report import StepReport
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Intake
+
+BUDGETS = (24, 48, 96, 192, 384)
+_FEWER_CHATS, _FEWER_TOKENS = 8, 16
+
+
+class EngineRun:
+    """One load on an engine, which is left idle."""
+
+    def __init__(self, engine: Engine, load: Load) -> None:
+        self._engine = engine
+        self._load = load
+        self._intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
+        self._began = engine.clock()
+        self._arrivals: list[tuple[float, int, Stream]] = []
+        self._numbers = count()
+        self.streams: list[Stream] = []
+        self.errors: list[float] = []
+        for client in (*load.chats[::_FEWER_CHATS], *load.long_prompts):
+            self._send(client, 0, client.start_s)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self._engine.clock() - self._began
+
+    def run(self) -> Outcome:
+        engine, open_streams = self._engine, dict[str, Stream]()
+        while self.now < self._load.seconds and (self._arrivals or open_streams):
+            while self._arrivals and self._arrivals[0][0] <= self.now:
+                _, _, stream = heapq.heappop(self._arrivals)
+                open_streams[stream.id] = stream
+                self._add(stream)
+            if not open_streams:
+                time.sleep(max(0.0, self._arrivals[0][0] - self.now))
+            elif (report := engine.step()) is not None:
+                self._take(report, open_streams)
+        for request_id in open_streams:
+            engine.abort(request_id)
+        while engine.has_work:
+            engine.step()
+        return outcome_of(self.streams, self.errors, self.now)
+
+    def _send(self, client: Client, turn: int, at: float) -> None:
+        number, size = next(self._numbers), client.turns[turn % len(client.turns)]
+        prompt, output = (max(2, tokens // _FEWER_TOKENS) for tokens in (size.prompt_tokens, size.output_tokens))
+        stream = Stream(f"r{number}", client, turn, at, not client.repeats, prompt, output)
+        heapq.heappush(self._arrivals, (at, number, stream))
+
+    def _add(self, stream: Stream) -> None:
+        self.streams.append(stream)
+        tokens = [(31 * position + 7 * len(self.streams)) % 1000 for position in range(stream.num_prompt_tokens)]
+        sampling = SamplingParams(max_tokens=stream.max_tokens, temperature=0.0, ignore_eos=True)
+        request = self._intake.prepare(tokens, sampling, policy=self._engine.policy, request_id=stream.id)
+        request.arrival_time = self._began + stream.due
+        self._engine.add(request)
+
+    def _take(self, report: StepReport, open_streams: dict[str, Stream]) -> None:
+        if report.is_mixed and report.predicted_seconds:
+            self.errors.append(report.predicted_seconds / report.seconds - 1)
+        for request_id, tokens in zip(report.ids, report.tokens, strict=True):
+            if tokens:
+                open_streams[request_id].token_times.append(report.at - self._began)
+        for row in report.ended:
+            stream = open_streams.pop(report.ids[row])
+            client, turn = stream.client, stream.turn + 1
+            if client.repeats or turn < len(client.turns):
+                self._send(client, turn, self.now + client.pause_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(1, 11), help="first, and one after the last")
+    parser.add_argument("--target", type=float, default=400.0, help="milliseconds")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--prefill-rate", type=float, default=170.0, help="tokens per second, about")
+    options = parser.parse_args()
+    verdicts = []
+    with LLM(options.model, policy=f"target:{options.target:g}ms", enable_prefix_caching=False) as llm:
+        for seed in range(*options.seeds):
+            load = random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
+            curve = []
+            for budget in BUDGETS:
+                llm.engine.set_policy(PolicySpec.parse(f"fixed:{budget}"))
+                curve.append(EngineRun(llm.engine, load).run())
+            llm.engine.set_policy(PolicySpec.for_target(options.target / 1000))
+            verdicts.append(verdict_of(seed, options.target / 1000, EngineRun(llm.engine, load).run(), curve))
+            print_table(verdicts[-1:])
+    print_table(verdicts)
+
+
+if __name__ == "__main__":
+    main()
