@@ -93,7 +93,7 @@ def verdict_of(seed: int, target: float, outcome: Outcome, curve: Sequence[Outco
         seed=seed,
         target=target,
         p99=p99,
-        longest_gap=outcome.gaps[-1],
+        longest_gap=outcome.gap(1.0),
         ttft=outcome.ttft(),
         slowest_ttft=outcome.long_ttft[-1] if outcome.long_ttft else math.nan,
         best_budget_ttft=min((rival.ttft() for rival in rivals), default=math.nan),
@@ -112,7 +112,9 @@ def print_table(verdicts: list[Verdict]) -> None:
             f" {v.all_ttft_ratio:8.2f} {100 * v.error:10.1f}%"
         )
     for target in sorted({v.target for v in verdicts}):
-        of_target = [v for v in verdicts if v.target == target]
+        of_target = [v for v in verdicts if v.target == target and not math.isnan(v.p99)]  # with tokens to compare
+        if not of_target:
+            continue
         kept = sum(v.p99_ratio <= MAX_P99 for v in of_target)
         errors = [v.error for v in of_target if not math.isnan(v.error)]
         print(
