@@ -157,7 +157,7 @@ class Request:
     max_known_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     deadline: StreamDeadline = field(init=False)
-    place: Place = field(init=False)
+    place: Place = field(init=False)  # in line, set by the scheduler
     rank: tuple[float, int] = (0.0, 0)  # place in line, set by the scheduler: the lowest goes first and yields last
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -176,7 +176,6 @@ class Request:
         self.tokens = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.max_known_tokens = min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
-        self.place = Place(self.arrival_time, self.num_prompt_tokens, 0, self.sampling.ttft_target)
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids).union(
             () if self.sampling.ignore_eos else eos_token_ids
         )

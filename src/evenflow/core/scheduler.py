@@ -15,6 +15,7 @@ from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
     HEAD_OF_LINE,
     LateToken,
+    Place,
     Urgency,
     charge_overtaking,
     rank_time,
@@ -114,8 +115,9 @@ class Scheduler:
                 f"but the KV cache holds {capacity}."
             )
         request.rank = (request.arrival_time, self._num_arrivals)
+        num_cached = self.prefix_cache.count_published(request) if self.policy.patience else 0
+        request.place = Place(request.arrival_time, request.num_known, num_cached, request.sampling.ttft_target)
         if self.policy.patience:
-            request.place.num_cached_tokens = self.prefix_cache.count_published(request)
             request.rank = self._rank(request, request.arrival_time)
         self._num_arrivals += 1
         self.requests[request.id] = request
@@ -191,7 +193,8 @@ class Scheduler:
         changes: list[BlockTableChange] = []
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
-        head = self._head_of_line(now) if self.policy.patience else []
+        has_prompts = bool(self._prefilling or self.waiting)
+        head = self._head_of_line(now) if self.policy.patience and has_prompts else []
         candidates = self._candidates()
         pacing = self.policy.pacing
         urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)

@@ -169,7 +169,7 @@ class Steering:
         assert self._planner is not None
         assert self._pacing is not None
         starts = {candidate.request_id: candidate.start for candidate in candidates}
-        for request_id, stream in self._head_of_line():
+        for request_id, stream in self._head_of_line() if candidates else ():
             self._update_rank(stream, starts.get(request_id, stream.place.num_cached_tokens), now)
         decoding = [decode for decode in decodes if decode.rows]
         urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
