@@ -80,7 +80,8 @@ def make_app(names: list[str]) -> FastAPI:
     async def tokens(body: dict[str, Any]) -> AsyncGenerator[str, None]:
         nonlocal num_requests
         num_requests += 1
-        request_id, num_prompt_tokens = f"cmpl-{num_requests}", len(body["prompt"])
+        request_id = f"cmpl-{body.get('request_id', num_requests)}-0"
+        num_prompt_tokens = len(body["prompt"])
         scheduler.arrive(request_id, num_prompt_tokens, body["max_tokens"])
         num_tokens = 0
         try:

@@ -162,6 +162,8 @@ def test_the_warm_up_is_not_observed(python: str, monkeypatch: pytest.MonkeyPatc
         assert seen(server)["num_requests"] == 1 + 1 + 3 + 2
         assert figure(server, "evenflow:chunk_tokens_count") == 0
         assert figure(server, "evenflow:step_seconds_count") == 0
+        late = {"prompt": [1, 2, 3], "max_tokens": 2, "request_id": warm_up.REQUEST_ID}
+        server.post("/v1/completions", late)
         server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4})
         server.until(lambda: figure(server, "evenflow:step_seconds_count") == 4)
         assert figure(server, "evenflow:chunk_tokens_count") == 1

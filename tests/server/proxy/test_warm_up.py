@@ -22,6 +22,7 @@ class Endpoint:
         self.num_open = 0
         self.most_open = 0
         self.prompts: list[tuple[int, int]] = []  # open streams, tokens
+        self.ids: list[str] = []
         self.longest = 0  # of a prompt and its answer
         self.first_blocks: list[tuple[int, ...]] = []
         self.refuses_from = 10_000  # the number of the first prompt that fails
@@ -32,6 +33,9 @@ class Endpoint:
         body = json.loads(request.content)
         prompt = body["prompt"]
         assert (body["model"], body["ignore_eos"]) == ("m", True)
+        assert body["request_id"] == body["rid"]
+        assert module.REQUEST_ID in body["rid"]
+        self.ids.append(body["rid"])
         if max(prompt) >= self.vocabulary:
             return httpx.Response(400, text="out of vocabulary")
         self.longest = max(self.longest, len(prompt) + body["max_tokens"])
@@ -71,6 +75,7 @@ class EndlessStream(httpx.AsyncByteStream):
 def run(endpoint: Endpoint) -> None:
     asyncio.run(endpoint.warm_up())
     assert endpoint.num_open == 0
+    assert len(set(endpoint.ids)) == len(endpoint.ids)
 
 
 @pytest.fixture
@@ -122,7 +127,7 @@ def test_it_ends_when_its_time_is_up(log: pytest.LogCaptureFixture, monkeypatch:
     monkeypatch.setattr(module, "TIME_LIMIT_S", 0.2)
     endpoint = Endpoint(limit=0)  # no stream ever begins
     run(endpoint)
-    assert endpoint.prompts == [(0, 1), (0, 256)]
+    assert endpoint.prompts == [(0, 1), (0, 256), (0, 1)]  # the last one ends behind all that was cancelled
     assert "longer prompts beside more streams were not run" in log.text
 
 

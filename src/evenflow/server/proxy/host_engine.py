@@ -110,7 +110,7 @@ class HostEngine(SupervisedEngine):
                 await asyncio.to_thread(guard.communicate)
 
     def _receive_steps(self) -> StepReceiver:
-        return StepReceiver(self._observer, lambda: self.is_up)
+        return StepReceiver(self._observer)
 
     async def _stays_up_while_warming(self, ended: asyncio.Future[int]) -> bool:
         if self._launch.warm_up:

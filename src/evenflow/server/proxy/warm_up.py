@@ -1,17 +1,18 @@
 """Sends prompts beside streams to a host engine before it serves, so that it has loaded its kernels and knows its step
-times. They are ordinary requests to the engine's OpenAI API; nothing else of the engine is known here.
+times. They are ordinary requests to the engine's OpenAI API; little else of the engine is known here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from evenflow.errors import EndpointFailed
 
 logger = logging.getLogger("evenflow")
 
+REQUEST_ID = "evenflow-warm-up"  # part of the id of each request: the engine's reports are told apart by it
 TIME_LIMIT_S = 10.0
 # Streams that decode, and the prompts sent beside them one after the other. Both grow slowly, so that a slow engine has
 # seen some of everything when time is up. A number of streams is one less than a power of two, the usual limit of an
@@ -47,10 +49,7 @@ async def warm_up(http: httpx.AsyncClient, name: str) -> None:
     started_at = time.monotonic()
     logger.info("Warming up %s: prompts beside streams, for at most %.0f s.", name, TIME_LIMIT_S)
     try:
-        async with asyncio.timeout(TIME_LIMIT_S):
-            await _run_stages(await _connect(http))
-    except TimeoutError:
-        logger.info("The warm-up used its %.0f s; longer prompts beside more streams were not run.", TIME_LIMIT_S)
+        await _run_until(started_at + TIME_LIMIT_S, await _connect(http))
     except Exception as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         reason = str(cause) or type(cause).__name__
@@ -59,12 +58,23 @@ async def warm_up(http: httpx.AsyncClient, name: str) -> None:
         logger.info("Warmed up in %.1f s.", time.monotonic() - started_at)
 
 
+async def _run_until(limit: float, endpoint: _Endpoint) -> None:
+    try:
+        async with asyncio.timeout(limit - time.monotonic()):
+            await _run_stages(endpoint)
+    except TimeoutError:
+        logger.info("The warm-up used its %.0f s; longer prompts beside more streams were not run.", TIME_LIMIT_S)
+        # An answer comes when the engine has ended the step that it was in and dropped what was cancelled.
+        await _check(await endpoint.complete(1, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
     http: httpx.AsyncClient
     model: str
     max_model_len: int
     token_ids: Sequence[int] = _TOKEN_IDS
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def complete(self, num_prompt_tokens: int, max_tokens: int) -> httpx.Response:
         return await self.http.post("/v1/completions", json=self._body(num_prompt_tokens, max_tokens))
@@ -84,17 +94,18 @@ class _Endpoint:
     def _body(self, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
         # Random tokens: no prefix cache holds them, and nothing will match what they leave there.
         prompt = random.choices(self.token_ids, k=num_prompt_tokens)
-        return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        request_id = f"{REQUEST_ID}-{next(self._numbers)}"
+        return body | {"request_id": request_id, "rid": request_id}  # the names that vLLM and SGLang have for it
 
 
 async def _connect(http: httpx.AsyncClient) -> _Endpoint:
     response = await http.get("/v1/models")
     await _check(response)
     model = response.json()["data"][0]
-    sizes = model["id"], model.get("max_model_len") or _ASSUMED_CONTEXT
-    endpoint = _Endpoint(http, *sizes)
+    endpoint = _Endpoint(http, model["id"], model.get("max_model_len") or _ASSUMED_CONTEXT)
     has_ids = (await endpoint.complete(1, 1)).is_success
-    return endpoint if has_ids else _Endpoint(http, *sizes, _LOW_TOKEN_IDS)
+    return endpoint if has_ids else replace(endpoint, token_ids=_LOW_TOKEN_IDS)
 
 
 async def _run_stages(endpoint: _Endpoint) -> None:
