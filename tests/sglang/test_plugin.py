@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evenflow.core.plan import ChunkReason
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.hosts.policy_file import PolicyFile
@@ -210,8 +211,14 @@ def test_without_a_target_steps_are_sglangs_own_and_reported(
     reports: list[StepReport] = []
     monkeypatch.setattr(driver.scheduler.evenflow.core._reporter, "report", reports.append)
     steps = driver.run(stall_script())
-    found = [chunk.length for report in reports for chunk in report.chunks if chunk.request_id == "long"]
-    assert found == lengths == [step.num_prefill_tokens for step in steps_beside(steps, "long")]
+    found = [chunk for report in reports for chunk in report.chunks if chunk.request_id == "long"]
+    assert found[-1].reason == ChunkReason.END_OF_PROMPT
+    assert all(chunk.reason == ChunkReason.BUDGET for chunk in found[:-1])
+    assert (
+        [chunk.length for chunk in found]
+        == lengths
+        == [step.num_prefill_tokens for step in steps_beside(steps, "long")]
+    )
     assert {(report.policy, report.target_s) for report in reports} == {(policy, None)}
 
 

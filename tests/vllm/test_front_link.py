@@ -15,6 +15,7 @@ from tests.vllm.driving import Driver, make_request, make_scheduler
 
 import msgspec  # isort: skip
 
+from evenflow.core.plan import ChunkReason  # isort: skip
 from evenflow.core.policies import PolicySpec  # isort: skip
 from evenflow.framing import FrameReader  # isort: skip
 from evenflow.hosts import reporter  # isort: skip
@@ -98,20 +99,28 @@ def test_steps_say_which_requests_came_and_went(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "policy", "lengths"),
+    ("settings", "policy", "chunks"),
     [
-        ({"max_num_batched_tokens": 512}, "fixed:512", [512, 512, 176]),
-        ({"max_num_batched_tokens": 65_536, "chunked": False}, "unchunked", [1200]),
+        (
+            {"max_num_batched_tokens": 512},
+            "fixed:512",
+            [(512, ChunkReason.BUDGET), (512, ChunkReason.BUDGET), (176, ChunkReason.END_OF_PROMPT)],
+        ),
+        (
+            {"max_num_batched_tokens": 65_536, "chunked": False},
+            "unchunked",
+            [(1200, ChunkReason.END_OF_PROMPT)],
+        ),
     ],
 )
 def test_without_a_target_steps_are_vllms_own_and_reported(
-    settings: dict[str, Any], policy: str, lengths: list[int], listener: Listener
+    settings: dict[str, Any], policy: str, chunks: list[tuple[int, ChunkReason]], listener: Listener
 ) -> None:
     with driving(target="none", **settings) as driver:
         driver.add(make_request(1200, 2))
         driver.run()
     reports = [step.report for step in listener.read()]
-    assert [chunk.length for report in reports for chunk in report.chunks] == lengths
+    assert [(chunk.length, chunk.reason) for report in reports for chunk in report.chunks] == chunks
     assert {(report.policy, report.target_s) for report in reports} == {(policy, None)}
 
 

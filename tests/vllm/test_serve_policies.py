@@ -25,6 +25,7 @@ def chunk_lengths(front: Front, num_prompt_tokens: int, first_token: int) -> lis
     assert 0 <= request["queue_s"] < chunks[0]["end_s"]
     assert request["ttft_s"] == chunks[-1]["end_s"]
     assert all(chunk["seconds"] > 0 for chunk in chunks)
+    assert [chunk["reason"] for chunk in chunks] == ["budget"] * (len(chunks) - 1) + ["end_of_prompt"]
     return [chunk["length"] for chunk in chunks]
 
 

@@ -60,9 +60,9 @@ class ServeOptions:
         "--warm-up/--no-warm-up",
         default=True,
     )
-    tensor_parallel_size: int | None = option("With another engine: devices that share every layer.", min=1)
-    pipeline_parallel_size: int | None = option("With another engine: stages of layers, each with devices.", min=1)
-    data_parallel_size: int | None = option("With another engine: copies that share the requests.", min=1)
+    tensor_parallel_size: int | None = option("With another engine: devices that each layer is split over.", min=1)
+    pipeline_parallel_size: int | None = option("With another engine: stages that the layers are split into.", min=1)
+    data_parallel_size: int | None = option("With another engine: copies of the model that share requests.", min=1)
     host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")

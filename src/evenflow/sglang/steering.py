@@ -308,9 +308,11 @@ class _Leader(SglangSteering):
             lengths = zip(started, batch.prefix_lens, batch.extend_lens, strict=False)
             step.chunks = [(request.rid, start, length) for request, start, length in lengths]
             self._waiting.difference_update(request.rid for request in started)
-        num_ended = sum(request is not batch.chunked_req for request in started)
+        ended = [request.rid for request in started if request is not batch.chunked_req]
+        for request_id in ended:
+            step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
         context = sum(request.seqlen for request in decoding)
-        self.core.scheduled(step, len(decoding), context, num_ended)
+        self.core.scheduled(step, len(decoding), context, len(ended))
 
     def launched(self) -> None:
         self.core.launched(None)

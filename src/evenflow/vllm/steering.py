@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.hosts.in_flight import InFlightStep
@@ -243,7 +243,11 @@ class VllmSteering:
                 context += length * end
             else:
                 step.chunks.append((request_id, end - length, length))
-                num_ended += not request.is_prefill_chunk
+                if not request.is_prefill_chunk:
+                    num_ended += 1
+                    step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
+                elif length == self._scheduler.scheduler_config.long_prefill_token_threshold:
+                    step.reasons.setdefault(request_id, ChunkReason.LONG_PREFILL)
         self.core.scheduled(step, num_rows, context, num_ended)
 
     def emitted(self, step: InFlightStep, outputs: Mapping[int, Any]) -> None:
