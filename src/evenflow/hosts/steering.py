@@ -223,8 +223,8 @@ class Steering:
     def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
         """The requests whose first chunk is among these. The host's own metrics count those that come back."""
         for request_id, start, _ in chunks:
-            stream = self._streams[request_id]
-            if not stream.is_admitted:
+            stream = self._streams.get(request_id)
+            if stream is not None and not stream.is_admitted:
                 stream.is_admitted = True
                 yield AdmissionReport(request_id, stream.place.num_tokens, start, was_preempted=False)
 

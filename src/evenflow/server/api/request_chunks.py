@@ -22,7 +22,7 @@ MAX_FINISHED = 1024  # requests that are kept after their end
 _MAX_CHUNKS = 1 << 16  # of all of them: a long prompt beside many streams may have thousands
 # What engines add to a response's id to name its requests: the number of the choice or prompt, before the id for the
 # choices in vLLM, and a random end in vLLM.
-_REQUEST_ID = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
+_REQUEST_ID = r"(?:(\d{{1,9}})_)?{}(?:[-_](\d{{1,9}}))?(?:-[0-9a-f]{{8}})?"
 
 
 class RecentRequests(Listener):
