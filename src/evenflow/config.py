@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
+from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, PolicySpec
 from evenflow.errors import InvalidConfig
 
 GIB = 1 << 30
@@ -56,6 +56,15 @@ class EngineConfig:
         assert not isinstance(self.policy, str)  # parsed at construction
         return self.policy
 
+    @property
+    def chosen_policy(self) -> PolicySpec | None:
+        """The policy that these settings name in one way or another; None: nothing was chosen."""
+        if self.enable_chunked_prefill is False:
+            return PolicySpec("unchunked")
+        if self.spec is None and self.max_num_batched_tokens is not None:
+            return PolicySpec("fixed", self.max_num_batched_tokens)
+        return self.spec
+
     def _require_at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -99,8 +108,8 @@ class EngineConfig:
 
     def resolve_policy(self, max_model_len: int) -> PolicySpec:
         """The policy with its budget, for a model whose prompts have at most this many tokens."""
-        spec = self.spec
-        if (spec is not None and spec.name == "unchunked") or self.enable_chunked_prefill is False:
+        spec = self.chosen_policy or DEFAULT_POLICY
+        if spec.name == "unchunked":
             budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)
             if budget < max_model_len:
                 raise InvalidConfig(
@@ -108,6 +117,4 @@ class EngineConfig:
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
             return PolicySpec("unchunked", budget)
-        if spec is None:
-            return PolicySpec("fixed", self.max_num_batched_tokens or DEFAULT_BUDGET)
         return spec.bounded(self.max_num_batched_tokens or spec.budget)

@@ -25,3 +25,5 @@ def test_a_policy_is_read_when_it_changes_and_bad_ones_are_ignored(tmp_path: Pat
     assert str(reader.read_if_changed(current)) == "target:90.5ms,paced"
     writer.write(None)
     assert reader.read_if_changed(current) is None
+    writer.write(PolicySpec.parse("fixed:512"))  # which the host does by itself
+    assert (tmp_path / "target").read_text() == "none"

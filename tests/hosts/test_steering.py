@@ -11,6 +11,7 @@ from evenflow.core.deadlines import OVERTAKING_SHARE
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
+from evenflow.core.report import AdmissionReport, StepReport
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.target_policy import PATIENCE
 from evenflow.hosts.in_flight import InFlightStep
@@ -21,6 +22,7 @@ CAPS = ExecutorCaps()
 ROW = 1e-5  # seconds
 PRIOR = StepCosts(step=0.001, row=ROW)
 LOAD = HostLoad(1, 1, 0.0)
+TARGET = PolicySpec.parse("target:50ms")
 
 
 class Driven(Steering):
@@ -32,9 +34,14 @@ class Driven(Steering):
         return self.now
 
 
-def steering(tmp_path: Path, prior: StepCosts | None = PRIOR) -> Driven:
-    host = Host(CAPS, 8192, 64, tmp_path / "step-times", logging.getLogger("test"), prior)
-    return Driven(host, Settings(PolicySpec.parse("target:50ms"), None, None))
+def steering(
+    tmp_path: Path,
+    prior: StepCosts | None = PRIOR,
+    policy: PolicySpec | None = TARGET,
+    own_policy: PolicySpec | None = None,
+) -> Driven:
+    host = Host(CAPS, 8192, 64, tmp_path / "step-times", logging.getLogger("test"), prior, own_policy=own_policy)
+    return Driven(host, Settings(policy, None, None))
 
 
 def add(driven: Driven, name: str, num_tokens: int, **more: float) -> None:
@@ -121,3 +128,39 @@ def test_a_target_is_called_infeasible_only_on_evidence(tmp_path: Path, caplog: 
         plan()
     (record,) = caplog.records
     assert "a target of 50 ms is infeasible beside prefill. The lowest feasible target is 2" in record.getMessage()
+
+
+def reports_of(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> list[StepReport]:
+    reports: list[StepReport] = []
+    monkeypatch.setattr(driven._reporter, "report", reports.append)
+    return reports
+
+
+def test_a_request_is_admitted_once_with_its_cached_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = steering(tmp_path)
+    reports = reports_of(driven, monkeypatch)
+    add(driven, "chat", 100)
+    for start in (32, 64):
+        launch(driven, "step", ("chat", start, 32))
+        driven.now += 0.01
+        end(driven, "step")
+    assert [report.admissions for report in reports] == [[AdmissionReport("chat", 100, 32, False)], []]
+
+
+@pytest.mark.parametrize(
+    ("own_policy", "name"),
+    [(PolicySpec("fixed", 512), "fixed:512"), (PolicySpec("unchunked"), "unchunked"), (None, "none")],
+)
+def test_without_a_target_reports_name_the_hosts_own_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_policy: PolicySpec | None, name: str
+) -> None:
+    driven = steering(tmp_path, policy=None, own_policy=own_policy)
+    reports = reports_of(driven, monkeypatch)
+    assert not driven.is_active
+    add(driven, "chat", 100)
+    launch(driven, "step", ("chat", 0, 100))
+    end(driven, "step")
+    driven.set_policy(PolicySpec.parse("target:50ms"))
+    launch(driven, "step", ("chat", 0, 100))
+    end(driven, "step")
+    assert [(report.policy, report.target_s) for report in reports] == [(name, None), ("target:50ms", 0.05)]

@@ -32,13 +32,14 @@ METRICS = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{eng
 
 
 class Scheduler:
-    """Every token is a step of its own, reported by the plug-in's own steering."""
+    """Every chunk and every token is a step of its own, reported by the plug-in's own steering."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
         settings = read_settings({})
         assert settings.target_file is not None
         store = Path(settings.target_file).with_name("step-times")
-        self._steering = Steering(Host(ExecutorCaps(), 2048, 256, store, logging.getLogger("vllm")), settings)
+        self._steering = Steering(Host(ExecutorCaps(), budget, 256, store, logging.getLogger("vllm")), settings)
         self._requests: dict[str, int] = {}
 
     @property
@@ -56,31 +57,43 @@ class Scheduler:
     def leave(self, request_id: str) -> None:
         del self._requests[request_id]
 
-    def step(self, request_id: str, num_prompt_tokens: int) -> None:
+    def prefill(self, request_id: str, is_whole_answer: bool) -> None:
+        num_tokens = self._requests[request_id]
+        for start in range(0, num_tokens, self.budget):
+            is_end = start + self.budget >= num_tokens
+            if is_end and is_whole_answer:
+                self.leave(request_id)
+            self.step(request_id, (start, min(self.budget, num_tokens - start)), is_end)
+
+    def step(self, request_id: str, chunk: tuple[int, int] | None = None, gives_token: bool = True) -> None:
         self._steering.follow_policy_file()
         now = time.perf_counter()
         self._steering.clock = lambda: now  # type: ignore[method-assign]
         step = InFlightStep(now - TOKEN_S, key=object())
-        if num_prompt_tokens:
-            step.chunks = [(request_id, 0, num_prompt_tokens)]
-            step.reasons = {request_id: ChunkReason.END_OF_PROMPT}
-            self._steering.scheduled(step, 0, 0, 1)
+        if chunk is not None:
+            step.chunks = [(request_id, *chunk)]
+            step.reasons = {request_id: ChunkReason.END_OF_PROMPT} if gives_token else {}
+            self._steering.scheduled(step, 0, 0, int(gives_token))
         else:
             step.decode_ids = {request_id}
             self._steering.scheduled(step, 1, 1, 0)
         step = self._steering.ended(step.key)
-        self._steering.emitted(step, {request_id: [1]}, self._requests, HostLoad(self.num_running, 0, 0.25))
+        tokens = {request_id: [1]} if gives_token else {}
+        self._steering.emitted(step, tokens, self._requests, HostLoad(self.num_running, 0, 0.25))
 
 
-def make_app(names: list[str]) -> FastAPI:
+def make_app(names: list[str], budget: int) -> FastAPI:
     app = FastAPI()
-    scheduler = Scheduler()
+    scheduler = Scheduler(budget)
     num_requests = 0
 
-    async def tokens(body: dict[str, Any]) -> AsyncGenerator[str, None]:
+    def new_id(body: dict[str, Any]) -> str:
         nonlocal num_requests
         num_requests += 1
-        request_id = f"cmpl-{body.get('request_id', num_requests)}-0"
+        return f"cmpl-{body.get('request_id', num_requests)}"
+
+    async def tokens(response_id: str, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        request_id = f"{response_id}-0-0a1b2c3d"  # as vLLM names it: the prompt's number, and a random end
         num_prompt_tokens = len(body["prompt"])
         scheduler.arrive(request_id, num_prompt_tokens, body["max_tokens"])
         num_tokens = 0
@@ -88,9 +101,13 @@ def make_app(names: list[str]) -> FastAPI:
             for number in range(body["max_tokens"]):
                 await asyncio.sleep(TOKEN_S)
                 num_tokens += 1
-                if num_tokens == body["max_tokens"]:
-                    scheduler.leave(request_id)
-                scheduler.step(request_id, 0 if number else num_prompt_tokens)
+                is_last = num_tokens == body["max_tokens"]
+                if number == 0:
+                    scheduler.prefill(request_id, is_last)
+                else:
+                    if is_last:
+                        scheduler.leave(request_id)
+                    scheduler.step(request_id)
                 yield f"token {number} "
         finally:
             if num_tokens < body["max_tokens"]:
@@ -130,23 +147,24 @@ def make_app(names: list[str]) -> FastAPI:
         if "prompt" not in body:
             error = {"message": "no prompt", "type": "BadRequestError", "param": None, "code": 400}
             return Response(json.dumps({"error": error}), 400, media_type="application/json")
+        response_id = new_id(body)
         if body.get("stream"):
 
             async def events() -> AsyncIterator[str]:
-                async for text in tokens(body):
-                    chunk = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
+                async for text in tokens(response_id, body):
+                    chunk = {"id": response_id, "object": "text_completion", "choices": [{"index": 0, "text": text}]}
                     yield f"data: {json.dumps(chunk)}\n\n"
                 yield "data: [DONE]\n\n"
 
             return StreamingResponse(events(), media_type="text/event-stream")
         text = ""
-        async with aclosing(tokens(body)) as parts:
+        async with aclosing(tokens(response_id, body)) as parts:
             async for part in parts:
                 if await request.is_disconnected():
                     break
                 text += part
         choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
-        answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": names[0], "choices": [choice]}
+        answer = {"id": response_id, "object": "text_completion", "created": 1, "model": names[0], "choices": [choice]}
         return Response(json.dumps(answer), media_type="application/json")
 
     return app
@@ -163,13 +181,17 @@ def main() -> None:
     parser.add_argument("--scheduler-cls")
     parser.add_argument("--served-model-name", nargs="+")
     parser.add_argument("--fail", action="store_true")
-    parser.add_argument("--tensor-parallel-size", type=int)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", type=int)
+    parser.add_argument("--max-num-batched-tokens", "--chunked-prefill-size", type=int, default=2048)
+    parser.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--enable-mixed-chunk", action="store_true")
     parser.add_argument("--compilation-config")
     args = parser.parse_args()
     if args.fail:
         sys.exit(3)
     address = {"uds": args.uds} if args.uds else {"host": args.host, "port": args.port}
-    uvicorn.run(make_app(args.served_model_name or [args.model]), **address, log_level="warning")
+    budget = args.max_num_batched_tokens if args.enable_chunked_prefill else 1 << 20
+    uvicorn.run(make_app(args.served_model_name or [args.model], budget), **address, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from evenflow.core.policies import PolicySpec
+from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.hosts.settings import Settings
 
 CHUNK = 512  # SGLang's own budget
@@ -79,7 +80,8 @@ class Driver:
 
         self.scheduler.evenflow = None
         if target is not None:
-            settings = Settings(PolicySpec.parse(f"target:{target}"), None, None)
+            policy = None if target == NO_TARGET else PolicySpec.parse(f"target:{target}")
+            settings = Settings(policy, None, None)
             self.scheduler.evenflow = make_steering(self.scheduler, settings)
             self.scheduler.evenflow.core.clock = lambda: self.device.now
 

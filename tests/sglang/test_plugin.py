@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from evenflow.core.plan import ChunkReason
 from evenflow.core.policies import PolicySpec
+from evenflow.core.report import StepReport
 from evenflow.hosts.policy_file import PolicyFile
 from evenflow.hosts.settings import Settings
 from tests.sglang.driving import CHUNK, ROW_S, STEP_S, Driver, SeenStep, request
@@ -187,6 +189,49 @@ def test_a_written_target_is_followed(driver: Driver, tmp_path: Path) -> None:
     assert [step.num_prefill_tokens for step in steps_beside(steps, "long")] == [512, 512, 476]  # SGLang's own
 
 
+@pytest.mark.parametrize(
+    ("chunk", "is_mixed", "policy", "lengths"),
+    [
+        (None, False, "unchunked", [1500]),
+        (512, True, "fixed:512", [511, 511, 478]),
+        (512, False, "none", [512, 512, 476]),
+    ],
+)
+def test_without_a_target_steps_are_sglangs_own_and_reported(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int | None,
+    is_mixed: bool,
+    policy: str,
+    lengths: list[int],
+) -> None:
+    monkeypatch.setattr(driver.scheduler, "chunked_prefill_size", chunk)
+    monkeypatch.setattr(driver.scheduler, "is_mixed_chunk", is_mixed)
+    driver.steer("none")
+    reports: list[StepReport] = []
+    monkeypatch.setattr(driver.scheduler.evenflow.core._reporter, "report", reports.append)
+    steps = driver.run(stall_script())
+    found = [chunk for report in reports for chunk in report.chunks if chunk.request_id == "long"]
+    assert found[-1].reason == ChunkReason.END_OF_PROMPT
+    assert all(chunk.reason == ChunkReason.BUDGET for chunk in found[:-1])
+    assert (
+        [chunk.length for chunk in found]
+        == lengths
+        == [step.num_prefill_tokens for step in steps_beside(steps, "long")]
+    )
+    assert {(report.policy, report.target_s) for report in reports} == {(policy, None)}
+
+
+def test_a_target_is_not_kept_where_prompts_are_not_cut(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(driver.scheduler, "chunked_prefill_size", None)
+    driver.steer("3ms")
+    steps = driver.run(stall_script())
+    assert [step.num_prefill_tokens for step in steps_beside(steps, "long")] == [1500]
+    assert logged == ["evenflow: no latency target is kept: chunked prefill is off"]
+
+
 def test_a_requests_own_target_counts(driver: Driver) -> None:
     driver.steer("50ms")
     script = stall_script()
@@ -226,7 +271,6 @@ def vars_of(state: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("holder", "name", "value", "reason"),
     [
-        ("", "chunked_prefill_size", None, "chunked prefill is off"),
         ("", "spec_algorithm", SimpleNamespace(is_none=lambda: False), "speculative decoding"),
         ("server_args", "pp_size", 2, "pipeline"),
         ("server_args", "enable_dp_attention", True, "--enable-dp-attention"),

@@ -47,18 +47,24 @@ def prompt_of(num_tokens: int, first_token: int) -> list[int]:
 class Front:
     """The command in a process of its own."""
 
-    def __init__(self, model: Path, *more_flags: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *more_options: str,
+        policy: str = "target:2s",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         command = [sys.executable, "-c", "import sys; from evenflow.cli.main import main; sys.exit(main())", "serve"]
-        options = ["--engine", "vllm", "--model", str(model), "--served-model-name", "tiny", "--tbt-target", "2s"]
-        flags = ["--", "--enforce-eager", "--max-model-len", str(_MAX_LENGTH), "--dtype", "float32", *more_flags]
+        options = ["--engine", "vllm", "--model", str(model), "--served-model-name", "tiny", "--policy", policy]
+        flags = ["--", "--enforce-eager", "--max-model-len", str(_MAX_LENGTH), "--dtype", "float32"]
         self.process = subprocess.Popen(
-            [*command, *options, "--port", "0", *flags],
+            [*command, *options, *more_options, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **_ENVIRONMENT, **environment, "EVENFLOW_CACHE": str(model / "cache")},
         )
         assert self.process.stderr is not None
-        line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)
+        self.first_line = line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)
         self.url = line[line.index("http") : line.index("/ready")]
         self.log: list[str] = []
         self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
@@ -121,8 +127,11 @@ class Front:
                         found += [length for _, _, length, *_ in chunks if num_decodes]
             return found
 
-    def set_target(self, target: str) -> None:
-        assert httpx.put(self.url + "/v1/target", json={"tbt_target": target}).status_code == 200
+    def put_target(self, target: str | None) -> httpx.Response:
+        return httpx.put(self.url + "/v1/target", json={"tbt_target": target})
+
+    def set_target(self, target: str | None) -> None:
+        assert self.put_target(target).status_code == 200
 
     def vllm_group(self) -> int:
         """The id of vLLM's process group: that of the command's child whose command line says so."""

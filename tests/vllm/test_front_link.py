@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.vllm.driving import Driver, make_request, make_scheduler
 
 import msgspec  # isort: skip
 
+from evenflow.core.plan import ChunkReason  # isort: skip
 from evenflow.core.policies import PolicySpec  # isort: skip
 from evenflow.framing import FrameReader  # isort: skip
 from evenflow.hosts import reporter  # isort: skip
@@ -55,8 +58,8 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listen
 
 
 @contextmanager
-def driving() -> Iterator[Driver]:
-    driver = Driver(make_scheduler())
+def driving(**settings: Any) -> Iterator[Driver]:
+    driver = Driver(make_scheduler(**settings))
     yield driver
     driver.scheduler.steering.core.close()
 
@@ -93,6 +96,52 @@ def test_steps_say_which_requests_came_and_went(listener: Listener) -> None:
     ]
     assert [(one.request_id, one.num_output_tokens) for one in last.left] == [(request.request_id, 3)]
     assert not any(step.arrived or step.left for step in between)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "chunks"),
+    [
+        (
+            {"max_num_batched_tokens": 512},
+            "fixed:512",
+            [(512, ChunkReason.BUDGET), (512, ChunkReason.BUDGET), (176, ChunkReason.END_OF_PROMPT)],
+        ),
+        (
+            {"max_num_batched_tokens": 65_536, "chunked": False},
+            "unchunked",
+            [(1200, ChunkReason.END_OF_PROMPT)],
+        ),
+    ],
+)
+def test_without_a_target_steps_are_vllms_own_and_reported(
+    settings: dict[str, Any], policy: str, chunks: list[tuple[int, ChunkReason]], listener: Listener
+) -> None:
+    with driving(target="none", **settings) as driver:
+        driver.add(make_request(1200, 2))
+        driver.run()
+    reports = [step.report for step in listener.read()]
+    assert [(chunk.length, chunk.reason) for report in reports for chunk in report.chunks] == chunks
+    assert {(report.policy, report.target_s) for report in reports} == {(policy, None)}
+
+
+def test_without_a_target_the_order_is_vllms_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target orders by arrival time and length; vLLM by when it was handed the request."""
+    monkeypatch.setenv(TARGET_FILE_VARIABLE, str(tmp_path / "target"))
+
+    def served_first(driver: Driver) -> str:
+        driver.ran.clear()
+        late, early = (make_request(3000, 1, arrival=time.time() - ago) for ago in (1, 2))
+        for request in (late, early):
+            driver.scheduler.add_request(request)
+        driver.run()
+        return "late" if late.request_id in driver.ran[0].chunks else "early"
+
+    with driving(target="none", max_num_batched_tokens=1024) as driver:
+        assert served_first(driver) == "late"
+        PolicyFile(tmp_path / "target").write(PolicySpec.parse("target:50ms"))
+        driver.add(make_request(10, 1))
+        driver.run()
+        assert served_first(driver) == "early"
 
 
 def steps_told_late(driver: Driver, listener: Listener) -> list[HostStep]:

@@ -14,12 +14,14 @@ _NAMES = {
     "max_num_seqs": "max-running-requests",
     "max_model_len": "context-length",
     "gpu_memory_utilization": "mem-fraction-static",
+    "tensor_parallel_size": "tp-size",
+    "pipeline_parallel_size": "pp-size",
+    "data_parallel_size": "dp-size",
 }
+_UNCHUNKED_BUDGET = "max-prefill-tokens"  # of whole prompts in a step; a longer one runs alone
 # Flags of vLLM in advice, and what SGLang calls them.
 _RENAMED = {
     **{f"--{name.replace('_', '-')}": f"--{flag}" for name, flag in _NAMES.items()},
-    "--tensor-parallel-size": "--tp-size",
-    "--data-parallel-size": "--dp-size",
     "--no-enable-prefix-caching": "--disable-radix-cache",
 }
 _IF_OFF = {
@@ -36,9 +38,12 @@ class SglangFlags(NamedTuple):
 def command_flags(settings: Mapping[str, Any]) -> SglangFlags:
     """Settings as flags of SGLang's server. What SGLang does anyway needs no flag."""
     found = SglangFlags([], [])
+    names = dict(_NAMES)
+    if settings.get("enable_chunked_prefill") is False:
+        names["max_num_batched_tokens"] = _UNCHUNKED_BUDGET
     for name, value in settings.items():
-        if name in _NAMES:
-            found.flags.extend((f"--{_NAMES[name]}", str(value)))
+        if name in names:
+            found.flags.extend((f"--{names[name]}", str(value)))
         elif name in _IF_OFF:
             found.flags.extend([] if value else _IF_OFF[name])
         elif value:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,9 @@ class ServeOptions:
         "--warm-up/--no-warm-up",
         default=True,
     )
+    tensor_parallel_size: int | None = option("With another engine: devices that each layer is split over.", min=1)
+    pipeline_parallel_size: int | None = option("With another engine: stages that the layers are split into.", min=1)
+    data_parallel_size: int | None = option("With another engine: copies of the model that share requests.", min=1)
     host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
@@ -76,6 +79,23 @@ class ServeOptions:
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
     record: RecordTarget = None
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """Those that were given, by their names in vLLM."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        return {name: size for name in names if (size := getattr(self, name)) is not None}
+
+    def check_own_engine(self, engine_flags: Sequence[str]) -> None:
+        """Refuse what only another engine can do."""
+        given = self.vllm_python or self.sglang_python or " ".join(engine_flags)
+        given = given or ("" if self.warm_up else "--no-warm-up")
+        if given:
+            raise InvalidInput(f"Got {given!r} for another engine, but the engine is evenflow's own: give --engine.")
+        for name, size in self.parallel_sizes.items():
+            if size > 1:
+                got = f"Got --{name.replace('_', '-')} {size}"
+                raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
     def server_settings(self, model: str) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
@@ -112,10 +132,8 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     config = EngineConfig(**engine_settings(model, scheduling))
-    given = options.vllm_python or options.sglang_python or " ".join(engine_flags or ())
-    given = given or ("" if options.warm_up else "--no-warm-up")
-    if options.engine == "evenflow" and given:
-        raise InvalidInput(f"Got {given!r} for another engine, but the engine is evenflow's own: give --engine.")
+    if options.engine == "evenflow":
+        options.check_own_engine(engine_flags or ())
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
 from evenflow.config import EngineConfig
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
-from evenflow.hosts.launch import HostLaunch
+from evenflow.hosts.launch import HostLaunch, refuse_repeated
 from evenflow.sglang.launch import SglangLaunch
 from evenflow.vllm.launch import VllmLaunch
 
@@ -26,10 +27,11 @@ _HOSTS: dict[str, type[HostLaunch]] = {kind.package.engine: kind for kind in (Vl
 # Settings that host engines have too.
 _SHARED_SETTINGS = (
     *("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "max_num_seqs"),
-    "long_prefill_token_threshold",
+    *("long_prefill_token_threshold", "enable_chunked_prefill"),
 )
+_POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
-    *("weights", "threads", "kv_cache_memory", "enable_chunked_prefill"),
+    *("weights", "threads", "kv_cache_memory"),
     *("max_prompt_tokens", "max_n", "otlp_endpoint", "record"),
 )
 
@@ -46,20 +48,39 @@ def make_launch(
                 raise InvalidInput(f"Got {name} with {engine}, but only evenflow's own engine has that option.")
     if model.model == EngineConfig().model:
         raise InvalidInput(f"{engine} needs --model, a name or folder that it can load; it has no default model.")
-    policy = EngineConfig(policy=scheduling.policy, tbt_target=scheduling.tbt_target).spec
-    if policy is None or policy.target is None:
-        raise InvalidInput(f"{engine} needs --tbt-target, the time between tokens to keep, such as 50ms.")
+    given = engine_settings(model, scheduling)
+    policy = _policy(EngineConfig(**given), engine)
+    settings = {name: given[name] for name in _SHARED_SETTINGS if name in given} | options.parallel_sizes
+    obstacle = kind.find_obstacle(policy, settings)
+    has_target = policy is not None and policy.target is not None
+    if has_target and obstacle is not None:
+        raise InvalidInput(f"Got policy='{policy}' with {engine} but no target can be kept: {obstacle}.")
+    own_flags = kind.flags_of(policy, settings)
     kind.check_flags(flags)
-    shared = {name: value for name, value in engine_settings(model, scheduling).items() if name in _SHARED_SETTINGS}
+    refuse_repeated(flags, own_flags, kind.aliases)
     python = kind.package.find_python(getattr(options, f"{options.engine}_python"))
     return kind(
         python=python,
         model=model.model,
         policy=policy,
+        why_no_target=obstacle,
         model_names=options.served_model_name or (),
-        flags=[*kind.default_flags(python, flags), *kind.flags_of(shared), *flags],
+        flags=[*(kind.target_flags(python, flags) if has_target else ()), *own_flags, *flags],
         warm_up=options.warm_up,
     )
+
+
+def _policy(config: EngineConfig, engine: str) -> PolicySpec | None:
+    """None: the host's own settings."""
+    policy = config.chosen_policy
+    if policy is not None and policy.name not in _POLICIES:
+        raise InvalidInput(
+            f"Got policy='{policy}' with {engine} but expected target:MS, fixed:N or unchunked: only evenflow's own "
+            "engine has the others."
+        )
+    if config.max_model_len is not None:
+        config.resolve_policy(config.max_model_len)  # checks that unchunked prompts fit
+    return policy
 
 
 async def serve(settings: ServerSettings, listener: socket.socket, launch: HostLaunch, max_num_seqs: int) -> None:
@@ -72,7 +93,7 @@ async def serve(settings: ServerSettings, listener: socket.socket, launch: HostL
     def on_start(server: Server) -> None:
         logger.info(
             "Starting %s (%s), which takes a minute or two; http://%s:%d/ready says when it is up.",
-            *(launch.package.name, launch.policy, host, port),
+            *(launch.package.name, launch.summary, host, port),
         )
 
     def on_ready() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from evenflow.core.plan import ChunkReason, StepShape
+from evenflow.core.report import AdmissionReport
 
 _LAUNCH_OF_SAMPLING = 0.0025  # seconds, at most, after the forward pass is launched
 _MOST_STEPS = 4  # of an observation: by then, an end seen late matters little
@@ -20,6 +21,7 @@ class InFlightStep:
     key: object = None  # the host's object for this step
     shape: StepShape | None = None  # None: it holds no tokens
     chunks: list[tuple[str, int, int]] = field(default_factory=list)  # request, start, length
+    admissions: list[AdmissionReport] = field(default_factory=list)  # of requests that it starts
     predicted: float = 0.0
     seconds: float = 0.0
     launched_at: float = 0.0  # the host had launched it

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from evenflow.advisor.vllm_flags import installed_version
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.hosts.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
 
 _FIND_VERSION = """
@@ -94,10 +95,12 @@ class HostLaunch(ABC):
     """One server of a host engine to start."""
 
     package: ClassVar[HostPackage]
+    aliases: ClassVar[Mapping[str, str]]  # other spellings of the host's flags
 
     python: str
     model: str
-    policy: PolicySpec  # with a target
+    policy: PolicySpec | None  # `target`, `fixed` or `unchunked`; None: the host's own settings
+    why_no_target: str | None = None  # why it can keep none, however it is asked
     model_names: Sequence[str] = ()  # that requests use; by default the model's own name
     flags: Sequence[str] = ()  # for the host, unchanged
     warm_up: bool = True  # before it serves
@@ -109,14 +112,26 @@ class HostLaunch(ABC):
         """Refuse flags that evenflow sets itself; the host checks the others."""
 
     @classmethod
-    def default_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
-        """What evenflow asks of the host in this interpreter beside the user's flags."""
+    def target_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
+        """What evenflow asks of the host in this interpreter beside the user's flags, to keep a target."""
         return []
 
     @classmethod
     @abstractmethod
-    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
-        """Settings that evenflow's own engine has too, under its names, as the host's flags."""
+    def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
+        """The policy, and settings under evenflow's names, as the host's flags."""
+
+    @classmethod
+    def find_obstacle(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> str | None:
+        """Why no target can be kept under these settings."""
+        return "chunked prefill is off" if policy is not None and policy.name == "unchunked" else None
+
+    @property
+    def summary(self) -> str:
+        """What it is started with, in a few words."""
+        if self.policy is None:
+            return "its own settings, no latency target"
+        return str(self.policy) + ("" if self.policy.target else ", no latency target")
 
     @abstractmethod
     def command(self, folder: RunFolder) -> list[str]: ...
@@ -125,19 +140,48 @@ class HostLaunch(ABC):
     def base_url(self) -> str:
         return f"http://{self.package.engine}" if self.port is None else f"http://127.0.0.1:{self.port}"
 
-    def environment(self, folder: RunFolder, policy: PolicySpec) -> dict[str, str]:
+    def environment(self, folder: RunFolder, policy: PolicySpec | None) -> dict[str, str]:
         """The environment of the host's processes; `policy` is the one to start with."""
+        has_target = policy is not None and policy.target is not None
         return os.environ | {
-            TARGET_VARIABLE: str(policy).removeprefix("target:"),
+            TARGET_VARIABLE: str(policy).removeprefix("target:") if has_target else NO_TARGET,
             SOCKET_VARIABLE: str(folder.step_socket),
             TARGET_FILE_VARIABLE: str(folder.policy_path),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(folder.packages), os.environ.get("PYTHONPATH")))),
         }
 
 
+def own_settings(policy: PolicySpec | None) -> dict[str, Any]:
+    """What a policy without a target asks of the host itself, as settings under evenflow's names."""
+    if policy is None or policy.target is not None:
+        return {}
+    if policy.name == "unchunked":
+        return {"enable_chunked_prefill": False}
+    return {"enable_chunked_prefill": True, "max_num_batched_tokens": policy.budget}
+
+
+def flag_name(flag: str) -> str:
+    """The name of a flag without its value, spelled with hyphens."""
+    return flag.partition("=")[0].replace("_", "-")
+
+
 def refuse_flags(flags: Sequence[str], refused: Mapping[str, str]) -> None:
     """Refuse flags that are in this table of reasons."""
     for flag in flags:
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in refused:
-            raise InvalidInput(f"Got {flag!r} after the -- but {refused[name]}.")
+        if (reason := refused.get(flag_name(flag))) is not None:
+            raise InvalidInput(f"Got {flag!r} after the -- but {reason}.")
+
+
+def refuse_repeated(flags: Sequence[str], own_flags: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """Refuse flags that evenflow's own options set too. `aliases` are other spellings of the host's flags."""
+
+    def setting(flag: str) -> str:
+        name = flag_name(flag)
+        return aliases.get(name, name).replace("--no-", "--")
+
+    own = {setting(flag): flag for flag in own_flags if flag.startswith("--")}
+    for flag in flags:
+        if (given := own.get(setting(flag))) is not None:
+            raise InvalidInput(
+                f"Got {flag!r} after the -- but evenflow's own options before it set {given}: give it once."
+            )

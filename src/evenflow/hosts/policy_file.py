@@ -23,7 +23,7 @@ class PolicyFile:
 
     def write(self, policy: PolicySpec | None) -> None:
         new = self._path.with_suffix(".new")
-        new.write_text(NO_TARGET if policy is None else str(policy), encoding="utf-8")
+        new.write_text(NO_TARGET if policy is None or policy.target is None else str(policy), encoding="utf-8")
         new.replace(self._path)
 
     def read_if_changed(self, current: PolicySpec | None) -> PolicySpec | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from evenflow.core.policies import MIN_TARGET_S, PolicySpec
 from evenflow.errors import InvalidConfig
+from evenflow.hosts.policy_file import NO_TARGET
 
 CONFIG_KEY = "evenflow"
 TARGET_VARIABLE = "EVENFLOW_TBT_TARGET"
@@ -21,7 +22,7 @@ _VARIABLES = {"tbt_target": TARGET_VARIABLE, "step_socket": SOCKET_VARIABLE, "ta
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    policy: PolicySpec
+    policy: PolicySpec | None  # None: the host is left to its own budget, and its steps are only reported
     step_socket: str | None  # a Unix stream socket that receives each step's report
     target_file: str | None  # another target can be written here while the host runs
 
@@ -37,18 +38,23 @@ def read_settings(additional_config: object) -> Settings:
     return Settings(_policy(found["tbt_target"]), found["step_socket"], found["target_file"])
 
 
-def _policy(target: Any) -> PolicySpec:
+def _policy(target: Any) -> PolicySpec | None:
+    if target == NO_TARGET:
+        return None
     if isinstance(target, int | float) and not isinstance(target, bool):
         return PolicySpec.for_target(target)
     if not isinstance(target, str):
         raise InvalidConfig(
             f"Got tbt_target={target!r} but expected a duration such as 50ms: set it by "
-            f"""--additional-config '{{"{CONFIG_KEY}": {{"tbt_target": "50ms"}}}}' or {TARGET_VARIABLE}=50ms."""
+            f"""--additional-config '{{"{CONFIG_KEY}": {{"tbt_target": "50ms"}}}}' or {TARGET_VARIABLE}=50ms; with """
+            f"{NO_TARGET!r} steps are only reported."
         )
     try:
         return PolicySpec.parse(f"target:{target}")
     except InvalidConfig:
-        raise InvalidConfig(f"Got tbt_target={target!r} but expected milliseconds such as 50ms.") from None
+        raise InvalidConfig(
+            f"Got tbt_target={target!r} but expected milliseconds such as 50ms, or {NO_TARGET}."
+        ) from None
 
 
 def own_target(extra_args: Mapping[str, Any] | None, name: str = "tbt_target") -> float | None:

@@ -25,7 +25,7 @@ from evenflow.core.deadlines import (
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quota, StepView
-from evenflow.core.report import Attribution, ChunkReport, StepReport
+from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, StepReport
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.hosts.in_flight import InFlightStep, InFlightSteps
@@ -48,6 +48,7 @@ class Host:
     logger: logging.Logger
     prior: StepCosts | None = None  # what steps cost before any was measured
     num_stages: int = 1  # of a pipeline: a stream's next token takes this many steps
+    own_policy: PolicySpec | None = None  # what it does without a target; None: something that has no name here
 
 
 class HostRequest(NamedTuple):
@@ -82,6 +83,7 @@ class _Stream:
     deadline: StreamDeadline
     place: Place
     rank: float = 0.0  # prompts are served in this order
+    is_admitted: bool = False  # it has been part of a step
     num_tokens: int = 0
 
 
@@ -202,6 +204,7 @@ class Steering:
 
     def scheduled(self, step: InFlightStep, num_decodes: int, decode_context: int, num_ended: int) -> None:
         """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt."""
+        step.admissions = list(self._admit(step.chunks))
         if num_decodes or step.chunks:
             step.shape = self._host.caps.step_shape(
                 num_decodes=num_decodes,
@@ -216,6 +219,14 @@ class Steering:
             charge_overtaking(head, step.shape.prefill_rows, step.predicted)
         step.launched_at = self.clock()  # unless the host says when it has
         self._in_flight.add(step)
+
+    def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
+        """The requests whose first chunk is among these. The host's own metrics count those that come back."""
+        for request_id, start, _ in chunks:
+            stream = self._streams.get(request_id)
+            if stream is not None and not stream.is_admitted:
+                stream.is_admitted = True
+                yield AdmissionReport(request_id, stream.place.num_tokens, start, was_preempted=False)
 
     def launched(self, key: object) -> None:
         """The host has launched the step with this key."""
@@ -284,10 +295,10 @@ class Steering:
                 ChunkReport(*chunk, step.reasons.get(chunk[0], ChunkReason.BUDGET), seconds, chunk[0] in tokens)
                 for chunk, seconds in zip(step.chunks, times.chunk_seconds, strict=True)
             ],
-            admissions=[],
+            admissions=step.admissions,
             causes=times.causes,
             late=late,
-            policy=NO_TARGET if self.policy is None else str(self.policy),
+            policy=str(self.policy or self._host.own_policy or NO_TARGET),
             budget=self._host.budget,
             target_s=self.target,
             feasible_target_s=self._planner.feasible_target if self._planner is not None else None,

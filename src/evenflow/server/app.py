@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from evenflow import __version__
 from evenflow.server.access import ApiKeys
 from evenflow.server.api.openapi import add_body_schemas, error_responses
+from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
@@ -51,6 +52,6 @@ def make_app(
         with_key["responses"] = error_responses(401)
     app.include_router(health_routes(service))
     app.include_router(live_router(feed, feed_dependencies=with_key["dependencies"]))
-    for routes in (target_routes(service), *engine_routes):
+    for routes in (target_routes(service), request_routes(RecentRequests(observer)), *engine_routes):
         app.include_router(routes, **with_key)
     return app

@@ -6,13 +6,22 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import zip_longest
+from typing import Any, ClassVar
 
 from evenflow import __version__
 from evenflow.advisor.sglang_flags import PACKAGES, command_flags
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
-from evenflow.hosts.launch import EVENFLOW_OPTION, HostLaunch, HostPackage, RunFolder, refuse_flags
+from evenflow.hosts.launch import (
+    EVENFLOW_OPTION,
+    HostLaunch,
+    HostPackage,
+    RunFolder,
+    flag_name,
+    own_settings,
+    refuse_flags,
+)
 
 SGLANG = HostPackage("SGLang", "sglang", PACKAGES, "install it by SGLang's own instructions")
 
@@ -42,6 +51,11 @@ class SglangLaunch(HostLaunch):
     """One SGLang server to start."""
 
     package = SGLANG
+    aliases: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("--tensor-parallel-size", "--tp"), "--tp-size"),
+        **dict.fromkeys(("--pipeline-parallel-size", "--pp"), "--pp-size"),
+        **dict.fromkeys(("--data-parallel-size", "--dp"), "--dp-size"),
+    }
 
     port: int | None = field(default_factory=free_port)  # SGLang cannot listen on a Unix socket
 
@@ -53,20 +67,31 @@ class SglangLaunch(HostLaunch):
     @classmethod
     def check_flags(cls, flags: Sequence[str]) -> None:
         refuse_flags(flags, _REFUSED_FLAGS)
+        for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
+            if flag_name(flag) == "--chunked-prefill-size" and (flag.partition("=")[2] or value) == "-1":
+                raise InvalidInput(f"Got {flag!r} -1 after the -- but {EVENFLOW_OPTION}, as --policy unchunked.")
 
     @classmethod
-    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
-        flags, unknown = command_flags(settings)
+    def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
+        flags, unknown = command_flags({**settings, **own_settings(policy)})
         if unknown:
             raise InvalidInput(f"Got --{unknown[0].replace('_', '-')} but SGLang has no such setting.")
-        return flags
+        # By itself SGLang leaves the decodes out of a step with prefill; under `fixed` they come first.
+        is_mixed = policy is not None and policy.name == "fixed"
+        return [*flags, "--enable-mixed-chunk"] if is_mixed else flags
+
+    @classmethod
+    def find_obstacle(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> str | None:
+        if settings.get("pipeline_parallel_size", 1) > 1:
+            return "evenflow does not steer SGLang's pipeline stages; use --tensor-parallel-size, or --engine vllm"
+        return super().find_obstacle(policy, settings)
 
     def command(self, folder: RunFolder) -> list[str]:
         own = ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-metrics"]
         names = ["--served-model-name", *self.model_names] if self.model_names else []
         return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
 
-    def environment(self, folder: RunFolder, policy: PolicySpec) -> dict[str, str]:
+    def environment(self, folder: RunFolder, policy: PolicySpec | None) -> dict[str, str]:
         """SGLang finds the plug-in by its metadata, even where evenflow is not installed beside it."""
         metadata = folder.packages / f"evenflow-{__version__}.dist-info"
         metadata.mkdir(exist_ok=True)

@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.utils import broadcast_pyobj
 
 from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.core.step_costs import StepCosts
 from evenflow.hosts.in_flight import InFlightStep
@@ -137,11 +138,12 @@ class _Leader(SglangSteering):
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
                 row_buckets=_graph_sizes(scheduler.server_args),
             ),
-            budget=scheduler.chunked_prefill_size,
+            budget=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
             max_num_seqs=scheduler.max_running_requests,
             step_times_path=step_times_path("sglang", *_step_time_key(scheduler)),
             logger=logger,
             prior=_prior(scheduler),
+            own_policy=_own_policy(scheduler),
         )
         self.core = Steering(host, settings)
         self._has_followers = scheduler.ps.tp_size > 1
@@ -153,7 +155,13 @@ class _Leader(SglangSteering):
         self._may_pass = True
         self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
         self._is_saved = True
-        logger.info("evenflow: latency target %g ms on SGLang %s", 1000 * (self.core.target or 0), sglang.__version__)
+        self._can_chunk = scheduler.chunked_prefill_size is not None
+        if self.core.target is None:
+            logger.info("evenflow: no latency target on SGLang %s; steps are only reported", sglang.__version__)
+        elif self._can_chunk:
+            logger.info("evenflow: latency target %g ms on SGLang %s", 1000 * self.core.target, sglang.__version__)
+        else:
+            logger.warning("evenflow: no latency target is kept: chunked prefill is off")
 
     # ---- before a step ----
 
@@ -164,7 +172,8 @@ class _Leader(SglangSteering):
         self._waiting.add(request.rid)
         if request.rid in self._open:
             return  # it ran before, and was retracted
-        match_prefix_for_req(self._scheduler.tree_cache, request, include_req=True)
+        if self._steers:
+            match_prefix_for_req(self._scheduler.tree_cache, request, include_req=True)
         self._open[request.rid] = request
         custom_params = request.sampling_params.custom_params
         self.core.add(
@@ -180,6 +189,11 @@ class _Leader(SglangSteering):
             )
         )
 
+    @property
+    def _steers(self) -> bool:
+        """False: SGLang's own order and budget are left as they are."""
+        return self._can_chunk and self.core.is_active
+
     def begin_step(self) -> None:
         self.core.follow_policy_file()
         self._next, self._passing = InFlightStep(self.core.clock()), []
@@ -192,7 +206,7 @@ class _Leader(SglangSteering):
     def _decide(self, running_batch: Any) -> _Decision:
         decoding = [request for request in running_batch.reqs if not request.finished()]
         self._next.decode_ids = {request.rid for request in decoding}
-        decision = self._steer(running_batch, decoding) if self.core.is_active else _Decision()
+        decision = self._steer(running_batch, decoding) if self._steers else _Decision()
         return self._share(decision) if self._has_followers and self._has_prefill else decision
 
     def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
@@ -294,9 +308,11 @@ class _Leader(SglangSteering):
             lengths = zip(started, batch.prefix_lens, batch.extend_lens, strict=False)
             step.chunks = [(request.rid, start, length) for request, start, length in lengths]
             self._waiting.difference_update(request.rid for request in started)
-        num_ended = sum(request is not batch.chunked_req for request in started)
+        ended = [request.rid for request in started if request is not batch.chunked_req]
+        for request_id in ended:
+            step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
         context = sum(request.seqlen for request in decoding)
-        self.core.scheduled(step, len(decoding), context, num_ended)
+        self.core.scheduled(step, len(decoding), context, len(ended))
 
     def launched(self) -> None:
         self.core.launched(None)
@@ -330,9 +346,9 @@ class _Leader(SglangSteering):
 
 
 def make_steering(scheduler: Any, settings: Settings) -> SglangSteering | None:
-    """None: these settings of SGLang leave no room for a target, and the log says why."""
+    """None: under these settings evenflow can neither steer SGLang nor follow its steps, and the log says why."""
     if (reason := _why_not(scheduler)) is not None:
-        logger.warning("evenflow: no latency target is kept: %s", reason)
+        logger.warning("evenflow: no latency target is kept and no steps are reported: %s", reason)
         return None
     return _Leader(scheduler, settings) if scheduler.ps.tp_rank == 0 else _Follower(scheduler)
 
@@ -342,7 +358,6 @@ def _why_not(scheduler: Any) -> str | None:
     args = scheduler.server_args
     reasons = (
         (not scheduler.is_generation, "this model generates no tokens"),
-        (scheduler.chunked_prefill_size is None, "chunked prefill is off; leave out --chunked-prefill-size -1"),
         (not scheduler.spec_algorithm.is_none(), "speculative decoding is on, which SGLang cannot mix with prefill"),
         (args.pp_size > 1, "the model is split into pipeline stages (--pp-size)"),
         (args.enable_dp_attention, "--enable-dp-attention is on: its ranks must schedule alike"),
@@ -355,6 +370,13 @@ def _why_not(scheduler: Any) -> str | None:
         (args.attention_backend == "dual_chunk_flash_attn", "this attention backend cannot mix prefill and decodes"),
     )
     return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def _own_policy(scheduler: Any) -> PolicySpec | None:
+    """What SGLang does without a target, if it is a policy of evenflow's."""
+    if scheduler.chunked_prefill_size is None:
+        return PolicySpec("unchunked")
+    return PolicySpec("fixed", scheduler.chunked_prefill_size) if scheduler.is_mixed_chunk else None
 
 
 def _candidate(request: Any) -> Candidate:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 from evenflow.advisor.vllm_flags import PACKAGES, command_flags
+from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
-from evenflow.hosts.launch import EVENFLOW_OPTION, HostLaunch, HostPackage, RunFolder, refuse_flags
+from evenflow.hosts.launch import EVENFLOW_OPTION, HostLaunch, HostPackage, RunFolder, own_settings, refuse_flags
 from evenflow.hosts.settings import CONFIG_KEY
 from evenflow.vllm.graphs import graph_flags
 
@@ -22,6 +23,7 @@ _REFUSED_FLAGS = {
     **dict.fromkeys(("--host", "--port", "--api-key", "--model", "--served-model-name"), EVENFLOW_OPTION),
     **dict.fromkeys(("--uds", "--headless", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _PRIVATE),
     "--scheduler-cls": "the target needs evenflow's own scheduler",
+    "--no-enable-chunked-prefill": EVENFLOW_OPTION + ", as --policy unchunked",
 }
 
 
@@ -29,6 +31,11 @@ class VllmLaunch(HostLaunch):
     """One vLLM server to start."""
 
     package = VLLM
+    aliases: ClassVar[Mapping[str, str]] = {
+        "-tp": "--tensor-parallel-size",
+        "-pp": "--pipeline-parallel-size",
+        "-dp": "--data-parallel-size",
+    }
 
     @classmethod
     def check_flags(cls, flags: Sequence[str]) -> None:
@@ -39,12 +46,12 @@ class VllmLaunch(HostLaunch):
                 raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but evenflow sets it: use --tbt-target.")
 
     @classmethod
-    def default_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
+    def target_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
         return graph_flags(VLLM.version_in(python), flags)
 
     @classmethod
-    def flags_of(cls, settings: Mapping[str, Any]) -> list[str]:
-        return command_flags(settings)  # it has them under the same names
+    def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
+        return command_flags({**settings, **own_settings(policy)})  # it has them under the same names
 
     def command(self, folder: RunFolder) -> list[str]:
         own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]

@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import prior_of
@@ -43,6 +44,7 @@ class VllmSteering:
         self._scheduler = scheduler
         self._budget: int = scheduler.max_num_scheduled_tokens
         model = scheduler.vllm_config.model_config
+        is_chunked = scheduler.scheduler_config.enable_chunked_prefill
         caps = ExecutorCaps(
             max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
             row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
@@ -60,12 +62,15 @@ class VllmSteering:
                 model.dtype.itemsize,
             ),
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
+            own_policy=PolicySpec("fixed", self._budget) if is_chunked else PolicySpec("unchunked"),
         )
         self.core = Steering(host, settings)
         self._next = InFlightStep()  # the one being scheduled
-        self._can_chunk = scheduler.scheduler_config.enable_chunked_prefill and scheduler.num_sampled_tokens_per_step
-        if self._can_chunk:
-            logger.info("evenflow: latency target %g ms on vLLM %s", 1000 * (self.core.target or 0), vllm.__version__)
+        self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
+        if self.core.target is None:
+            logger.info("evenflow: no latency target on vLLM %s; steps are only reported", vllm.__version__)
+        elif self._can_chunk:
+            logger.info("evenflow: latency target %g ms on vLLM %s", 1000 * self.core.target, vllm.__version__)
         else:
             logger.warning("evenflow: vLLM does not chunk this model's prompts; no latency target is kept")
 
@@ -86,7 +91,13 @@ class VllmSteering:
                 ttft_target=own_target(extra_args, "ttft_target"),
             )
         )
-        self._order_waiting()
+        if self._steers:
+            self._order_waiting()
+
+    @property
+    def _steers(self) -> bool:
+        """False: vLLM's own order and budget are left as they are."""
+        return self._can_chunk and self.core.is_active
 
     def _order_waiting(self) -> None:
         """By rank, as in evenflow's own queue."""
@@ -107,7 +118,7 @@ class VllmSteering:
         now = self.core.clock()
         decodes = [request for request in scheduler.running if not request.is_prefill_chunk]
         self._next = InFlightStep(now, {request.request_id for request in decodes})
-        if self._can_chunk and self.core.is_active:
+        if self._steers:
             self._steer(now, decodes)
         try:
             yield
@@ -232,7 +243,11 @@ class VllmSteering:
                 context += length * end
             else:
                 step.chunks.append((request_id, end - length, length))
-                num_ended += not request.is_prefill_chunk
+                if not request.is_prefill_chunk:
+                    num_ended += 1
+                    step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
+                elif length == self._scheduler.scheduler_config.long_prefill_token_threshold:
+                    step.reasons.setdefault(request_id, ChunkReason.LONG_PREFILL)
         self.core.scheduled(step, num_rows, context, num_ended)
 
     def emitted(self, step: InFlightStep, outputs: Mapping[int, Any]) -> None:

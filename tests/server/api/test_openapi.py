@@ -42,6 +42,7 @@ RESPONSES: list[tuple[str, str, Any, type[BaseModel]]] = [
     ("get", "/version", None, models.Version),
     ("put", "/v1/target", {"tbt_target": 0}, models.ErrorBody),
     ("get", "/v1/models/other", None, models.ErrorBody),
+    ("get", "/v1/requests/other/chunks", None, models.ErrorBody),
 ]
 
 
@@ -53,9 +54,16 @@ def test_responses_are_as_described(
     model.model_validate_json(response.content, strict=True)
     documented = server.get("/openapi.json").json()["paths"]
     template = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    template = "/v1/requests/{request_id}/chunks" if path.startswith("/v1/requests/") else template
     told = documented[template][method]["responses"][str(response.status_code)]
     schema = told["content"]["application/json"]["schema"]
     assert schema == {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def test_chunks_are_as_described(server: RunningServer) -> None:
+    response_id = server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).json()["id"]
+    found = server.get(f"/v1/requests/{response_id}/chunks")
+    assert models.RequestChunks.model_validate_json(found.content, strict=True).requests[0].chunks
 
 
 def test_every_reference_has_its_schema_and_bodies_are_strict(server: RunningServer) -> None:

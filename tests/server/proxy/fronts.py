@@ -29,6 +29,7 @@ def front(
     wait: bool = True,
     kind: type[HostLaunch] = VllmLaunch,
     warms_up: bool = False,
+    policy: str | None = "target:50ms",
     **settings: Any,
 ) -> Iterator[RunningServer]:
     """The front over a stand-in, in a thread of this process until the context ends."""
@@ -36,8 +37,9 @@ def front(
     found: list[Server] = []
     limits = ServerLimits(**settings.pop("limits", {}))
     chosen = ServerSettings(**{"model_names": (MODEL,), "drain_s": 0.0, "limits": limits, **settings})
-    policy = PolicySpec.parse("target:50ms")
-    started = kind(python=python, model=MODEL, policy=policy, flags=flags or [], warm_up=warms_up)
+    spec = None if policy is None else PolicySpec.parse(policy)
+    obstacle = kind.find_obstacle(spec, {})
+    started = kind(python=python, model=MODEL, policy=spec, why_no_target=obstacle, flags=flags or [], warm_up=warms_up)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

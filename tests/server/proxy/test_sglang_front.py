@@ -52,10 +52,10 @@ def test_a_killed_sglang_comes_back(server: RunningServer) -> None:
 def test_evenflows_options_become_sglangs_flags() -> None:
     settings = {"max_model_len": 9, "max_num_batched_tokens": 512, "enable_prefix_caching": False, "max_num_seqs": 4}
     flags = ["--context-length", "9", "--chunked-prefill-size", "512", "--disable-radix-cache"]
-    assert SglangLaunch.flags_of(settings) == [*flags, "--max-running-requests", "4"]
-    assert SglangLaunch.flags_of({"enable_prefix_caching": True, "long_prefill_token_threshold": 0}) == []
+    assert SglangLaunch.flags_of(None, settings) == [*flags, "--max-running-requests", "4"]
+    assert SglangLaunch.flags_of(None, {"enable_prefix_caching": True, "long_prefill_token_threshold": 0}) == []
     with pytest.raises(InvalidInput, match="Got --long-prefill-token-threshold but SGLang has no such setting"):
-        SglangLaunch.flags_of({"long_prefill_token_threshold": 128})
+        SglangLaunch.flags_of(None, {"long_prefill_token_threshold": 128})
 
 
 def test_sglangs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +69,53 @@ def test_sglangs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    ("policy", "settings", "flags"),
+    [
+        ("fixed:512", {}, ["--chunked-prefill-size", "512", "--enable-mixed-chunk"]),
+        ("unchunked", {}, ["--chunked-prefill-size", "-1"]),
+        (
+            "unchunked",
+            {"max_num_batched_tokens": 4096},
+            ["--max-prefill-tokens", "4096", "--chunked-prefill-size", "-1"],
+        ),
+        ("target:50ms", {"max_num_batched_tokens": 4096}, ["--chunked-prefill-size", "4096"]),
+        (None, {}, []),
+        (
+            None,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4},
+            ["--tp-size", "2", "--pp-size", "3", "--dp-size", "4"],
+        ),
+    ],
+)
+def test_policies_and_parallel_sizes_become_sglangs_flags(
+    policy: str | None, settings: dict[str, int], flags: list[str]
+) -> None:
+    assert SglangLaunch.flags_of(PolicySpec.parse(policy) if policy else None, settings) == flags
+
+
+def test_without_a_target_the_plug_in_only_reports(tmp_path: Path) -> None:
+    policy = PolicySpec.parse("fixed:512")
+    started = SglangLaunch(python="python", model=MODEL, policy=policy)
+    assert started.environment(RunFolder(tmp_path), policy)["EVENFLOW_TBT_TARGET"] == "none"
+    assert started.summary == "fixed:512, no latency target"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("", "--engine sglang needs --model"),
-        ("--model m", "--engine sglang needs --tbt-target"),
+        (
+            "--model m --policy load",
+            "with --engine sglang but expected target:MS, fixed:N or unchunked",
+        ),
+        ("--model m --tbt-target 50ms --pipeline-parallel-size 2", "does not steer SGLang's pipeline stages"),
+        (
+            "--model m --tensor-parallel-size 2 -- --tp 2",
+            "Got '--tp' after the -- but evenflow's own options",
+        ),
+        ("--model m --data-parallel-size 2 -- --dp-size 2", "set --dp-size: give it once"),
+        ("--model m -- --chunked-prefill-size -1", "as --policy unchunked"),
+        ("--model m -- --chunked-prefill-size=-1", "as --policy unchunked"),
         ("--model m --tbt-target 50ms -- --model-path x", "Got '--model-path' after the --"),
         ("--model m --tbt-target 50ms --sglang-python /no/such/python", "Got --sglang-python '/no/such/python' but"),
     ],

@@ -343,8 +343,21 @@ def test_other_flags_are_vllms_to_judge() -> None:
     ("arguments", "message"),
     [
         ("", "--engine vllm needs --model"),
-        ("--model m", "--engine vllm needs --tbt-target"),
-        ("--model m --policy fixed:64", "--engine vllm needs --tbt-target"),
+        (
+            "--model m --policy load",
+            "with --engine vllm but expected target:MS, fixed:N or unchunked",
+        ),
+        ("--model m --policy alternate:64", "Got policy='alternate:64' with --engine vllm"),
+        ("--model m --policy adaptive", "Got policy='adaptive' with --engine vllm"),
+        ("--model m --policy prompt-length", "Got policy='prompt-length' with --engine vllm"),
+        ("--model m --policy fixed:64 --max-num-batched-tokens 32", "two different budgets"),
+        ("--model m --policy unchunked --max-num-batched-tokens 32 --max-model-len 64", "must fit in one step"),
+        ("--model m -- --no-enable-chunked-prefill", "as --policy unchunked"),
+        ("--model m --tensor-parallel-size 0", "--tensor-parallel-size"),
+        ("--model m --tensor-parallel-size 2 -- -tp 2", "Got '-tp' after the -- but evenflow's own options before it"),
+        ("--model m --data-parallel-size 2 -- --data_parallel_size=2", "set --data-parallel-size: give it once"),
+        ("--model m --policy fixed:64 -- --max-num-batched-tokens 32", "set --max-num-batched-tokens: give it once"),
+        ("--model m --policy unchunked -- --enable-chunked-prefill", "set --no-enable-chunked-prefill: give it once"),
         ("--model m --tbt-target 50ms --weights int4", "Got --weights with --engine vllm"),
         ("--model m --tbt-target 50ms --max-n 3", "Got --max-n with --engine vllm"),
         ("--model m --tbt-target 50ms -- --port 1", "Got '--port' after the --"),
@@ -356,10 +369,21 @@ def test_wrong_options_are_refused(arguments: str, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--", "--tensor-parallel-size", "2"], ["--no-warm-up"]])
-def test_vllms_options_are_refused_by_the_own_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *options]) == 2
-    assert "the engine is evenflow's own" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-- --tensor-parallel-size 2", "the engine is evenflow's own"),
+        ("--no-warm-up", "the engine is evenflow's own"),
+        ("--tensor-parallel-size 2", "Got --tensor-parallel-size 2 but evenflow's own engine runs on one device"),
+        ("--pipeline-parallel-size 4", "Got --pipeline-parallel-size 4 but"),
+        ("--tensor-parallel-size 1 --data-parallel-size 8", "Got --data-parallel-size 8 but"),
+    ],
+)
+def test_vllms_options_are_refused_by_the_own_engine(
+    options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,35 @@ class CurrentTarget(_Response):
     paced: bool
 
 
+class PromptChunk(_Response):
+    """A part of a prompt that was computed in one step."""
+
+    start: int  # its first token's position in the prompt
+    length: int
+    reason: str  # why it is not longer
+    seconds: float  # its share of the step's time
+    end_s: float  # when the step ended, after the request arrived
+
+
+class PrefilledRequest(_Response):
+    """Times are seconds since the request arrived; null: not yet."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    queue_s: float | None  # when its first step began
+    ttft_s: float | None
+    chunks: list[PromptChunk]
+
+
+class RequestChunks(_Response):
+    """The requests of one response: one per choice."""
+
+    id: str
+    object: Literal["request.chunks"]
+    requests: list[PrefilledRequest]
+
+
 class Status(_Response):
     status: str
 

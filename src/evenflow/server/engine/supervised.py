@@ -24,7 +24,7 @@ class SupervisedEngine(ABC):
     When its process dies, every open request fails at once; requests are refused until the next process is ready.
     """
 
-    def __init__(self, name: str, policy: PolicySpec, observer: Observer) -> None:
+    def __init__(self, name: str, policy: PolicySpec | None, observer: Observer) -> None:
         self.is_up = False
         self.is_warming_up = False  # it runs, and serves no requests yet
         self.failure: EvenflowError = EngineFailed(f"{name} is starting")  # why it is not up

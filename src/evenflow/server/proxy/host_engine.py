@@ -14,8 +14,9 @@ from pathlib import Path
 
 import httpx
 
+from evenflow.core.policies import DEFAULT_POLICY
 from evenflow.core.request import FinishReason
-from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.errors import EngineFailed, EvenflowError, InvalidConfig
 from evenflow.hosts.launch import HostLaunch, RunFolder
 from evenflow.hosts.policy_file import PolicyFile
 from evenflow.server.engine.supervised import SupervisedEngine
@@ -38,7 +39,7 @@ class HostEngine(SupervisedEngine):
         self.name = launch.package.name
         super().__init__(self.name, launch.policy, observer)
         self._launch = launch
-        self._last_target = launch.policy
+        self._last_target = launch.policy or DEFAULT_POLICY  # the next one is paced as this one
         self._folder = RunFolder(Path(tempfile.mkdtemp(prefix="evenflow-")))
         transport = httpx.AsyncHTTPTransport(
             uds=str(self._folder.http_socket) if launch.port is None else None,
@@ -51,9 +52,14 @@ class HostEngine(SupervisedEngine):
     # ---- what routes use ----
 
     def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
-        if seconds is not None:
+        started_with = self._launch.policy
+        if seconds is None:
+            self.policy = None if started_with is None or started_with.target else started_with
+        elif (reason := self._launch.why_no_target) is not None:
+            raise InvalidConfig(f"Got tbt_target={seconds:g} but {self.name} cannot keep a target: {reason}.")
+        else:
             self._last_target = self._last_target.with_target(seconds, paced)
-        self.policy = None if seconds is None else self._last_target
+            self.policy = self._last_target
         PolicyFile(self._folder.policy_path).write(self.policy)
         self._publish_state()
 
@@ -93,7 +99,7 @@ class HostEngine(SupervisedEngine):
         with closing(await loop.create_unix_server(self._receive_steps, folder.step_socket)):
             process = subprocess.Popen(
                 self._launch.command(folder),
-                env=self._launch.environment(folder, self._last_target),
+                env=self._launch.environment(folder, self.policy),
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
                 start_new_session=True,  # the front handles an interrupt at the terminal
