@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
+from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, PolicySpec
 from evenflow.errors import InvalidConfig
 
 GIB = 1 << 30
@@ -16,10 +16,10 @@ class EngineConfig:
     """What an engine runs, and its limits."""
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
-    policy: str | PolicySpec | None = None  # a text is parsed at once; None: fixed:max_num_batched_tokens
+    policy: str | PolicySpec | None = None  # a text is parsed at once; None: a target, or the budget that is given
     tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
-    max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
+    max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
     max_num_seqs: int = 256
     max_model_len: int | None = None  # None: the model's context
     gpu_memory_utilization: float = 0.9  # of the available memory; on a CPU see `kv_cache_memory`
@@ -97,8 +97,16 @@ class EngineConfig:
             long_prefill_token_threshold=0 if spec.name == "unchunked" else self.long_prefill_token_threshold,
         )
 
+    @property
+    def decides_policy(self) -> bool:
+        """False: no setting does, and the engine keeps a target of its own choice."""
+        return self.spec is not None or self.enable_chunked_prefill is False or self.max_num_batched_tokens is not None
+
     def resolve_policy(self, max_model_len: int) -> PolicySpec:
-        """The policy with its budget, for a model whose prompts have at most this many tokens."""
+        """The policy with its budget, for a model whose prompts have at most this many tokens.
+
+        Where no setting decides it: the one to fall back to, without a target.
+        """
         spec = self.spec
         if (spec is not None and spec.name == "unchunked") or self.enable_chunked_prefill is False:
             budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)
@@ -109,5 +117,5 @@ class EngineConfig:
                 )
             return PolicySpec("unchunked", budget)
         if spec is None:
-            return PolicySpec("fixed", self.max_num_batched_tokens or DEFAULT_BUDGET)
+            return PolicySpec("fixed", self.max_num_batched_tokens) if self.max_num_batched_tokens else DEFAULT_POLICY
         return spec.bounded(self.max_num_batched_tokens or spec.budget)
