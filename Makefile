@@ -7,7 +7,6 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG := $(VLLM_VENV)/sglang
-SERVE_ARGS ?= --tbt-target 400ms
 
 .PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format bench clean
 

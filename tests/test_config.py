@@ -17,7 +17,6 @@ from evenflow.errors import InvalidConfig
 @pytest.mark.parametrize(
     ("settings", "policy", "budget"),
     [
-        ({}, "fixed:2048", 2048),
         ({"max_num_batched_tokens": 300}, "fixed:300", 300),
         ({"policy": "fixed:512"}, "fixed:512", 512),
         ({"policy": "fixed:512", "max_num_batched_tokens": 512}, "fixed:512", 512),
@@ -25,7 +24,6 @@ from evenflow.errors import InvalidConfig
         ({"policy": "adaptive", "max_num_batched_tokens": 700}, "adaptive", 700),
         ({"policy": "unchunked"}, "unchunked", 8192),
         ({"enable_chunked_prefill": False}, "unchunked", 8192),
-        ({"enable_chunked_prefill": True}, "fixed:2048", 2048),
         ({"tbt_target": 0.0025}, "target:2.5ms", 8192),
         ({"policy": "target:2.5", "tbt_target": 0.0025}, "target:2.5", 8192),
         ({"policy": "target:33.3ms,paced", "tbt_target": 0.0333}, "target:33.3ms,paced", 8192),
@@ -35,6 +33,11 @@ from evenflow.errors import InvalidConfig
 def test_what_a_setting_comes_to(settings: dict[str, Any], policy: str, budget: int) -> None:
     spec = EngineConfig(**settings).resolve_policy(8192)
     assert (str(spec), spec.budget) == (policy, budget)
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_chunked_prefill": True}, {"max_num_seqs": 8}])
+def test_without_such_a_setting_the_engine_chooses_a_target(settings: dict[str, Any]) -> None:
+    assert EngineConfig(**settings).chosen_policy is None
 
 
 @pytest.mark.parametrize(

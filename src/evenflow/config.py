@@ -16,10 +16,10 @@ class EngineConfig:
     """What an engine runs, and its limits."""
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
-    policy: str | PolicySpec | None = None  # a text is parsed at once; None: fixed:max_num_batched_tokens
+    policy: str | PolicySpec | None = None  # a text is parsed at once; None: a target, or the budget that is given
     tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
-    max_num_batched_tokens: int | None = None  # None: 2,048, or what the policy says
+    max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
     max_num_seqs: int = 256
     max_model_len: int | None = None  # None: the model's context
     gpu_memory_utilization: float = 0.9  # of the available memory; on a CPU see `kv_cache_memory`
@@ -58,7 +58,7 @@ class EngineConfig:
 
     @property
     def chosen_policy(self) -> PolicySpec | None:
-        """The policy that these settings name in one way or another; None: nothing was chosen."""
+        """The policy that these settings name in one way or another; None: the engine keeps a target of its choice."""
         if self.enable_chunked_prefill is False:
             return PolicySpec("unchunked")
         if self.spec is None and self.max_num_batched_tokens is not None:
@@ -107,7 +107,10 @@ class EngineConfig:
         )
 
     def resolve_policy(self, max_model_len: int) -> PolicySpec:
-        """The policy with its budget, for a model whose prompts have at most this many tokens."""
+        """The policy with its budget, for a model whose prompts have at most this many tokens.
+
+        Where no setting chooses one: the one to fall back to, without a target.
+        """
         spec = self.chosen_policy or DEFAULT_POLICY
         if spec.name == "unchunked":
             budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)

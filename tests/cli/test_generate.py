@@ -64,11 +64,11 @@ def test_the_chunks_cover_the_prompt_and_the_tokens_do_not_depend_on_them(
 @pytest.mark.parametrize(
     ("arguments", "policy", "longest_chunk"),
     [
-        ([], "fixed:2048", 113),
+        (["--policy", "prompt-length"], "prompt-length", 113),
         (["--max-num-batched-tokens", 48], "fixed:48", 48),
         (["--enable-chunked-prefill", "false"], "unchunked", 113),
         (["--enable-chunked-prefill", "true", "--policy", "fixed:30"], "fixed:30", 30),
-        (["--long-prefill-token-threshold", 20, "--enable-prefix-caching", "false"], "fixed:2048", 20),
+        (["--long-prefill-token-threshold", 20, "--policy", "fixed:99"], "fixed:99", 20),
     ],
 )
 def test_engine_settings_reach_the_engine(
@@ -80,6 +80,11 @@ def test_engine_settings_reach_the_engine(
     assert max(chunk["length"] for chunk in figures["chunks"]) == longest_chunk
 
 
+def test_without_settings_a_target_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = generate(capsys, "x" * 112)
+    assert figures["policy"].startswith("target:")
+
+
 def test_text_alone_is_on_standard_output_and_a_line_of_figures_on_standard_error(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     finished = run_process("generate", PROMPT, "--model", tiny_llama(), "--max-tokens", 8, "--json", path)
@@ -87,7 +92,7 @@ def test_text_alone_is_on_standard_output_and_a_line_of_figures_on_standard_erro
     assert finished.out == json.loads(path.read_text())["text"]
     assert finished.err.count("\n") == 1
     assert "TTFT" in finished.err
-    assert "1 chunk (fixed:2048)" in finished.err
+    assert "1 chunk (target:" in finished.err
 
 
 def test_a_file_is_one_prompt_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,9 +103,11 @@ class ModelOptions:
 class SchedulingOptions:
     """How prompts are cut and what shares a step. None stands for EngineConfig's default."""
 
-    policy: str | None = option(f"One of: {', '.join(POLICY_FORMS)}.", metavar="POLICY")
+    policy: str | None = option(
+        f"One of: {', '.join(POLICY_FORMS)}.", metavar="POLICY", show_default="a target that this machine keeps"
+    )
     tbt_target: float | None = duration_option("Target time between a stream's tokens (50ms), as --policy target:MS.")
-    max_num_batched_tokens: int | None = option("Maximum tokens in a step; on its own, fixed:N.", show_default="2048")
+    max_num_batched_tokens: int | None = option("Maximum tokens in a step; on its own, fixed:N.")
     enable_chunked_prefill: Switch | None = option("false means --policy unchunked.", show_default="the engine decides")
     enable_prefix_caching: Switch | None = option("Reuse the KV of prompts that start alike.", show_default="true")
     max_num_seqs: int | None = option("Maximum requests that run at a time.", show_default="256")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.config import GIB, EngineConfig
-from evenflow.core.policies import PolicySpec
+from evenflow.core.default_target import READER_S, default_target
+from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.calibration import MAX_SECONDS, calibrate
@@ -71,6 +72,11 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         max_steps_in_flight=config.max_steps_in_flight,
         grammars=grammars,
     )
+    step_time = None
+    if policy.target is not None or config.chosen_policy is None:
+        step_time = _known_step_times(config, model.config, executor, num_blocks)
+    if step_time is not None and config.chosen_policy is None:
+        policy = PolicySpec.for_target(default_target(step_time, executor.caps, config.max_num_seqs))
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         policy=policy,
@@ -79,7 +85,6 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    step_time = _known_step_times(config, model.config, executor, num_blocks) if policy.target else None
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     limits = Limits(max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
@@ -147,12 +152,17 @@ def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
     if policy.name == "unchunked":
         logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", policy.budget)
         return
-    if policy.target:
-        logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
+    if policy.target is None:
+        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", policy.budget)
         return
-    logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", policy.budget)
-    if config.enable_chunked_prefill is None:
-        logger.info("Why: no setting decides it, and an uncut prompt stalls every stream. Policy %s.", policy)
+    logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
+    if config.chosen_policy is None:
+        what = "as fast as people read" if policy.target <= READER_S else "what this machine keeps with some room"
+        logger.info(
+            "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. None: "
+            "--max-num-batched-tokens %d.",
+            *(what, DEFAULT_BUDGET),
+        )
 
 
 def ensure_logging() -> None:

@@ -1,0 +1,23 @@
+"""The latency target of an engine that was given none, from what its steps take. Pure, like all of core."""
+
+from __future__ import annotations
+
+import math
+
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.policy import FLOOR_TOKENS
+from evenflow.core.step_time import StepTimeModel
+
+READER_S = 0.1  # between tokens: more than people read; shorter gaps would only slow prefill down
+_ROOM = 1.5  # above the least feasible target: at that one, prefill would run at its minimum
+_NUM_STREAMS, _CONTEXT = 8, 512  # that the target is meant to be kept for
+_ROUND_S = 0.01
+
+
+def default_target(step_time: StepTimeModel, caps: ExecutorCaps, max_num_seqs: int) -> float:
+    """Seconds between tokens that this machine keeps with some streams and room for prefill beside them."""
+    num_streams = min(_NUM_STREAMS, max_num_seqs)
+    context = num_streams * _CONTEXT
+    shape = caps.step_shape(num_decodes=num_streams, decode_context=context, chunks=[(_CONTEXT, FLOOR_TOKENS)])
+    least_feasible = step_time.predict(shape)
+    return max(READER_S, round(math.ceil(_ROOM * least_feasible / _ROUND_S) * _ROUND_S, 9))
