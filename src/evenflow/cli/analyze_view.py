@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -44,7 +44,7 @@ def _lengths_table(advice: Advice) -> Table:
     context = advice.shape.max_position
     thresholds = [f"over\n{threshold:,}" for threshold in THRESHOLDS]
     table = make_table("Input tokens", *_FIGURES, *thresholds, "max of\ncontext")
-    for name, part in _rows(advice.analysis):
+    for name, part in _rows(advice.analysis, advice.analysis.datasets):
         shares = (*map(part.lengths.share_over, THRESHOLDS), part.tokens.max / context)
         table.add_row(name, *_figures(part.tokens), *(f"{share:.0%}" for share in shares))
     return table
@@ -52,15 +52,18 @@ def _lengths_table(advice: Advice) -> Table:
 
 def _characters_table(analysis: Analysis) -> Table:
     table = make_table("\nInput characters", *_FIGURES, "total")
-    for name, part in _rows(analysis):
+    texts = [dataset for dataset in analysis.datasets if dataset.characters is not None]
+    for name, part in _rows(analysis, texts):
         if part.characters is not None:
             table.add_row(name, *_figures(part.characters), f"{part.characters.total:,}")
     return table
 
 
-def _rows(analysis: Analysis) -> list[tuple[str, Analysis | DatasetAnalysis]]:
-    rows: list[tuple[str, Analysis | DatasetAnalysis]] = [(dataset.name, dataset) for dataset in analysis.datasets]
-    return [*rows, (f"all {len(rows)}", analysis)] if len(rows) > 1 else rows
+def _rows(analysis: Analysis, datasets: Sequence[DatasetAnalysis]) -> Iterator[tuple[str, Analysis | DatasetAnalysis]]:
+    """Each dataset, and all together if there are several."""
+    yield from ((dataset.name, dataset) for dataset in datasets)
+    if len(datasets) > 1:
+        yield f"all {len(datasets)}", analysis
 
 
 def _figures(figures: LengthFigures) -> tuple[str, ...]:
