@@ -99,6 +99,7 @@ def test_prompt_logprobs_are_the_same_in_chunks() -> None:
         assert [row.chosen.token_id for row in output.prompt_logprobs] == prompt[1:]
         assert output.logprobs is not None
         assert [row.chosen.token_id for row in output.logprobs] == output.token_ids
+        assert output.outputs[0].cumulative_logprob == sum(row.chosen.logprob for row in output.logprobs)
         rows.append([row.chosen.logprob for row in output.prompt_logprobs])
     assert rows[0] == pytest.approx(rows[1], abs=1e-4)
 

@@ -26,10 +26,11 @@ from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
-from evenflow.cli.model_files import find_model, load_tokens, read_shape
+from evenflow.cli.model_files import load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
+from evenflow.model.locate import find_model
 from evenflow.vllm.checking import Checked, check, write_model_config
 from evenflow.vllm.launch import VLLM
 from evenflow.workload.inputs import PROMPT_FIELDS

@@ -5,7 +5,6 @@ Takes any architecture, because vLLM may run it. Never imports torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from evenflow.advisor.memory import ModelShape
 from evenflow.advisor.token_counts import TokenizerTokens
 from evenflow.cli.output import engine_imports
 from evenflow.errors import BrokenModel, ModelError, ModelNotFound
-from evenflow.model.default_model import default_model_path
+from evenflow.model.locate import find_model
 
 # Model families name the same sizes differently; the first name found counts. The last one is that of a GGUF header.
 _SIZES = {
@@ -28,22 +27,6 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
     "max_position": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length"),
 }
-
-
-def find_model(model: str) -> Path:
-    """The folder or file of a model: a path, `default`, or a name in Hugging Face's cache."""
-    if model == "default":
-        return default_model_path()
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    snapshots = hub / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise ModelNotFound(f"no model at {model}: give a Hugging Face folder, a .gguf file, or 'default'")
-    return found[-1].parent
 
 
 @contextmanager
