@@ -15,7 +15,6 @@ from evenflow import LLM, AsyncLLM, SamplingParams
 from evenflow.errors import InvalidConfig, InvalidRequest
 from evenflow.minimal import batch_generate
 from evenflow.model.loader import load_model
-from examples.minimal_tutorial import TransformersModel
 from tests.models import reference_model, stories260k_folder, tiny_llama
 from tests.shared_data import shared_path
 
@@ -24,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @cache
 def oracle() -> tuple[Any, Any]:
-    return TransformersModel(reference_model("LlamaForCausalLM")), _Ids()
+    return reference_model("LlamaForCausalLM"), _Ids()
 
 
 class _Ids:
