@@ -170,6 +170,11 @@ def test_settings_wrapped_by_a_terminal(width: int) -> None:
     check_config(find_facts(m[start : start + width] for m in messages for start in range(0, len(m), width)))
 
 
+def test_ranks_wrapped_one_after_another() -> None:
+    form = "rank {0} in world size 2 is assigned as\nDP rank 0, PP rank 0, TP rank {0}, EP rank {0}"
+    assert sorted(facts_of("\n".join(map(form.format, range(2)))).ranks) == [0, 1]
+
+
 def test_a_message_ends_with_a_blank_line_or_another_message() -> None:
     heading = "INFO 08-14 09:12:16 Initializing a V1 LLM engine (v0.10.0) with config:\n"
     assert facts_of(f"{heading}device_config=cuda").value("device") == "cuda"

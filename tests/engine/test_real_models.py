@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @cache
 def oracle() -> tuple[Any, Any]:
-    return reference_model("LlamaForCausalLM"), _Ids()
+    return reference_model("LlamaForCausalLM").requires_grad_(False), _Ids()
 
 
 class _Ids:

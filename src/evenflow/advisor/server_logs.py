@@ -200,10 +200,10 @@ _TEXTS = ("version", "model")  # even if they look like numbers
 _START = "non-default args"
 _RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
 
-_RANK = re.compile(
-    r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as DP rank (?P<dp_rank>\d+), "
-    r"PP rank (?P<pp_rank>\d+),(?: PCP rank \d+,)? TP rank (?P<tp_rank>\d+)"
-)
+_RANKS = _Patterns(
+    ("rank", "in world size", r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as "
+     r"DP rank (?P<dp_rank>\d+), PP rank (?P<pp_rank>\d+),(?: PCP rank \d+,)? TP rank (?P<tp_rank>\d+)"),
+)  # fmt: skip
 
 
 def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
@@ -275,9 +275,9 @@ class _Reader:
     def _read_facts(self, text: str, number: int, start: int = -1, known: Set[str] = frozenset()) -> set[str]:
         """Settings, ranks and problems in a text that ends with this line; the names of the settings found."""
         found, names = self._found, set()
-        if "in world size" in text and (rank := _RANK.search(text)) and rank.end() > start:
-            ranks = {name: int(digits) for name, digits in rank.groupdict().items()}
-            found.ranks[ranks["rank"]] = Fact("rank", ranks, number, _excerpt(text, rank))
+        for name, match in _RANKS.matches(text, start):
+            ranks = {rank_name: int(digits) for rank_name, digits in match.groupdict().items()}
+            found.ranks[ranks["rank"]] = Fact(name, ranks, number, _excerpt(text, match))
         settings = [(name, match[1], match) for name, match in _SETTINGS.matches(text, start)]
         if start < 0 and len(text) <= _CONTEXT and (alone := _LONE_SETTING.fullmatch(bare(text).rstrip(",;."))):
             settings.append((_RENAMED.get(alone[1], alone[1]), alone[2], alone))

@@ -21,7 +21,9 @@ def find_model(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    return _in_hub_cache(str(model)) or _fail(str(model))
+    if (downloaded := _in_hub_cache(str(model))) is None:
+        raise _not_found(str(model))
+    return downloaded
 
 
 def _in_hub_cache(name: str) -> Path | None:
@@ -35,7 +37,7 @@ def _in_hub_cache(name: str) -> Path | None:
     return found[-1].parent if found else None
 
 
-def _fail(model: str) -> Path:
+def _not_found(model: str) -> ModelNotFound:
     message = f"no model at {model}: give a Hugging Face folder, a .gguf file, or 'default'"
     if _HUB_NAME.fullmatch(model) and not model.endswith(_FILE_SUFFIXES):
         message += (
@@ -43,4 +45,4 @@ def _fail(model: str) -> Path:
             f"{SUPPORTED_FAMILIES}. vLLM downloads by itself and runs most models: "
             f"evenflow serve --engine vllm --model {model} --tbt-target 50ms"
         )
-    raise ModelNotFound(message)
+    return ModelNotFound(message)
