@@ -617,6 +617,18 @@ def test_a_module_that_keeps_its_cache_gets_tensors(
     assert [answer.token_ids for answer in answers] == llama_reference
 
 
+def test_a_compiled_module_is_called_like_the_module() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Counting(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def forward(self, tokens: Any, offset: int) -> Any:
+            return torch.nn.functional.one_hot(tokens + 1, 50)[:, -1, :].float()
+
+    model = torch.compile(Counting(), backend="eager")
+    request = Request(torch.tensor([5, 6, 7]), 2, model=model, tokenizer=NumberTokenizer())
+    assert (request.try_prefill(), request.try_prefill(), request.next_token) == (2, 1, 8)
+
+
 # ---- Metrics and priorities
 
 

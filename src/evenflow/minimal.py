@@ -321,7 +321,8 @@ class AdaptedModel:
 
     def __init__(self, model: Model, prompt: Any) -> None:
         self._model, self.keeps_cache = model, False
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters
+        plain: Any = getattr(model, "_orig_mod", model)  # without torch.compile
+        parameters = inspect.signature(getattr(plain, "forward", plain)).parameters
         self._is_of_transformers = "past_key_values" in parameters
         by_position = [each for each in parameters.values() if each.kind < each.VAR_POSITIONAL]
         self._num_arguments = len(by_position) or 3  # none: they are *args
