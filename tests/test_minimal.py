@@ -620,7 +620,7 @@ def test_a_module_that_keeps_its_cache_gets_tensors(
 def test_a_compiled_module_is_called_like_the_module() -> None:
     torch = pytest.importorskip("torch")
 
-    class Counting(torch.nn.Module):  # type: ignore[misc,name-defined]
+    class Counting(torch.nn.Module):
         def forward(self, tokens: Any, offset: int) -> Any:
             return torch.nn.functional.one_hot(tokens + 1, 50)[:, -1, :].float()
 
