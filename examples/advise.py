@@ -6,22 +6,12 @@ Run: python examples/advise.py [DATA [VLLM_VERSION]]
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from evenflow.advisor import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer, preset_dataset
-from evenflow.advisor.analysis import DatasetTally, EstimatedTokens
-from evenflow.workload.reading import ReadTally, read_inputs
+from evenflow.advisor import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer, analyze, preset_dataset
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
-        tally, read = DatasetTally(path.name, EstimatedTokens()), ReadTally()
-        for item in read_inputs(path, None, read):  # one at a time, because the file may be large
-            tally.add(item)
-        dataset = tally.analysis(read.unusable)
-    else:
-        dataset = preset_dataset("retrieval")
+    dataset = analyze(sys.argv[1]).datasets[0] if len(sys.argv) > 1 else preset_dataset("retrieval")
     decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(dataset)
     print(f"{dataset.name}: {decision.decision}, because {decision.reason}")
 

@@ -55,26 +55,6 @@ class FourCharacterTokenizer:
         return " ".join(str(token) for token in token_ids)
 
 
-class TransformersModel:
-    """A transformers model with its own cache, behind the interface that `minimal` expects."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model.eval()
-
-    def __call__(self, token_ids: Sequence[int], offset: int, cache: Any) -> tuple[list[float], Any]:
-        import torch
-
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=torch.tensor([token_ids]),
-                position_ids=torch.arange(offset, offset + len(token_ids)).unsqueeze(0),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return output.logits[0, -1].tolist(), output.past_key_values
-
-
 @dataclass
 class Timing:
     """When one request was prefilled and got its tokens, in seconds since the start."""
@@ -155,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = TransformersModel(AutoModelForCausalLM.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
         tokenizer, clock = AutoTokenizer.from_pretrained(folder), time.perf_counter
 
     rows = []

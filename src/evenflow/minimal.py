@@ -12,9 +12,9 @@ Nothing here is optimised, and one sequence runs at a time.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,8 +28,9 @@ from evenflow.errors import EngineFailed, InvalidConfig, InvalidRequest
 
 # model(token_ids, offset, cache) runs `token_ids` at positions [offset, offset + len(token_ids)) of one sequence.
 # `cache` is what the model returned for the positions before (its keys and values), None at the start. It returns the
-# logits for the token that follows, as plain floats, and the cache for the next call.
-Model = Callable[[Sequence[int], int, Any], tuple[Sequence[float], Any]]
+# logits for the token that follows, and the cache for the next call. Section 7 takes models of other forms.
+Model = Callable[..., Any]
+Prompt = str | Sequence[int] | Any  # Any: a tensor of token ids
 
 
 class Tokenizer(Protocol):
@@ -42,19 +43,20 @@ class Tokenizer(Protocol):
 
 
 # ---- 2. Why chunks change no answer ---------------------------------------------------------------------------------
-def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int) -> list[list[bool]]:
-    """Shape (L, S) = (chunk_size, total_length): True where a row's position sees a column's.
+def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int = 0) -> list[list[float]]:
+    """What is added to the attention scores, shape (L, S): 0 where a row's position sees a column's, -inf where not.
 
+    L is `chunk_size`, S the end of the chunk, or `total_length` where that is more.
     Position p sees every position <= p, including those of earlier chunks, which are in the cache. So a chunk's rows
     are rows of the whole prompt's mask, and each position computes the same as unchunked:
 
-        chunked_attention_mask(2, 2, 4)    position 2:  x x x .
-                                           position 3:  x x x x
+        chunked_attention_mask(2, 2)    position 2:  0  0  0  -inf
+                                        position 3:  0  0  0   0
     """
-    if chunk_start < 0 or chunk_size < 1 or chunk_start + chunk_size > total_length:
-        got = f"chunk_start={chunk_start}, chunk_size={chunk_size}, total_length={total_length}"
-        raise InvalidConfig(f"Got {got} but expected one position or more, all in [0, total_length).")
-    return [[column <= chunk_start + row for column in range(total_length)] for row in range(chunk_size)]
+    if chunk_start < 0 or chunk_size < 1:
+        raise InvalidConfig(f"Got chunk_start={chunk_start}, chunk_size={chunk_size} but expected at least 0 and 1.")
+    columns = range(max(chunk_start + chunk_size, total_length))
+    return [[0.0 if column <= chunk_start + row else -math.inf for column in columns] for row in range(chunk_size)]
 
 
 class ToyModel:
@@ -74,8 +76,9 @@ class ToyModel:
         return [float(token == next_token) for token in range(ToyTokenizer.vocabulary_size)], (embedded, mixed)
 
     @staticmethod
-    def _mix(values: list[int], sees: list[bool]) -> int:
-        return sum(value for value, seen in zip(values, sees, strict=True) if seen) ** 2 % 1_000_003
+    def _mix(values: list[int], row: list[float]) -> int:
+        # In a softmax, a score of -inf gets no weight.
+        return sum(value for value, added in zip(values, row, strict=True) if added == 0) ** 2 % 1_000_003
 
 
 class ToyTokenizer:
@@ -96,7 +99,7 @@ TOY_MODEL, TOY_TOKENIZER = ToyModel(), ToyTokenizer()
 
 # ---- 3. One request -------------------------------------------------------------------------------------------------
 class Request:
-    """A prompt, as text or token ids, and its progress. Decoding is greedy.
+    """A prompt, as text, token ids or a tensor of them, and its progress. Decoding is greedy.
 
         [0, offset)                        in the cache
         [offset, len(prefill_tokens))      prompt not yet run, at most `prefill_max_step` tokens in one chunk
@@ -106,7 +109,7 @@ class Request:
 
     def __init__(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         prefill_max_step: int = 128,
         *,
         model: Model = TOY_MODEL,
@@ -115,13 +118,14 @@ class Request:
     ) -> None:
         if prefill_max_step < 1:
             raise InvalidConfig(f"Got prefill_max_step={prefill_max_step} but expected at least 1 token.")
-        self.prefill_tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not self.prefill_tokens:
+        tokens: Any = tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        self.prefill_tokens: list[int] = tokens.reshape(-1).tolist() if hasattr(tokens, "reshape") else list(tokens)
+        if not self.prefill_tokens:
             raise InvalidRequest(f"Got prompt={prompt!r} but expected at least one token.")
         if (length := len(self.prefill_tokens)) >= max_seq_len:
             raise InvalidRequest(f"Got a prompt of {length} tokens but expected fewer than max_seq_len={max_seq_len}.")
         self.prefill_max_step = prefill_max_step
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = AdaptedModel(model, tokens), tokenizer
         self.max_seq_len = max_seq_len
         self.offset = 0
         self.cache: Any = None
@@ -160,7 +164,7 @@ class Request:
             raise InvalidRequest("Only a request that is prefilled and not finished can decode.")
         self._run([self.next_token])
 
-    def _run(self, token_ids: Sequence[int]) -> None:
+    def _run(self, token_ids: list[int]) -> None:
         logits, self.cache = self.model(token_ids, self.offset, self.cache)
         self.offset += len(token_ids)
         if self.is_prefill_done:  # within the prompt the next token is known, and the model's guess is dropped
@@ -174,13 +178,13 @@ class PriorityScheduler:
     """Requests waiting for a slot. Append to either queue any time; the low one waits until the high one is empty."""
 
     def __init__(self) -> None:
-        self.high_priority_queue: deque[Request] = deque()
-        self.low_priority_queue: deque[Request] = deque()
+        self.high_priority_queue: list[Request] = []
+        self.low_priority_queue: list[Request] = []
 
     def schedule_next(self) -> Request | None:
         """Remove and return the next request, first come first served within a queue; None if both are empty."""
         queue = self.high_priority_queue or self.low_priority_queue
-        return queue.popleft() if queue else None
+        return queue.pop(0) if queue else None
 
 
 # ---- 5. Continuous batching: the loop -------------------------------------------------------------------------------
@@ -202,6 +206,7 @@ def run_steps(
     """Run until no work is left, with at most `batch_size` requests in flight: a prefill starts when a slot is free.
 
     Between steps the caller may add requests and change their `prefill_max_step`, which is all a policy does.
+    A model that keeps its cache itself holds one sequence: the next prefill then waits until that one has finished.
     """
     if batch_size < 1:
         raise InvalidConfig(f"Got batch_size={batch_size} but expected at least 1.")
@@ -209,7 +214,8 @@ def run_steps(
     decoding: list[Request] = []
     while True:
         # Phase 1: one chunk of the current prefill, or of the next one.
-        if prefilling is None and len(decoding) < batch_size:
+        is_model_taken = any(request.model.keeps_cache for request in decoding)
+        if prefilling is None and len(decoding) < batch_size and not is_model_taken:
             prefilling = waiting.schedule_next()
         if prefilling is None and not decoding:
             return
@@ -234,7 +240,7 @@ def run_steps(
 def batch_generate(
     model: Model,
     tokenizer: Tokenizer,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[Prompt],
     batch_size: int = 5,
     prefill_step: int = 128,
     max_seq_len: int = 512,
@@ -272,13 +278,13 @@ class ChunkedPrefillMetrics:
         self.avg_chunk_time = 0.0
         self.avg_decode_time = 0.0
 
-    def record_prefill_chunk(self, seconds: float, size: int) -> None:
-        self.avg_chunk_time = _moving_average(self.avg_chunk_time, seconds, self.prefill_chunks_processed)
+    def record_prefill_chunk(self, chunk_time: float, chunk_size: int) -> None:
+        self.avg_chunk_time = _moving_average(self.avg_chunk_time, chunk_time, self.prefill_chunks_processed)
         self.prefill_chunks_processed += 1
-        self.prefill_tokens_processed += size
+        self.prefill_tokens_processed += chunk_size
 
-    def record_decode_step(self, seconds: float) -> None:
-        self.avg_decode_time = _moving_average(self.avg_decode_time, seconds, self.decode_requests_served)
+    def record_decode_step(self, decode_time: float) -> None:
+        self.avg_decode_time = _moving_average(self.avg_decode_time, decode_time, self.decode_requests_served)
         self.decode_requests_served += 1
 
     def record_step(self, step: Step) -> None:
@@ -298,3 +304,47 @@ class ChunkedPrefillMetrics:
 
 def _moving_average(average: float, sample: float, num_samples: int) -> float:
     return 0.9 * average + 0.1 * sample if num_samples else sample
+
+
+# ---- 7. Models of other forms ---------------------------------------------------------------------------------------
+class AdaptedModel:
+    """The model of section 1, made of one that takes any of these, and returns logits alone or with a cache:
+
+        model(tokens, offset, cache)
+        model(tokens, offset)          it keeps its cache itself, for one sequence: offset 0 starts a new one
+        model(tokens)                  it has no cache, so each call is given the whole sequence so far
+        model(tokens, past_key_values=cache, use_cache=True)          a model of transformers
+
+    Tokens are a list of ids; for a torch module, or if the prompt is a tensor, a tensor of shape (1, n).
+    Logits are a list or tensor of shape (V,), (1, V) or (1, n, V): the last row counts.
+    """
+
+    def __init__(self, model: Model, prompt: Any) -> None:
+        self._model, self.keeps_cache = model, False
+        plain: Any = getattr(model, "_orig_mod", model)  # without torch.compile
+        parameters = inspect.signature(getattr(plain, "forward", plain)).parameters
+        self._is_of_transformers = "past_key_values" in parameters
+        by_position = [each for each in parameters.values() if each.kind < each.VAR_POSITIONAL]
+        self._num_arguments = len(by_position) or 3  # none: they are *args
+        like = next(iter(getattr(model, "parameters", list)()), prompt)
+        self._tensor = like.new_empty(0).long() if hasattr(like, "new_empty") else None
+
+    def __call__(self, token_ids: list[int], offset: int, cache: Any) -> tuple[Sequence[float], Any]:
+        if self._num_arguments == 1:
+            token_ids = cache = (cache or []) + token_ids
+        tokens = token_ids if self._tensor is None else self._tensor.new_tensor([token_ids])
+        if self._is_of_transformers:
+            output = self._model(tokens, past_key_values=cache, use_cache=True)
+            return self._last_row(output.logits), output.past_key_values
+        answer = self._model(*(tokens, offset, cache)[: self._num_arguments])
+        logits, *rest = answer if isinstance(answer, tuple) else (answer,)
+        if rest and self._num_arguments >= 3:
+            return self._last_row(logits), rest[0]
+        self.keeps_cache = self._num_arguments > 1
+        return self._last_row(logits), cache
+
+    @staticmethod
+    def _last_row(logits: Any) -> Sequence[float]:
+        while isinstance(logits[-1], Sequence) or getattr(logits[-1], "ndim", False):
+            logits = logits[-1]
+        return list(logits.tolist() if hasattr(logits, "tolist") else logits)

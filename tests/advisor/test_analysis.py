@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from evenflow.advisor import PRESET_TOKENS, Chunking, preset_dataset
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally, EstimatedTokens, PrefixTally
+from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally, PrefixTally
 from evenflow.advisor.decision import Trigger
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
+from evenflow.advisor.token_counts import EstimatedTokens
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import ChatInput, Input, TextInput, TraceRequest
 
@@ -57,9 +58,20 @@ def test_all_together() -> None:
     assert (whole.tokens.count, whole.tokens.max, whole.tokens.p50) == (4, 10_000, 100)
     assert whole.mean_of_maxima == (10_000 + 100) / 2
     assert whole.num_with_long_characters == 1
-    assert whole.characters_total == 41_200
+    assert whole.characters is not None
+    assert (whole.characters.total, whole.characters.max, whole.characters.p50) == (41_200, 40_000, 400)
+    assert (whole.characters.mean, whole.characters.p95) == (10_300, 40_000)
+    assert whole.mean_of_maxima_characters == (40_000 + 400) / 2
     assert whole.lengths.share_over(8192) == 0.25
-    assert Analysis.of([long, dataset("trace", [TraceRequest(5)])]).characters_total is None
+
+
+def test_characters_are_those_of_the_datasets_with_texts() -> None:
+    texts, trace = dataset("texts", [TextInput("x" * 400)] * 2), dataset("trace", [TraceRequest(5)])
+    mixed = Analysis.of([texts, trace])
+    assert mixed.characters == texts.characters
+    assert mixed.mean_of_maxima_characters == 400
+    assert Analysis.of([trace]).characters is None
+    assert Analysis.of([trace]).mean_of_maxima_characters is None
 
 
 def test_prefixes_are_found_only_where_they_lead() -> None:

@@ -97,5 +97,17 @@ def test_the_rules_hold_for_any_lengths(lengths: list[int]) -> None:
 
 
 @given(st.integers(1, 100_000), st.integers(1, 100_000))
-def test_without_the_shortest_it_is_never_always(one: int, other: int) -> None:
-    assert decide(max(one, other), min(one, other)).decision is not Chunking.ALWAYS
+def test_without_the_shortest_inputs_of_different_lengths_are_never_always(one: int, other: int) -> None:
+    longest, p95 = max(one, other), min(one, other)
+    expected = longest == p95 > 8000
+    assert (decide(longest, p95).decision is Chunking.ALWAYS) == expected
+
+
+def test_without_the_shortest_equal_figures_are_taken_for_equal_inputs() -> None:
+    found = decide(24_000, 24_000)
+    assert (found.decision, found.threshold) == (Chunking.ALWAYS, 19_200)
+    assert "assumed" in found.reason
+    assert "the shortest input is not known" in found.reason
+    assert decide(24_000, 24_000, shortest=47).decision is Chunking.SELECTIVE
+    assert decide(24_000, 23_999).decision is Chunking.SELECTIVE
+    assert decide(8000, 8000).decision is Chunking.SELECTIVE  # such as half of the inputs

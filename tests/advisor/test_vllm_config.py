@@ -58,11 +58,9 @@ def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
         ({"max_sequence_length": 47, "percentile_95": 45}, Chunking.DISABLED, None),
         ({"max_sequence_length": 8000, "percentile_95": 8000}, Chunking.SELECTIVE, 6400),
         ({"max_sequence_length": 9000, "percentile_95": 1500.0}, Chunking.SELECTIVE, 2048),
-        (
-            {"max_sequence_length": 24000, "percentile_95": 24000, "min_sequence_length": 24000},
-            Chunking.ALWAYS,
-            19200,
-        ),
+        ({"max_sequence_length": 24000, "percentile_95": 24000}, Chunking.ALWAYS, 19200),
+        ({"max_sequence_length": 24000, "percentile_95": 24000, "min_sequence_length": 47}, Chunking.SELECTIVE, 19200),
+        ({"max_sequence_length": 4000, "percentile_95": 3900, "min_sequence_length": 2049}, Chunking.ALWAYS, 3120),
     ],
 )
 def test_a_threshold_from_figures(stats: dict[str, float], chunking: Chunking, threshold: int | None) -> None:

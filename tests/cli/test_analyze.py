@@ -56,13 +56,20 @@ def test_decisions(
 
 def test_the_report_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short, long = write_jsonl(tmp_path / "short.jsonl", 10, 20, 30), write_jsonl(tmp_path / "long.jsonl", 3000, 9000)
-    report, _ = analyze(capsys, short, long, "--concurrency", 100)
+    report, finished = analyze(capsys, short, long, "--concurrency", 100)
     assert {"decision", "threshold", "band", "reason", "datasets", "lengths", "memory", "vllm"} <= report.keys()
     assert [dataset["name"] for dataset in report["datasets"]] == ["short.jsonl", "long.jsonl"]
     assert report["datasets"][0]["characters"]["total"] == 240
     lengths = report["lengths"]
     assert (lengths["num_datasets"], lengths["num_sequences"], lengths["tokens"]["max"]) == (2, 5, 9000)
     assert lengths["mean_of_maxima"] == (30 + 9000) / 2
+    assert lengths["mean_of_maxima_characters"] == (120 + 36_000) / 2
+    characters = lengths["characters"]
+    assert (characters["mean"], characters["p50"], characters["p95"], characters["max"]) == (9648, 120, 36_000, 36_000)
+    rows = [line.split() for line in finished.err.partition("Input characters")[2].splitlines()]
+    assert ["long.jsonl", "2", "24,000", "12,000", "36,000", "36,000", "48,000"] in rows
+    assert ["all", "2", "5", "9,648", "120", "36,000", "36,000", "48,240"] in rows
+    assert "datasets' longest inputs: 4,515 tokens, 18,060 characters" in " ".join(finished.err.split())
     assert lengths["num_datasets_over_8000_characters"] == 1
     assert lengths["share_over"]["2048"] == 0.4
     assert lengths["context_used_max"] == 9000 / 131_072

@@ -37,6 +37,17 @@ def test_a_stream_is_read_like_a_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(streamed.out) == report
 
 
+def test_a_block_pasted_from_a_document() -> None:
+    block = (
+        b"```\nEngine 000:\n- Avg prompt throughput: 1234.5 tokens/s\n- Avg generation throughput: 88 tokens/s\n"
+        b"- Running: 12 reqs\n- KV cache usage: 1.6%\n```\n"
+    )
+    finished = run_process("explain", "-", stdin=block)
+    assert finished.code == 0, finished.err
+    assert "12 requests were running; the server generated 88.0 tokens per second, 7.3 for each" in finished.out
+    assert "1.6%: 50 to 100 times more requests fit. Wrong." in " ".join(finished.out.split())
+
+
 def test_all_rules_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     some = json.loads(run_cli(capsys, "explain", LOG, "--json", "-").out)["rules"]
     every = json.loads(run_cli(capsys, "explain", LOG, "--all-rules", "--json", "-").out)["rules"]

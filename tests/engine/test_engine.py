@@ -42,6 +42,29 @@ def test_an_answer_is_whole_and_timed(depth: int) -> None:
     assert output.latency_s == pytest.approx(0.104)
 
 
+def test_an_answer_also_has_the_shape_of_vllms() -> None:
+    llm = fake_llm()
+    prompt = list(range(10))
+    request = llm.prepare(prompt, SamplingParams(max_tokens=3), request_id="r")
+    llm.add(request)
+    while not (deltas := llm.step()):
+        pass
+    output = deltas[0].output
+    [completion] = output.outputs
+    assert (completion.text, completion.finish_reason, completion.finished()) == (output.text, None, False)
+    assert not output.finished
+    run(llm)
+    assert output.finished
+    assert (output.request_id, output.prompt_token_ids) == ("r", prompt)
+    # A view: what came since is there, and nothing was copied.
+    assert completion.token_ids is output.token_ids
+    assert (completion.index, completion.text, completion.finish_reason) == (0, output.text, "length")
+    assert completion.finished()
+    assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
+    assert output.outputs == [completion]
+    assert repr(completion).startswith(f"CompletionOutput(index=0, text={output.text!r}, token_ids={output.token_ids}")
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_string_ends_the_text_before_it(depth: int) -> None:
     prompt = list(range(30))

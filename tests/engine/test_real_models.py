@@ -15,7 +15,6 @@ from evenflow import LLM, AsyncLLM, SamplingParams
 from evenflow.errors import InvalidConfig, InvalidRequest
 from evenflow.minimal import batch_generate
 from evenflow.model.loader import load_model
-from examples.minimal_tutorial import TransformersModel
 from tests.models import reference_model, stories260k_folder, tiny_llama
 from tests.shared_data import shared_path
 
@@ -24,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @cache
 def oracle() -> tuple[Any, Any]:
-    return TransformersModel(reference_model("LlamaForCausalLM")), _Ids()
+    return reference_model("LlamaForCausalLM").requires_grad_(False), _Ids()
 
 
 class _Ids:
@@ -99,6 +98,7 @@ def test_prompt_logprobs_are_the_same_in_chunks() -> None:
         assert [row.chosen.token_id for row in output.prompt_logprobs] == prompt[1:]
         assert output.logprobs is not None
         assert [row.chosen.token_id for row in output.logprobs] == output.token_ids
+        assert output.outputs[0].cumulative_logprob == sum(row.chosen.logprob for row in output.logprobs)
         rows.append([row.chosen.logprob for row in output.prompt_logprobs])
     assert rows[0] == pytest.approx(rows[1], abs=1e-4)
 

@@ -4,6 +4,7 @@ Needs neither torch nor vLLM.
 """
 
 from evenflow.advisor.analysis import PRESET_TOKENS, preset_dataset
+from evenflow.advisor.datasets import analyze
 from evenflow.advisor.decision import Chunking, Decision, should_enable_chunked_prefill
 from evenflow.advisor.vllm_config import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
 
@@ -13,6 +14,7 @@ __all__ = [
     "Decision",
     "VLLMChunkedPrefillConfig",
     "VLLMChunkedPrefillOptimizer",
+    "analyze",
     "preset_dataset",
     "should_enable_chunked_prefill",
 ]

@@ -5,34 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from statistics import fmean
 
 from evenflow.advisor.lengths import LengthFigures, Lengths
+from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
 from evenflow.errors import InvalidInput
-from evenflow.workload.inputs import ChatInput, Input, TextInput, TraceRequest
+from evenflow.workload.inputs import Input, TraceRequest
 
 THRESHOLDS = (1000, 2048, 4096, 8192, 16384, 32768)
 LONG_CHARACTERS = 8000
 PRESET_TOKENS = {"code": 4000, "document": 12000, "retrieval": 24000, "evaluation": 47}
-_CHARACTERS_PER_TOKEN = 4
 _BLOCK_TOKENS = 512  # per block id in Mooncake's traces, the only ones with ids
-
-
-class TokenCounter(Protocol):
-    """Counts the tokens of a text; `description` tells the reader of the report how."""
-
-    description: str
-
-    def count(self, text: TextInput | ChatInput) -> int: ...
-
-
-class EstimatedTokens:
-    """One token per four characters: right within about 20% for English, far too low for many scripts."""
-
-    description = "estimated: characters / 4 (give a tokenizer or a model for real counts)"
-
-    def count(self, text: TextInput | ChatInput) -> int:
-        return -(-len(text.text) // _CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +52,8 @@ class DatasetAnalysis:
     output_tokens: LengthFigures | None
     prefixes: PrefixFigures | None
     arrivals: ArrivalFigures | None
-    lengths: Lengths
+    lengths: Lengths  # in tokens
+    character_lengths: Lengths | None
     unusable: Mapping[str, int]
     is_cut_short: bool = False  # only its first inputs were read
 
@@ -80,25 +64,27 @@ class DatasetAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """All datasets together."""
+    """All datasets together. The figures in characters are those of the datasets that have texts; None if none has."""
 
     datasets: tuple[DatasetAnalysis, ...]
     tokens: LengthFigures
-    characters_total: int | None  # None if a dataset has no characters
-    mean_of_maxima: float
+    characters: LengthFigures | None
+    mean_of_maxima: float  # of the datasets' longest inputs, in tokens
+    mean_of_maxima_characters: float | None
     num_with_long_characters: int
-    lengths: Lengths
+    lengths: Lengths  # in tokens
 
     @classmethod
     def of(cls, datasets: Iterable[DatasetAnalysis]) -> Analysis:
         parts = tuple(datasets)
         whole = Lengths(sum((part.lengths for part in parts), Counter()))
-        characters = [part.characters.total for part in parts if part.characters is not None]
+        texts = [part.character_lengths for part in parts if part.character_lengths is not None]
         return cls(
             datasets=parts,
             tokens=whole.figures(),
-            characters_total=sum(characters) if len(characters) == len(parts) else None,
-            mean_of_maxima=sum(part.tokens.max for part in parts) / len(parts),
+            characters=Lengths(sum(texts, Counter())).figures() if texts else None,
+            mean_of_maxima=fmean(part.tokens.max for part in parts),
+            mean_of_maxima_characters=fmean(map(max, texts)) if texts else None,
             num_with_long_characters=sum(part.has_long_characters for part in parts),
             lengths=whole,
         )
@@ -162,6 +148,7 @@ class DatasetTally:
     def analysis(self, unusable: Mapping[str, int], *, is_cut_short: bool = False) -> DatasetAnalysis:
         """The statistics; needs at least one input."""
         num_texts, seconds = self._characters.total(), self._last_s - self._first_s
+        characters = self._characters if num_texts == self.count else None
         arrivals = None
         if seconds > 0:
             arrivals = ArrivalFigures(seconds, self._arrivals.total() / seconds, max(self._arrivals.values()))
@@ -169,11 +156,12 @@ class DatasetTally:
             name=self._name,
             tokens_from=self._counter.description if num_texts else "given with the data",
             tokens=self._tokens.figures(),
-            characters=self._characters.figures() if num_texts == self.count else None,
+            characters=None if characters is None else characters.figures(),
             output_tokens=self._output_tokens.figures() if self._output_tokens else None,
             prefixes=self._prefixes.figures(),
             arrivals=arrivals,
             lengths=self._tokens,
+            character_lengths=characters,
             unusable=unusable,
             is_cut_short=is_cut_short,
         )

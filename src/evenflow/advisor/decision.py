@@ -57,8 +57,13 @@ def band_of(longest: int) -> str:
 
 
 def decide(longest: int, p95: int, shortest: int | None = None) -> Decision:
-    """The decision for a set of inputs. Without the shortest, it is never ALWAYS."""
+    """The decision for a set of inputs.
+
+    Without the shortest, no figure proves that every input is long. ALWAYS then needs inputs that look alike: a 95th
+    percentile equal to the longest, at a length where sets of short and long inputs are rare.
+    """
     threshold = automatic_threshold(longest, p95)
+    look_alike = p95 == longest > LONG_CONTEXT_TOKENS
     if threshold is None:
         chunking = Chunking.DISABLED
         reason = f"the longest input has {longest:,} tokens, under {SHORT_TOKENS:,}: no step is long enough to stall"
@@ -68,6 +73,12 @@ def decide(longest: int, p95: int, shortest: int | None = None) -> Decision:
     elif shortest is not None and should_enable_chunked_prefill(shortest):
         chunking = Chunking.ALWAYS
         reason = f"every input is over {DEFAULT_THRESHOLD:,} tokens; the shortest has {shortest:,}"
+    elif shortest is None and look_alike:
+        chunking = Chunking.ALWAYS
+        reason = (
+            f"the 95th percentile and the longest input are both {longest:,} tokens, over {LONG_CONTEXT_TOKENS:,}, so "
+            "all inputs are assumed to be that long; the shortest input is not known"
+        )
     else:
         chunking = Chunking.SELECTIVE
         others = "whether all are long is unknown" if shortest is None else f"the shortest has {shortest:,}"

@@ -84,10 +84,9 @@ def _all_facts(facts: LogFacts) -> Iterator[Fact]:
     yield from (*facts.ranks.values(), *facts.problems.values())
     for figure, line in facts.highest.items():
         yield replace(line, name=f"highest_{figure}", value=line.value[figure])
-    if facts.peak("running"):
+    if facts.peak("running") and (rate := facts.highest["running"].value.get("generation_tokens_per_s")) is not None:
         busiest = facts.highest["running"]
-        rate = busiest.value["generation_tokens_per_s"] / busiest.value["running"]
-        yield replace(busiest, name="tokens_per_s_of_each_request", value=rate)
+        yield replace(busiest, name="tokens_per_s_of_each_request", value=rate / busiest.value["running"])
     if facts.last is not None:
         for figure, value in facts.last.value.items():
             yield replace(facts.last, name=f"last_{figure}", value=value)
@@ -163,12 +162,13 @@ def _meaning_of_ranks(facts: LogFacts) -> Iterator[Statement]:
 def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
     if running := facts.peak("running"):
         busiest = facts.highest["running"].value
-        rate = busiest["generation_tokens_per_s"]
-        text = (
-            f"At the peak, {running} requests were running and {busiest['waiting']} waiting; the server generated "
-            f"{rate:,.1f} tokens per second, {rate / running:,.1f} for each running request."
-        )
-        yield _statement(facts, text, "running")
+        waiting, rate = busiest.get("waiting"), busiest.get("generation_tokens_per_s")
+        text = f"At the peak, {running} requests were running" + ("" if waiting is None else f" and {waiting} waiting")
+        if rate is not None:
+            text += (
+                f"; the server generated {rate:,.1f} tokens per second, {rate / running:,.1f} for each running request"
+            )
+        yield _statement(facts, f"{text}.", "running")
     if (usage := facts.peak("kv_cache_usage")) is not None:
         yield _statement(facts, f"KV cache usage peaked at {usage:.1%}.", "kv_cache_usage")
     if facts.last is not None and facts.hit_rate is not None:

@@ -1,19 +1,19 @@
 """Finds facts in a server's log: of vLLM 0.10 to 0.32, SGLang 0.5, or evenflow.
 
-The log is read once, line by line; it may have any size and hold any bytes.
+The log is read once, line by line; it may have any size and hold any bytes. It may also be pasted from a document.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
+from evenflow.advisor.log_pieces import Block, Message, bare
 from evenflow.errors import InvalidInput
 
 BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")  # settings that reveal a step's budget
@@ -79,10 +79,13 @@ class _Patterns:
         for name, text, pattern in forms:
             self._by_text.setdefault(text, []).append((name, re.compile(pattern)))
 
-    def matches(self, line: str) -> Iterator[tuple[str, re.Match[str]]]:
+    def matches(self, line: str, ending_after: int = -1) -> Iterator[tuple[str, re.Match[str]]]:
+        """The first match of each pattern that ends after this position."""
         for text, patterns in self._by_text.items():
             if text in line:
-                yield from ((name, match) for name, pattern in patterns if (match := pattern.search(line)))
+                for name, pattern in patterns:
+                    if match := next((match for match in pattern.finditer(line) if match.end() > ending_after), None):
+                        yield name, match
 
 
 # A setting's name, a text in its line, and the pattern of its value.
@@ -131,6 +134,28 @@ _SETTINGS = _Patterns(
     ("async_scheduling", "Asynchronous scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
 )  # fmt: skip
 
+# A setting on a line of its own, as `name=value` or `name: value`, and its name here if that differs.
+_LONE_NAMES = (
+    *(
+        "model",
+        "max_model_len",
+        "max_seq_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "long_prefill_token_threshold",
+    ),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("enable_prefix_caching", "enable_chunked_prefill", "chunked_prefill_enabled"),
+)
+_LONE_SETTING = re.compile(rf"""['"]?({"|".join(_LONE_NAMES)})['"]?\s*[=:|]\s*['"]?(?!None)([\w./-]*\w)['"]?""")
+_RENAMED = {
+    "max_seq_len": "max_model_len",
+    "max_num_batched_tokens": "chunk_budget",
+    "enable_prefix_caching": "prefix_caching",
+    "enable_chunked_prefill": "chunked_prefill",
+    "chunked_prefill_enabled": "chunked_prefill",
+}
+
 _PROBLEMS = _Patterns(
     ("out of memory", "emory", r"(out of memory|OutOfMemoryError|Memory ran out)"),
     ("no memory for the KV cache", "No available memory", r"No available memory for the cache blocks"),
@@ -147,15 +172,15 @@ _PROBLEMS = _Patterns(
     ("preemption", "Retract requests", r"Retract requests"),
 )
 
-# Of a line that vLLM and evenflow log periodically.
+# Of a line that vLLM and evenflow log periodically, or of a document's list or table of its figures.
 _FIGURES = _Patterns(
-    ("prompt_tokens_per_s", "tokens/s", r"Avg prompt throughput: ([\d.]+) tokens/s"),
-    ("generation_tokens_per_s", "tokens/s", r"Avg generation throughput: ([\d.]+) tokens/s"),
-    ("running", "reqs", r"Running: (\d+) reqs"),
-    ("waiting", "reqs", r"(?:Waiting|Pending): (\d+) reqs"),
-    ("kv_cache_usage", "KV cache", r"KV cache usage: ([\d.]+%)"),
-    ("prefix_hit_rate", "hit rate", r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+%)"),
-    ("preemptions", "Preemptions", r"Preemptions: (\d+)"),
+    ("prompt_tokens_per_s", "throughput", r"[Pp]rompt throughput\W{1,6}([\d.,]+) ?tok(?:en)?s?/s"),
+    ("generation_tokens_per_s", "throughput", r"[Gg]eneration throughput\W{1,6}([\d.,]+) ?tok(?:en)?s?/s"),
+    ("running", "req", r"Running\W{1,6}(\d+) req"),
+    ("waiting", "req", r"(?:Waiting|Pending)\W{1,6}(\d+) req"),
+    ("kv_cache_usage", "KV cache", r"KV cache usage\W{1,6}([\d.]+ ?%)"),
+    ("prefix_hit_rate", "hit rate", r"(?<!External )[Pp]refix cache hit rate\W{1,6}(?:GPU\W{1,3})?([\d.]+ ?%)"),
+    ("preemptions", "Preemptions", r"Preemptions\W{1,6}(\d+)"),
 )
 # Of SGLang's lines about batches of decodes.
 _DECODE_FIGURES = _Patterns(
@@ -167,18 +192,18 @@ _DECODE_FIGURES = _Patterns(
 _SGLANG_LINES = ("server_args=ServerArgs(", "max_total_num_tokens=", "Decode batch", "Prefill batch")
 _PREFILL = re.compile(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)")
 _RETRACTED = re.compile(r"Retract requests.*#retracted_reqs: (\d+)")
-_ALWAYS_LOGGED = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
 _NUM_DECODE_FIGURES = 4
+_WHOLE_LINE = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
 
 _TEXTS = ("version", "model")  # even if they look like numbers
 # A start does not always log these: those of an earlier start in the same log must not remain.
 _START = "non-default args"
 _RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
 
-_RANK = re.compile(
-    r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as DP rank (?P<dp_rank>\d+), "
-    r"PP rank (?P<pp_rank>\d+),(?: PCP rank \d+,)? TP rank (?P<tp_rank>\d+)"
-)
+_RANKS = _Patterns(
+    ("rank", "in world size", r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as "
+     r"DP rank (?P<dp_rank>\d+), PP rank (?P<pp_rank>\d+),(?: PCP rank \d+,)? TP rank (?P<tp_rank>\d+)"),
+)  # fmt: skip
 
 
 def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
@@ -193,51 +218,104 @@ def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
 
 
 def find_facts(lines: Iterable[str]) -> LogFacts:
-    found = LogFacts()
+    reader = _Reader()
     for number, line in enumerate(lines, 1):
-        _read_line((_COLOURS.sub("", line) if "\x1b" in line else line).rstrip(), number, found)
-    return found
+        reader.read((_COLOURS.sub("", line) if "\x1b" in line else line).rstrip(), number)
+    return reader.finish()
 
 
-def _read_line(line: str, number: int, found: LogFacts) -> None:
-    found.is_sglang = found.is_sglang or any(text in line for text in _SGLANG_LINES)
-    if "Avg prompt throughput" in line:
-        if (matches := dict(_FIGURES.matches(line))).keys() >= _ALWAYS_LOGGED:
-            _add_figures(line, number, matches, found)
-        return
-    if "Decode batch" in line:
-        if len(matches := dict(_DECODE_FIGURES.matches(line))) == _NUM_DECODE_FIGURES:
-            _add_figures(line, number, matches, found)
-        return
+class _Reader:
+    """Takes the lines of a log one by one, with the message and the block of figures that each may continue."""
+
+    def __init__(self) -> None:
+        self._found = LogFacts()
+        self._message = Message()
+        self._block = Block()
+
+    def finish(self) -> LogFacts:
+        self._end_block()
+        return self._found
+
+    def read(self, line: str, number: int) -> None:
+        found = self._found
+        found.is_sglang = found.is_sglang or any(text in line for text in _SGLANG_LINES)
+        if "Decode batch" in line:
+            if len(matches := dict(_DECODE_FIGURES.matches(line))) == _NUM_DECODE_FIGURES:
+                figures = {name: _value(name, match[1]) for name, match in matches.items()}
+                _add_figures(figures, _excerpt(line, matches["generation_tokens_per_s"]), number, found)
+            return
+        joined = self._message.take(line)
+        names = self._read_figures(line, line, number)
+        if not names >= _WHOLE_LINE:  # which says nothing else
+            _read_counts(line, found)
+            names |= self._read_facts(line, number)
+            for text, start in joined:
+                names |= self._read_figures(text, line, number, start, names)
+                names |= self._read_facts(text, number, start, names)
+
+    def _read_figures(
+        self, text: str, line: str, number: int, start: int = -1, known: Set[str] = frozenset()
+    ) -> set[str]:
+        """Figures in a text that ends with this line, from `start` on; the names of those found."""
+        names = set()
+        for name, match in _FIGURES.matches(text, start):
+            if name in known:
+                continue
+            if not self._block.takes(name, number):
+                self._end_block()
+            self._block.add(name, _value(name, match[1]), _excerpt(line, match), number)
+            names.add(name)
+        return names
+
+    def _end_block(self) -> None:
+        block, self._block = self._block, Block()
+        if block.figures:
+            _add_figures(block.figures, block.text, block.first_line_number, self._found)
+
+    def _read_facts(self, text: str, number: int, start: int = -1, known: Set[str] = frozenset()) -> set[str]:
+        """Settings, ranks and problems in a text that ends with this line; the names of the settings found."""
+        found, names = self._found, set()
+        for name, match in _RANKS.matches(text, start):
+            ranks = {rank_name: int(digits) for rank_name, digits in match.groupdict().items()}
+            found.ranks[ranks["rank"]] = Fact(name, ranks, number, _excerpt(text, match))
+        settings = [(name, match[1], match) for name, match in _SETTINGS.matches(text, start)]
+        if start < 0 and len(text) <= _CONTEXT and (alone := _LONE_SETTING.fullmatch(bare(text).rstrip(",;."))):
+            settings.append((_RENAMED.get(alone[1], alone[1]), alone[2], alone))
+        for name, value, match in settings:
+            if name not in known:
+                found.settings[name] = Fact(name, _value(name, value), number, _excerpt(text, match))
+                names.add(name)
+        for name, match in _PROBLEMS.matches(text, start):
+            problem = Fact(name, match[1] if match.re.groups else None, number, _excerpt(text, match))
+            found.problems.setdefault(name, problem)
+        return names
+
+
+def _read_counts(line: str, found: LogFacts) -> None:
+    """What adds up over the lines, and a start, which ends what an earlier one has set."""
     if "Prefill batch" in line and (batch := _PREFILL.search(line)):
         found.num_cached_tokens += int(batch[2])
         found.num_prompt_tokens += int(batch[1]) + int(batch[2])
     if "Retract requests" in line and (retracted := _RETRACTED.search(line)):
         found.num_preemptions += int(retracted[1])
-    if "in world size" in line and (rank := _RANK.search(line)):
-        value = {name: int(number) for name, number in rank.groupdict().items()}
-        found.ranks[value["rank"]] = Fact("rank", value, number, _excerpt(line, rank))
     if _START in line:
         for name in _RESET_BY_START:
             found.settings.pop(name, None)
-    for name, match in _SETTINGS.matches(line):
-        found.settings[name] = Fact(name, _value(name, match[1]), number, _excerpt(line, match))
-    for name, match in _PROBLEMS.matches(line):
-        problem = Fact(name, match[1] if match.re.groups else None, number, _excerpt(line, match))
-        found.problems.setdefault(name, problem)
 
 
-def _add_figures(line: str, number: int, matches: dict[str, re.Match[str]], found: LogFacts) -> None:
-    figures = {name: _value(name, match[1]) for name, match in matches.items()}
+def _add_figures(figures: dict[str, Any], line: str, number: int, found: LogFacts) -> None:
     found.num_preemptions += figures.pop("preemptions", 0)
     if found.num_prompt_tokens:
         figures["prefix_hit_rate"] = found.num_cached_tokens / found.num_prompt_tokens
-    found.last = fact = Fact("figures", figures, number, _excerpt(line, matches["generation_tokens_per_s"]))
+    found.last = fact = Fact("figures", figures, number, line)
     for name in figures:
-        # Of lines with an equal figure, the one that generated most says most.
-        key = itemgetter(name, "generation_tokens_per_s")
-        if name != "prefix_hit_rate" and key(figures) > key(found.highest.setdefault(name, fact).value):
+        if name != "prefix_hit_rate" and _height(fact, name) > _height(found.highest.setdefault(name, fact), name):
             found.highest[name] = fact
+
+
+def _height(fact: Fact, figure: str) -> tuple[float, float]:
+    """Of lines with an equal figure, the one that generated most says most."""
+    return fact.value[figure], fact.value.get("generation_tokens_per_s", 0.0)
 
 
 def _excerpt(line: str, match: re.Match[str]) -> str:
@@ -253,6 +331,6 @@ def _value(name: str, text: str) -> Any:
     if name in _TEXTS:
         return text
     try:
-        return float(text[:-1]) / 100 if text.endswith("%") else json.loads(text.replace(",", "").lower())
+        return float(text.rstrip(" %")) / 100 if text.endswith("%") else json.loads(text.replace(",", "").lower())
     except ValueError:
         return text

@@ -54,8 +54,8 @@ class VLLMChunkedPrefillOptimizer:
     def analyze_dataset_for_optimal_threshold(self, dataset_stats: DatasetStats) -> Decision:
         """The threshold, the decision and its reason.
 
-        `dataset_stats` is an analysis, or a mapping with `max_sequence_length` and `percentile_95` in tokens. The
-        decision can be `always` only if the mapping also has `min_sequence_length`.
+        `dataset_stats` is an analysis, or a mapping with `max_sequence_length` and `percentile_95` in tokens. With
+        `min_sequence_length` too, `always` is proven; without it, it is assumed if the two are equal and over 8,000.
         """
         if not isinstance(dataset_stats, Mapping):
             return decide_for(dataset_stats)

@@ -7,42 +7,34 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument
 
 from evenflow.advisor import sglang_flags, vllm_flags
-from evenflow.advisor.analysis import (
-    PRESET_TOKENS,
-    Analysis,
-    DatasetAnalysis,
-    DatasetTally,
-    EstimatedTokens,
-    TokenCounter,
-    preset_dataset,
-)
+from evenflow.advisor.analysis import PRESET_TOKENS, Analysis, preset_dataset
+from evenflow.advisor.datasets import analyze_file
 from evenflow.advisor.decision import Chunking
 from evenflow.advisor.explanation import memory_pressure
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
+from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
 from evenflow.cli.explain import read_log
-from evenflow.cli.model_files import find_model, load_tokens, read_shape
+from evenflow.cli.model_files import load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
+from evenflow.model.locate import find_model
 from evenflow.vllm.checking import Checked, check, write_model_config
 from evenflow.vllm.launch import VLLM
 from evenflow.workload.inputs import PROMPT_FIELDS
-from evenflow.workload.reading import ReadTally, read_inputs
 
-_INPUTS_PER_PROGRESS = 1000
 _WHY_IT_STAYS_ON = (
     "chunked prefill stays on, as for every generative model: with this budget a prompt is cut only if several prompts "
     "fill a step. --no-enable-chunked-prefill exists, but since 0.12 vLLM warns that it may crash or give wrong answers"
@@ -91,7 +83,8 @@ def analyze(
     if options.plot is not None:
         pyplot()
     with progress("Reading") as say:
-        analysis = Analysis.of([*(_analyze_file(path, options, counter, say) for path in data or ()), *presets])
+        files = [analyze_file(path, counter, field=options.field, limit=options.limit, say=say) for path in data or ()]
+        analysis = Analysis.of([*files, *presets])
         decision = decide_for(analysis)
         recommendation = recommend(analysis, decision, concurrency, version)
         say("Checking the settings with vLLM")
@@ -111,24 +104,6 @@ def analyze(
         draw_lengths(options.plot, analysis, decision)
     print_advice(text_console(options.json), advice)
     write_json(options.json, advice.as_json())
-
-
-def _analyze_file(
-    path: Path, options: AnalyzeOptions, counter: TokenCounter, say: Callable[[str], None]
-) -> DatasetAnalysis:
-    tally, read = DatasetTally(path.name or str(path), counter), ReadTally()
-    found = read_inputs(path, options.field, read)
-    for number, item in enumerate(islice(found, options.limit), 1):
-        tally.add(item)
-        if number % _INPUTS_PER_PROGRESS == 0:
-            share = f", {read.num_bytes_read / read.num_bytes:.0%}" if read.num_bytes_read else ""
-            say(f"Reading {path.name}: {number:,} inputs{share}")
-    if not tally.count:
-        why = "; ".join(f"{count:,} x {what}" for what, count in read.unusable.most_common(3)) or "it is empty"
-        hint = " --field names the prompt's field." if "no field" in why or "no column" in why else ""
-        raise InvalidInput(f"Got {str(path)!r} but nothing in it can be used: {why}.{hint}")
-    is_cut_short = options.limit == tally.count and next(found, None) is not None
-    return tally.analysis(dict(read.unusable), is_cut_short=is_cut_short)
 
 
 def _check(python: str, args: vllm_flags.EngineArgs, model: str | None, shape: ModelShape) -> Checked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,16 +12,20 @@ from rich.table import Table
 from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Decision
 from evenflow.advisor.explanation import TARGET_IN_SGLANG, TARGET_IN_VLLM
+from evenflow.advisor.lengths import LengthFigures
 from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
 from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
 from evenflow.bench.plots import pyplot, save
 from evenflow.cli.output import make_table
 
 _BAR_CELLS = 40
+_FIGURES = ("dataset", "inputs", "mean", "p50", "p95", "max")
 
 
 def print_advice(console: Console, advice: Advice) -> None:
     console.print(_lengths_table(advice))
+    if advice.analysis.characters is not None:
+        console.print(_characters_table(advice.analysis))
     for dataset in advice.analysis.datasets:
         _print_remarks(console, dataset)
     console.print()
@@ -37,18 +41,34 @@ def print_advice(console: Console, advice: Advice) -> None:
 
 
 def _lengths_table(advice: Advice) -> Table:
-    analysis, context = advice.analysis, advice.shape.max_position
+    context = advice.shape.max_position
     thresholds = [f"over\n{threshold:,}" for threshold in THRESHOLDS]
-    table = make_table("Input tokens", "dataset", "inputs", "mean", "p50", "p95", "max", *thresholds, "max of\ncontext")
-    rows: list[tuple[str, Analysis | DatasetAnalysis]] = [(dataset.name, dataset) for dataset in analysis.datasets]
-    if len(rows) > 1:
-        rows.append((f"all {len(rows)}", analysis))
-    for name, part in rows:
-        figures = part.tokens
-        numbers = (figures.count, round(figures.mean), figures.p50, figures.p95, figures.max)
-        shares = (*map(part.lengths.share_over, THRESHOLDS), figures.max / context)
-        table.add_row(name, *(f"{number:,}" for number in numbers), *(f"{share:.0%}" for share in shares))
+    table = make_table("Input tokens", *_FIGURES, *thresholds, "max of\ncontext")
+    for name, part in _rows(advice.analysis, advice.analysis.datasets):
+        shares = (*map(part.lengths.share_over, THRESHOLDS), part.tokens.max / context)
+        table.add_row(name, *_figures(part.tokens), *(f"{share:.0%}" for share in shares))
     return table
+
+
+def _characters_table(analysis: Analysis) -> Table:
+    table = make_table("\nInput characters", *_FIGURES, "total")
+    texts = [dataset for dataset in analysis.datasets if dataset.characters is not None]
+    for name, part in _rows(analysis, texts):
+        if part.characters is not None:
+            table.add_row(name, *_figures(part.characters), f"{part.characters.total:,}")
+    return table
+
+
+def _rows(analysis: Analysis, datasets: Sequence[DatasetAnalysis]) -> Iterator[tuple[str, Analysis | DatasetAnalysis]]:
+    """Each dataset, and all together if there are several."""
+    yield from ((dataset.name, dataset) for dataset in datasets)
+    if len(datasets) > 1:
+        yield f"all {len(datasets)}", analysis
+
+
+def _figures(figures: LengthFigures) -> tuple[str, ...]:
+    numbers = (figures.count, round(figures.mean), figures.p50, figures.p95, figures.max)
+    return tuple(f"{number:,}" for number in numbers)
 
 
 def _print_remarks(console: Console, dataset: DatasetAnalysis) -> None:
@@ -56,8 +76,6 @@ def _print_remarks(console: Console, dataset: DatasetAnalysis) -> None:
     if dataset.is_cut_short:
         remarks.append(f"only the first {dataset.tokens.count:,} inputs were read (--limit); the rest may differ.")
     remarks += [f"{count:,} left out: {what}." for what, count in dataset.unusable.items()]
-    if (characters := dataset.characters) is not None:
-        remarks.append(f"{characters.total:,} characters; the longest input has {characters.max:,}.")
     if (output := dataset.output_tokens) is not None:
         remarks.append(f"output tokens: median {output.p50:,}, p95 {output.p95:,}, max {output.max:,}.")
     if (arrivals := dataset.arrivals) is not None:
@@ -91,9 +109,12 @@ def _print_decision(console: Console, advice: Advice) -> None:
     console.print(f"\nChunked prefill: {verdict}.")
     console.print(f"Why: {decision.reason}.")
     if len(analysis.datasets) > 1:
+        characters = analysis.mean_of_maxima_characters
+        in_characters = "" if characters is None else f", {characters:,.0f} characters"
         console.print(
-            f"Mean of the {len(analysis.datasets)} datasets' longest inputs: {analysis.mean_of_maxima:,.0f} tokens; "
-            f"datasets with one over {LONG_CHARACTERS:,} characters: {analysis.num_with_long_characters}."
+            f"Mean of the {len(analysis.datasets)} datasets' longest inputs: {analysis.mean_of_maxima:,.0f} tokens"
+            f"{in_characters}; datasets with one over {LONG_CHARACTERS:,} characters: "
+            f"{analysis.num_with_long_characters}."
         )
     console.print("What would switch it on:")
     for trigger in advice.triggers:

@@ -5,20 +5,16 @@ Takes any architecture, because vLLM may run it. Never imports torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenflow.advisor.memory import ModelShape
+from evenflow.advisor.token_counts import TokenizerTokens
 from evenflow.cli.output import engine_imports
-from evenflow.errors import BrokenModel, InvalidRequest, ModelError, ModelNotFound
-from evenflow.model.default_model import default_model_path
-from evenflow.workload.inputs import ChatInput, TextInput
-
-if TYPE_CHECKING:
-    from evenflow.model.tokenizer import Tokenizer
+from evenflow.errors import BrokenModel, ModelError, ModelNotFound
+from evenflow.model.locate import find_model
 
 # Model families name the same sizes differently; the first name found counts. The last one is that of a GGUF header.
 _SIZES = {
@@ -31,38 +27,6 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
     "max_position": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length"),
 }
-
-
-class TokenizerTokens:
-    """Counts tokens with a model's tokenizer, and conversations with its chat template."""
-
-    def __init__(self, tokenizer: Tokenizer, path: Path) -> None:
-        self._tokenizer = tokenizer
-        self.description = f"counted by the tokenizer of {path.name}"
-
-    def count(self, text: TextInput | ChatInput) -> int:
-        prompt, add_special_tokens = text.text, True
-        if isinstance(text, ChatInput) and self._tokenizer.has_chat_template:
-            with suppress(InvalidRequest):  # the template rejects these roles; the text still counts
-                prompt, add_special_tokens = self._tokenizer.apply_chat_template(text.messages), False
-        valid = prompt.encode("utf-8", "replace").decode()  # JSON can hold half a character, which tokenizers reject
-        return len(self._tokenizer.encode(valid, add_special_tokens))
-
-
-def find_model(model: str) -> Path:
-    """The folder or file of a model: a path, `default`, or a name in Hugging Face's cache."""
-    if model == "default":
-        return default_model_path()
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    snapshots = hub / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise ModelNotFound(f"no model at {model}: give a Hugging Face folder, a .gguf file, or 'default'")
-    return found[-1].parent
 
 
 @contextmanager
@@ -82,11 +46,11 @@ def load_tokens(model: str) -> TokenizerTokens:
         if path.is_dir() or path.suffix == ".json":
             from evenflow.model.hf_tokenizer import read_hf_tokenizer
 
-            return TokenizerTokens(read_hf_tokenizer(path if path.is_dir() else path.parent), path)
+            return TokenizerTokens(read_hf_tokenizer(path if path.is_dir() else path.parent), path.name)
         from evenflow.model.gguf_file import GgufFile
         from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
 
-        return TokenizerTokens(read_gguf_tokenizer(GgufFile(path)), path)
+        return TokenizerTokens(read_gguf_tokenizer(GgufFile(path)), path.name)
 
 
 def read_shape(model: str) -> ModelShape:

@@ -91,7 +91,9 @@ RecordTarget = Annotated[Path | None, Option(parser=_parse_new_file, metavar="PA
 class ModelOptions:
     """What runs, and in how much memory. None stands for EngineConfig's default."""
 
-    model: str = option("default, a Hugging Face folder, or a .gguf file.", default="default", metavar="MODEL")
+    model: str = option(
+        "default, a Hugging Face folder or downloaded name, or a .gguf file.", default="default", metavar="MODEL"
+    )
     weights: str = option("float32 is exact, int4 is fast.", default="float32", metavar="float32|int4")
     threads: int | None = option("Compute threads.", show_default="torch's choice")
     max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")

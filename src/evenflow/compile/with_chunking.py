@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evenflow.advisor.analysis import Analysis, DatasetTally, EstimatedTokens
+from evenflow.advisor.analysis import Analysis, DatasetTally
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger
 from evenflow.advisor.recommendation import decide_for, find_triggers
+from evenflow.advisor.token_counts import EstimatedTokens
 from evenflow.compile.chunks.memory import memory_pressure
 from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
 from evenflow.compile.compiler import (

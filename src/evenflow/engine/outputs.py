@@ -40,6 +40,54 @@ class RequestOutput:
     def latency_s(self) -> float | None:
         return self.token_times_s[-1] if self.token_times_s else None
 
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The answer as vLLM's `RequestOutput` has it: a list, here always of one."""
+        return [CompletionOutput(self)]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CompletionOutput:
+    """A view of a RequestOutput by the names of vLLM's `CompletionOutput`."""
+
+    _output: RequestOutput
+
+    @property
+    def index(self) -> int:
+        return 0
+
+    @property
+    def text(self) -> str:
+        return self._output.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._output.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._output.finish_reason
+
+    @property
+    def logprobs(self) -> list[RowLogprobs] | None:
+        return self._output.logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the tokens; None unless logprobs were asked for."""
+        return None if self.logprobs is None else sum(row.chosen.logprob for row in self.logprobs)
+
+    def finished(self) -> bool:
+        return self._output.finished
+
+    def __repr__(self) -> str:
+        names = ("index", "text", "token_ids", "finish_reason")
+        return f"CompletionOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
 
 class Delta(NamedTuple):
     """What one step added to a request: new tokens, and the text that became certain."""

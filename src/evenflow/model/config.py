@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 from evenflow.errors import BrokenModel, UnsupportedModel
 
+SUPPORTED_FAMILIES = "Llama, Mistral, Qwen2, Qwen3 and SmolLM models"
+
 
 def unsupported(what: str) -> UnsupportedModel:
     """The error for a valid model that evenflow's own engine does not run."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from evenflow.model.config import (
+    SUPPORTED_FAMILIES,
     FrequencyFactors,
     LinearScaling,
     ModelConfig,
@@ -70,7 +71,7 @@ def read_gguf_model(path: Path) -> tuple[ModelConfig, Tokenizer, dict[str, Store
     file = GgufFile(path)
     name = file.get("general.architecture", str)
     if name not in _ARCHITECTURES:
-        raise unsupported(f"the architecture {name!r}")
+        raise unsupported(f"the architecture {name!r} (supported: {SUPPORTED_FAMILIES})")
     if file.get("split.count", int, 1) > 1:
         raise unsupported("a model split over several GGUF files")
     if file.get(f"{name}.expert_count", int, 0) > 0:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from evenflow.errors import BrokenModel
 from evenflow.model.config import (
+    SUPPORTED_FAMILIES,
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
@@ -42,7 +43,7 @@ _FAMILIES = {
 
 def read_config(file: TypedValues, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """The configuration in config.json; the special tokens depend on other files too."""
-    architecture, family = _architecture(file)
+    architecture, family = supported_architecture(file)
     hidden_size = file.get("hidden_size", int)
     num_layers = checked_num_layers(file.get("num_hidden_layers", int))
     num_heads = file.get("num_attention_heads", int)
@@ -74,11 +75,12 @@ def read_config(file: TypedValues, bos_token_id: int | None, eos_token_ids: tupl
     )
 
 
-def _architecture(file: TypedValues) -> tuple[str, _Family]:
+def supported_architecture(file: TypedValues) -> tuple[str, _Family]:
+    """The architecture in config.json, or UnsupportedModel."""
     names = file.get("architectures", list)
     name = ", ".join(map(str, names))
     if name not in _FAMILIES:
-        raise unsupported(f"the architecture {name or 'without a name'}")
+        raise unsupported(f"the architecture {name or 'without a name'} (supported: {SUPPORTED_FAMILIES})")
     if file.content.get("quantization_config") is not None:
         method = TypedValues(file.name, file.get("quantization_config", dict)).optional("quant_method", str)
         raise unsupported(f"a checkpoint quantised by {method or 'an unnamed method'}")

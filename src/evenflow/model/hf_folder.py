@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import ModelConfig, unsupported
-from evenflow.model.hf_config import read_config
+from evenflow.model.hf_config import read_config, supported_architecture
 from evenflow.model.hf_tokenizer import read_hf_tokenizer, read_json
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import StoredTensor
@@ -24,6 +24,7 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, Tokenizer, dict[str, Stor
     config_file = read_json(folder, "config.json")
     if config_file is None:
         raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    supported_architecture(config_file)  # first: a model that cannot run may also lack files that only evenflow needs
     tokenizer = read_hf_tokenizer(folder)
     config = read_config(config_file, tokenizer.bos_token_id, tokenizer.eos_token_ids)
     return config, tokenizer, _stored_tensors(folder)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenflow.errors import ModelError, ModelNotFound
+from evenflow.errors import ModelError
 from evenflow.model.config import ModelConfig
-from evenflow.model.default_model import default_model_path
 from evenflow.model.gguf_model import read_gguf_model
 from evenflow.model.hf_folder import read_hf_folder
+from evenflow.model.locate import find_model
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import Weights, select_weights
 
@@ -22,10 +22,8 @@ class LoadedModel:
 
 
 def load_model(model: str | Path) -> LoadedModel:
-    """Open a model: `default`, a Hugging Face folder, or a .gguf file."""
-    path = default_model_path() if str(model) == "default" else Path(model).expanduser()
-    if not path.exists():
-        raise ModelNotFound(f"no model at {path}: give a Hugging Face folder, a .gguf file, or 'default'")
+    """Open a model: `default`, a Hugging Face folder or the name of a downloaded one, or a .gguf file."""
+    path = find_model(model)
     read = read_hf_folder if path.is_dir() else read_gguf_model
     try:
         config, tokenizer, stored = read(path)
