@@ -60,7 +60,9 @@ def test_the_target_ends_the_pause_and_the_cost_is_stated() -> None:
     assert comparison.same_text
     assert unchunked.answers[1].text.split() == list(map(str, fake_continuation([11] * 5, 48, VOCAB)))
     pause, price = comparison.verdict().splitlines()
-    assert pause.startswith(f"Longest pause of a stream between two tokens: {unchunked.longest_gap_s:.2f} s unchunked, ")
+    assert pause.startswith(
+        f"Longest pause of a stream between two tokens: {unchunked.longest_gap_s:.2f} s unchunked, "
+    )
     assert f" {chunked.longest_gap_s:.2f} s with target:100ms (" in pause
     assert "times shorter" in pause
     assert f"took {chunked.total_s:.1f} s instead of {unchunked.total_s:.1f} s" in price

@@ -97,6 +97,23 @@ def test_a_plot_needs_the_async_demo(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--plot" in finished.err
 
 
+@pytest.mark.parametrize(("target", "has_picture"), [(None, True), ("-", False)])
+def test_a_terminal_shows_the_streams_unless_json_is_printed(
+    target: str | None, has_picture: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, color_system=None, width=100, height=40)
+    monkeypatch.setattr("evenflow.cli.demo.text_console", lambda json_target: terminal)
+    arguments = ["--json", target] if target else []
+    finished = run_cli(capsys, "demo", "async", "--model", long_context_llama(), "--policy", "fixed:400", *arguments)
+    assert finished.code == 0, finished.err
+    rows = [line for line in written.getvalue().splitlines() if "●" in line and line.startswith(tuple(NAMES))]
+    assert bool(rows) is has_picture
+    if has_picture:  # at the end: the five streams of both runs
+        assert [row.split()[0] for row in rows[-10:]] == NAMES * 2
+    assert "Longest pause of a stream" in written.getvalue()
+
+
 @pytest.mark.parametrize(("encoding", "row"), [("utf-8", "chat ▒●●   ●"), ("ascii", "chat #oo   o")])
 def test_the_picture_stays_on_the_terminal(encoding: str, row: str) -> None:
     written = io.BytesIO()
