@@ -13,7 +13,7 @@ from evenflow.engine.llm import LLM
 
 FIXED_POLICY = PolicySpec.parse("fixed:512")  # a chunk size as people set it by hand
 _ANSWER_TOKENS = 32
-_LONG_ANSWER_TOKENS = 48  # so that small answers are still decoded when the last prompt arrives, under any policy
+_LONG_ANSWER_TOKENS = 48  # enough for small answers to be decoded still when the last prompt arrives
 _WARM_UP_TOKENS = 4
 _TARGET_RUN_FACTOR = 1.5  # its time over that of the unchunked run: a guess
 
