@@ -57,6 +57,8 @@ def test_the_target_ends_the_pause_and_the_cost_is_stated() -> None:
     assert 0.4 < fixed.longest_gap_s < 0.6
     assert chunked.longest_gap_s < 0.11
     assert chunked.mean_latency_s("small") < unchunked.mean_latency_s("small")
+    assert unchunked.mean_ttft_s("small") == pytest.approx(2.033, rel=0.01)  # large_1 and the small ones, in one step
+    assert chunked.mean_ttft_s("small") < 0.3
     assert comparison.same_text
     assert unchunked.answers[1].text.split() == list(map(str, fake_continuation([11] * 5, 48, VOCAB)))
     pause, price = comparison.verdict().splitlines()

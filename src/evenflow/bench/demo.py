@@ -36,12 +36,15 @@ class Comparison:
 
     def gain(self) -> str:
         """What chunking changed for each kind of request, in one line."""
-        small, large = (
-            _change(self.chunked.mean_latency_s(size), self.unchunked.mean_latency_s(size))
-            for size in ("small", "large")
+        after, before = self.chunked, self.unchunked
+        first = _change(after.mean_ttft_s("small"), before.mean_ttft_s("small"))
+        small = _change(after.mean_latency_s("small"), before.mean_latency_s("small"))
+        large = _change(after.mean_latency_s("large"), before.mean_latency_s("large"))
+        texts = "the answers are the same in all runs" if self.same_text else "some answers differ"
+        return (
+            f"With {after.policy} a small request's first token came after {first}, its last after {small}; a large "
+            f"request took {large}; {texts}."
         )
-        texts = "the answers are the same" if self.same_text else "some answers differ"
-        return f"With {self.chunked.policy} a small request took {small}, a large one {large}; {texts}."
 
     def verdict(self) -> str:
         """The longest pause without chunks and with them, and what that cost, in two lines."""
@@ -56,11 +59,11 @@ class Comparison:
 
 
 def _change(after: float, before: float) -> str:
-    return f"{after:.1f} s instead of {before:.1f} s ({_ratio(after, before)})"
+    return f"{after:.2f} s instead of {before:.2f} s ({_ratio(after, before)})"
 
 
 def _ratio(after: float, before: float) -> str:
-    if round(max(after, before), 1) == round(min(after, before), 1):
+    if round(after, 2) == round(before, 2):
         return "the same"
     return f"{before / after:.1f} times shorter" if after < before else f"{after / before:.1f} times longer"
 

@@ -64,6 +64,9 @@ class DemoRun:
     def mean_latency_s(self, size: Size) -> float:
         return fmean(answer.latency_s for answer in self.answers if answer.size == size)
 
+    def mean_ttft_s(self, size: Size) -> float:
+        return fmean(answer.ttft_s for answer in self.answers if answer.size == size)
+
     @property
     def requests_per_s(self) -> float:
         return len(self.answers) / self.total_s

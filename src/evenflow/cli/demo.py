@@ -45,6 +45,7 @@ On a GPU, inside vLLM: `evenflow serve --engine vllm --model MODEL --tbt-target 
 """
 _FIGURES: dict[str, Callable[[DemoRun], str]] = {
     "longest pause": lambda run: f"{run.longest_gap_s:.2f} s",
+    "first, small": lambda run: f"{run.mean_ttft_s('small'):.2f} s",
     "mean small": lambda run: f"{run.mean_latency_s('small'):.2f} s",
     "mean large": lambda run: f"{run.mean_latency_s('large'):.2f} s",
     "all": lambda run: f"{run.total_s:.2f} s",
@@ -181,6 +182,7 @@ def _run_figures(run: DemoRun) -> dict[str, Any]:
         "requests": run.answers,
         "last_arrival_s": run.last_arrival_s,
         "longest_gap_s": run.longest_gap_s,
+        "mean_small_ttft_s": run.mean_ttft_s("small"),
         "mean_small_latency_s": run.mean_latency_s("small"),
         "mean_large_latency_s": run.mean_latency_s("large"),
         "total_s": run.total_s,
