@@ -37,7 +37,8 @@ from evenflow.errors import InvalidConfig
 Which = Literal["both", "simple", "async"]
 
 _MAX_SECONDS = 55.0  # if all three runs would take longer, the one with a fixed chunk is left out
-_SHOWN_CHARACTERS = 60  # of an answer that was cut off anyway
+_OTHER_COLUMNS = 72  # characters that a row of the comparison takes beside the text
+_MIN_TEXT = 8
 _NEXT_STEPS = """
 Next: `evenflow serve` keeps such a target for OpenAI clients at http://127.0.0.1:8000/v1.
 The page at http://127.0.0.1:8000/ shows every step as it runs, and has a slider for the target.
@@ -144,7 +145,7 @@ def _show_comparison(console: Console, comparison: Comparison) -> None:
     table = _table("Small requests beside large ones", "size", "tokens", *(f"latency\n{run.policy}" for run in runs))
     for answer, *others in zip(*(run.answers for run in runs), strict=True):
         latencies = (f"{one.latency_s:.2f} s" for one in (answer, *others))
-        text = shorten(answer.text, _SHOWN_CHARACTERS, placeholder=" …")
+        text = shorten(answer.text, max(_MIN_TEXT, console.width - _OTHER_COLUMNS), placeholder=" …")
         table.add_row(answer.name, str(answer.prompt_tokens), str(answer.output_tokens), *latencies, text)
     table.add_section()
     for label, figure in _FIGURES.items():
