@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## Run both demos on the default model (fetched on the first run, 93 MB)
+demo: $(STAMP)  ## Show what a latency target does, on the default model (fetched on the first run, 93 MB)
 	$(BIN)/evenflow demo
 
 serve: $(STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." sets other options

@@ -1,4 +1,4 @@
-"""Plots of the stall benchmark. Imports matplotlib when the first one is drawn."""
+"""Plots of the stall benchmark and the demo. Imports matplotlib when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from evenflow.bench.stall import StallFigures
 from evenflow.bench.stall_run import StallRun
+from evenflow.bench.timeline import Timeline
 from evenflow.errors import MissingDependency
 
 
@@ -40,6 +41,26 @@ def draw_tokens(path: Path, runs: Mapping[str, StallRun], figures: Sequence[Stal
         title = f"{policy.policy}: p99 gap beside a prefill {1000 * policy.tbt_p99_s:.0f} ms"
         axis.set_title(title, loc="left", fontsize=9)
     rows[-1, 0].set_xlabel("seconds (dots: tokens, shaded: prefill of long prompts, red: targets)")
+    save(figure, path)
+
+
+def draw_streams(path: Path, timelines: Sequence[Timeline]) -> None:
+    """The runs one below the other: a row per stream, a dot per token, a bar per step with its prefill."""
+    plt = pyplot()
+    num_rows = max(len(timeline.streams) for timeline in timelines)
+    size = (10, 0.6 + len(timelines) * (0.5 + 0.3 * num_rows))
+    figure, axes = plt.subplots(len(timelines), 1, figsize=size, sharex=True, squeeze=False)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        streams = list(timeline.streams.values())
+        for row, stream in enumerate(streams):
+            bars = [(start, end - start) for start, end in stream.prefills]
+            axis.broken_barh(bars, (row - 0.3, 0.6), color="tab:orange", alpha=0.3, linewidth=0)
+            axis.plot(stream.tokens, [row] * len(stream.tokens), "o", markersize=3, color="tab:blue")
+        title = f"{timeline.title}: longest pause of a stream {timeline.longest_gap_s:.2f} s"
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_yticks(range(len(streams)), [stream.name for stream in streams])
+        axis.set_ylim(len(streams) - 0.4, -0.6)  # the first stream on top
+    axes[-1, 0].set_xlabel("seconds (dots: tokens, shaded: prefill)")
     save(figure, path)
 
 

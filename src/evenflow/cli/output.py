@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.box import SIMPLE, Box
 from rich.console import Console
@@ -96,12 +96,20 @@ def engine_imports(what: str) -> Iterator[None]:
         ) from error
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at the moment: a live picture replaces it, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def log_warnings_only() -> None:
     """Log warnings and errors without tracebacks, unless $EVENFLOW_LOG_LEVEL or the caller has set up logging."""
     logger = logging.getLogger("evenflow")
     if "EVENFLOW_LOG_LEVEL" in os.environ or logger.hasHandlers():
         return
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("evenflow: %(message)s"))
     # The command ends with the same error in one line.
     handler.addFilter(lambda record: record.exc_info is None)

@@ -21,3 +21,8 @@ def default_target(step_time: StepTimeModel, caps: ExecutorCaps, max_num_seqs: i
     shape = caps.step_shape(num_decodes=num_streams, decode_context=context, chunks=[(_CONTEXT, FLOOR_TOKENS)])
     least_feasible = step_time.predict(shape)
     return max(READER_S, round(math.ceil(_ROOM * least_feasible / _ROUND_S) * _ROUND_S, 9))
+
+
+def target_reason(target_s: float) -> str:
+    """Why this default was chosen, as the end of "this is ..."."""
+    return "as fast as people read" if target_s <= READER_S else f"{_ROOM:g} times the least that this machine can keep"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.config import GIB, EngineConfig
-from evenflow.core.default_target import READER_S, default_target
+from evenflow.core.default_target import default_target, target_reason
 from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
@@ -157,11 +157,10 @@ def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
         return
     logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
     if config.chosen_policy is None:
-        what = "as fast as people read" if policy.target <= READER_S else "what this machine keeps with some room"
         logger.info(
             "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. None: "
             "--max-num-batched-tokens %d.",
-            *(what, DEFAULT_BUDGET),
+            *(target_reason(policy.target), DEFAULT_BUDGET),
         )
 
 
