@@ -134,6 +134,7 @@ def test_a_model_with_process_chunk_is_called_by_it() -> None:
     ids = list(range(40))
     assert optimizer.process_chunked(Counting(), ids) == [2 * number for number in ids]
     assert optimizer.process_chunked(Counting(), ids[:32]) == "whole"
+    assert optimizer.process_chunked(SimpleNamespace(process_chunk=len), ids[:20]) == 20  # it need not be callable
     wrapped = ChunkedPrefillWrapper(Counting(), optimizer, "counting")
     assert torch.equal(wrapped(input_ids=tokens)["numbered"], output["numbered"])
     assert wrapped.execution_stats["chunked_calls"] == 1

@@ -157,8 +157,8 @@ class EnhancedAOTModelCompiler:
     def compile_model_aot(self, model: Model, inputs: Any, config: Any = None, mode: str | None = None) -> Any:
         """`compile_model` under the model's own name.
 
-        `config` and `mode` override the graph configuration. `config` is a mapping, or any object: what it has of a
-        GraphConfig counts, so that a model's own configuration does too, as one without any.
+        Both `config` and `mode` override the graph configuration. `config` is a mapping or any object, such as the
+        model's own configuration; only its `mode` and `enable_cuda_graphs` count.
         """
         given = {"config": config, "mode": mode}
         return self.compile_model(

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -109,13 +109,16 @@ class ChunkedPrefillOptimizer:
     def run(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
         """`process_chunked` for arguments in any order, with the number of chunks."""
         tokens = args[0] if args else kwargs.get("input_ids")
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        if type(tokens) is Tensor and tokens.ndim == 2:
+            num_sequences, length = tokens.shape
+        else:
             args, kwargs = with_token_tensors(model, args, kwargs)
-        num_sequences, length = input_shape(args, kwargs)
-        if self.should_chunk(length) or num_sequences * length > self._max_rows:
+            num_sequences, length = input_shape(args, kwargs)
+        can_shrink = length > SMALLEST_CHUNK  # decoding steps cannot
+        if self.should_chunk(length) or (can_shrink and num_sequences * length > self._max_rows):
             run = self._run_long(model, args, kwargs)
-        elif length <= SMALLEST_CHUNK:  # it would not run in smaller chunks: among these are all decoding steps
-            run = Run(_run_whole(model, args, kwargs), 1)
+        elif not can_shrink:
+            run = Run(_whole(model)(*args, **kwargs), 1)
         else:
             run = self._run_short(model, args, kwargs)
         self.stats["total_sequences"] += num_sequences
@@ -126,9 +129,13 @@ class ChunkedPrefillOptimizer:
 
     def _run_short(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
         """Whole, and in chunks only if that runs out of memory."""
-        if hasattr(model, "process_chunk"):
-            return Run(_run_whole(model, args, kwargs), 1)
-        output = attempt(model, args, kwargs, lambda: why_not_in_chunks(model, named_arguments(model, args, kwargs)))
+
+        def why_final() -> str | None:
+            if hasattr(model, "process_chunk"):
+                return "only the model's own process_chunk could take back what the call left in its state"
+            return why_not_in_chunks(model, named_arguments(model, args, kwargs))
+
+        output = attempt(_whole(model), args, kwargs, why_final)
         if not isinstance(output, RanOut):
             return Run(output, 1)
         call = named_arguments(model, args, kwargs)
@@ -149,7 +156,7 @@ class ChunkedPrefillOptimizer:
                 reason = str(error)
         self._warn_of_whole_call(reason)
         self.whole_calls[reason] += 1
-        return Run(_run_whole(model, args, kwargs), 1)
+        return Run(model(*args, **kwargs), 1)
 
     def _run_in_chunks(self, model: Model, call: Mapping[str, Any]) -> Run:
         all_logits = not isinstance(call.get("logits_to_keep"), int) or not call["logits_to_keep"]
@@ -157,11 +164,11 @@ class ChunkedPrefillOptimizer:
         return self._counted(run_in_chunks(model, call, sizer), sizer, num_known_tokens(call))
 
     def _run_own_chunks(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-        call = {"input_ids": args[0], **kwargs} if args else dict(kwargs)
-        _, length = input_shape((), call)
-        sizer = self._sizer(model, call, length, all_logits=True)
-        output = run_own_chunks(model, call.pop("input_ids"), call, sizer)
-        return self._counted(output, sizer, length)
+        rest = dict(kwargs)
+        tokens = args[0] if args else rest.pop("input_ids")
+        _, length = input_shape((tokens,), {})
+        sizer = self._sizer(model, {"input_ids": tokens}, length, all_logits=True)
+        return self._counted(run_own_chunks(model, tokens, args[1:], rest, sizer), sizer, length)
 
     def _sizer(self, model: Model, call: Mapping[str, Any], context: int, all_logits: bool) -> _Sizer:
         num_sequences, length = input_shape((), call)
@@ -229,8 +236,9 @@ class _Sizer:
         return f"even {length} tokens at a time do not fit" if length <= SMALLEST_CHUNK else None
 
 
-def _run_whole(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return model(*args, **kwargs) if callable(model) else model.process_chunk(*args, **kwargs)
+def _whole(model: Any) -> Model:
+    """What runs an input that is not cut: a model may have `process_chunk` alone."""
+    return model if callable(model) else cast(Model, model.process_chunk)
 
 
 class ChunkedPrefillWrapper(ModelInterface):

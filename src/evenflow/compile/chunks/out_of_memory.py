@@ -33,18 +33,20 @@ def attempt(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any], why_
     Other errors are raised, and so is this one if `why_final` has a reason, or if the cache cannot be taken back.
     """
     named = named_arguments(model, args, kwargs) if len(args) > 1 else kwargs
-    before = SavedCache(named.get("past_key_values"))
+    cache = named.get("past_key_values")
+    before = None if cache is None else SavedCache(cache)
     try:
         return model(*args, **kwargs)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        if (reason := why_final() or before.why_lost) is not None:
+        if (reason := why_final() or (before and before.why_lost)) is not None:
             error.add_note(f"No smaller chunks can follow: {reason}.")
             raise
         message = next(iter(str(error).strip().splitlines()), type(error).__name__)
     # Only here, after the handler, is the traceback gone that kept the failed call's tensors alive.
-    before.restore()
+    if before is not None:
+        before.restore()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return RanOut(message)
@@ -68,8 +70,6 @@ class SavedCache:
         self._cache = cache
         self._restores: list[Callable[[], None]] = []
         self.why_lost: str | None = None
-        if cache is None:
-            return
         if not hasattr(cache, "layers") or getattr(cache, "offloading", False):
             self.why_lost = f"what the call left in {type(cache).__name__} cannot be taken back"
             return
@@ -80,8 +80,6 @@ class SavedCache:
             self._restores.append(how_to_save(layer))
 
     def restore(self) -> None:
-        if self._cache is None:
-            return
         del self._cache.layers[len(self._restores) :]  # some caches add layers as they are filled
         for restore in self._restores:
             restore()

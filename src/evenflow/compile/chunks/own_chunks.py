@@ -17,8 +17,8 @@ from evenflow.compile.chunks.chunked_run import ChunkSizer
 from evenflow.compile.model_call import input_shape
 
 
-def run_own_chunks(model: Any, tokens: Any, kwargs: Mapping[str, Any], sizer: ChunkSizer) -> Any:
-    """Calls `model.process_chunk(chunk_tokens, **kwargs)` in order, with chunks of the same kind as `tokens`.
+def run_own_chunks(model: Any, tokens: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizer: ChunkSizer) -> Any:
+    """Calls `model.process_chunk(chunk_tokens, *args, **kwargs)` in order, with chunks of the same kind as `tokens`.
 
     Results with one entry for each token of their chunk are joined, inside mappings and tuples too. Of any other kind,
     such as the logits of the last position, the last chunk's is the result.
@@ -29,7 +29,7 @@ def run_own_chunks(model: Any, tokens: Any, kwargs: Mapping[str, Any], sizer: Ch
     while (start := sum(lengths)) < total:
         length = min(max(1, sizer.choose_length(start, total - start)), total - start)
         started = time.perf_counter()
-        results.append(model.process_chunk(_cut(tokens, start, start + length), **kwargs))
+        results.append(model.process_chunk(_cut(tokens, start, start + length), *args, **kwargs))
         sizer.ran(start, length, time.perf_counter() - started)
         lengths.append(length)
     num_dimensions = len(tokens.shape) if hasattr(tokens, "shape") else 1 + isinstance(tokens[0], list)
