@@ -24,9 +24,9 @@ from evenflow.advisor.vllm_flags import caps_lone_prompts  # isort: skip
 from evenflow.compile import VLLMChunkedModelWrapper, create_vllm_enhanced_compiler  # isort: skip
 from tests.compile.architectures import padding_mask  # isort: skip
 from tests.models import tiny_hf_folder  # isort: skip
-from tests.vllm.fronts import ENVIRONMENT, MODEL_SIZES  # isort: skip
+from tests.vllm.fronts import ENVIRONMENT, MODEL_SIZES, needs_vllm  # isort: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.filterwarnings("ignore")]
 
 MODEL_LENGTH = 8192
 BUDGET = 4096
@@ -48,9 +48,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Started:
-    """A model that generates in vLLM, its compiler, and what was logged while it started."""
+    """A model that generates in vLLM, its compiler, and what was logged while it started.
+
+    `chunks` has the lengths of the chunks that vLLM's scheduler made, by request.
+    """
 
     def __init__(self, plain: Any) -> None:
+        self.chunks: dict[str, list[int]] = {}
         self.log: list[str] = []
         handler = logging.Handler(logging.INFO)
         handler.emit = lambda record: self.log.append(record.getMessage())  # type: ignore[method-assign]
@@ -61,20 +65,34 @@ class Started:
         try:
             self.compiler = create_vllm_enhanced_compiler(
                 enable_cuda_graphs=False,
-                vllm_config=VLLMChunkedPrefillConfig(long_prefill_token_threshold=None, max_num_batched_tokens=BUDGET),
+                vllm_config=VLLMChunkedPrefillConfig(max_num_batched_tokens=BUDGET),
             )
             examples = [prompts(1, SHORT, 0), prompts(1, LONG, 0)]
             self.model = self.compiler.compile_model(plain, examples, "tiny")
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
+        if self.model.engine is not None:
+            self._watch(self.model.engine.llm_engine.engine_core.engine_core.scheduler)
+
+    def _watch(self, scheduler: Any) -> None:
+        schedule = scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            planned = schedule(*args, **kwargs)
+            for request_id, num_tokens in planned.num_scheduled_tokens.items():
+                if num_tokens > 1:  # a decode is one
+                    self.chunks.setdefault(request_id, []).append(num_tokens)
+            return planned
+
+        scheduler.schedule = watched
 
 
 @pytest.fixture(scope="module")
 def started(plain: Any) -> Iterator[Started]:
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+        for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)  # in this process, where its steps can be seen
         started = Started(plain)
         yield started
         if started.model.engine is not None:
@@ -119,22 +137,21 @@ def test_vllm_is_started_with_the_automatic_threshold(started: Started) -> None:
 def test_tokens_are_those_of_transformers(lengths: list[int], is_cut: bool, started: Started, plain: Any) -> None:
     before = started.model.get_chunking_stats()
     report_before = started.model.get_performance_report()
+    started.chunks.clear()
     mask = padding_mask(lengths, "left")
     tokens = prompts(len(lengths), max(lengths), seed=sum(lengths)) * mask
     call = {"attention_mask": mask, **GREEDY}
     got = started.model.generate(tokens, **call)
     assert torch.equal(got, plain.generate(tokens, **call))
+    assert sorted(map(sum, started.chunks.values())) == sorted(lengths)
+    assert any(len(chunks) > 1 for chunks in started.chunks.values()) == is_cut
     after, report = started.model.get_chunking_stats(), started.model.get_performance_report()
     assert after["total_calls"] == before["total_calls"] + 1
     assert after["chunked_calls"] == before["chunked_calls"] + is_cut
     assert after["total_calls"] == after["chunked_calls"] + after["traditional_calls"]
-    num_new = sum(int((row != plain.generation_config.pad_token_id).sum()) for row in got[:, tokens.shape[1] :])
-    assert (
-        sum(lengths)
-        < report["tokens"] - report_before["tokens"]
-        <= sum(lengths) + GREEDY["max_new_tokens"] * len(lengths)
-    )
-    assert num_new > 0
+    num_prompt_tokens, num_steps = sum(lengths), got.shape[1] - tokens.shape[1]
+    num_tokens = report["tokens"] - report_before["tokens"]
+    assert num_prompt_tokens + num_steps <= num_tokens <= num_prompt_tokens + num_steps * len(lengths)
     assert report["seconds"] > report_before["seconds"]
     assert report["engine_args"] == started.model.engine_args
 
@@ -180,6 +197,10 @@ def test_a_given_engine_is_used_as_it_is(started: Started, plain: Any) -> None:
         ({}, {"enable_chunked_prefill": True, "long_prefill_token_threshold": 2048}),
         ({"chunking_threshold": 19_200}, {"enable_chunked_prefill": True}),  # vLLM refuses more than the model's length
         ({"enable_chunked_prefill": False}, {"enable_chunked_prefill": False}),
+        (
+            {"vllm_config": VLLMChunkedPrefillConfig(long_prefill_token_threshold=768)},
+            {"enable_chunked_prefill": True, "long_prefill_token_threshold": 768},
+        ),
     ],
     ids=str,
 )

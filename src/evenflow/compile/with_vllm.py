@@ -23,7 +23,7 @@ from evenflow.advisor.vllm_flags import (
     command_flags,
     installed_version,
 )
-from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, Run
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, Run, summed_calls
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
 from evenflow.compile.model_interface import ModelInterface
@@ -92,10 +92,7 @@ class VLLMChunkedModelWrapper(ModelInterface):
             **(inner.get_chunking_stats() if isinstance(inner, ChunkedPrefillWrapper) else {}),
             "backend": self.backend,
             "chunking_threshold": self.chunking_threshold,
-            "total_calls": total,
-            "chunked_calls": chunked,
-            "traditional_calls": total - chunked,
-            "chunking_rate": chunked / total if total else 0.0,
+            **summed_calls([{"total_calls": total, "chunked_calls": chunked, "traditional_calls": total - chunked}]),
         }
 
     def get_performance_report(self) -> dict[str, Any]:
@@ -141,9 +138,9 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
     """Wraps models in `VLLMChunkedModelWrapper`.
 
     They generate in `engine`; else in one started here, if vLLM is installed and the model's folder is known; else in
-    the local model, compiled and in chunks. The threshold is `chunking_threshold`; if None, that of `vllm_config`; if
-    there is none, the one that suits `dataset_analysis` or the example inputs. It is also what an engine started here
-    gets as `long_prefill_token_threshold`.
+    the local model, compiled and in chunks. The threshold is `chunking_threshold`; if None, the one that suits
+    `dataset_analysis` or the example inputs. An engine started here gets it as `long_prefill_token_threshold`, unless
+    `vllm_config` has another value there than its default.
     """
 
     def __init__(
@@ -157,7 +154,7 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
         **compiler_settings: Any,
     ) -> None:
         super().__init__(base_compiler, graph_config, **compiler_settings)
-        self.vllm_config = vllm_config or VLLMChunkedPrefillConfig(long_prefill_token_threshold=None)
+        self.vllm_config = vllm_config or VLLMChunkedPrefillConfig()
         self.chunking_threshold = chunking_threshold
         self.engine = engine
         self.dataset_analysis = dataset_analysis
@@ -185,15 +182,11 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
     def get_chunking_stats(self) -> dict[str, Any]:
         """Calls summed over the models still in use, and under `models` the statistics of each."""
         models = {model_id: model.get_chunking_stats() for model_id, model in self._models.items()}
-        names = ("total_calls", "chunked_calls", "traditional_calls")
-        calls = {name: sum(stats[name] for stats in models.values()) for name in names}
-        rate = calls["chunked_calls"] / calls["total_calls"] if calls["total_calls"] else 0.0
-        return {**calls, "chunking_rate": rate, "models": models}
+        return {**summed_calls(models.values()), "models": models}
 
     def _threshold(self, model: Model, example_inputs: Any, model_id: str) -> int:
-        for given in (self.chunking_threshold, self.vllm_config.long_prefill_token_threshold):
-            if given is not None:
-                return given
+        if self.chunking_threshold is not None:
+            return self.chunking_threshold
         analysis = self.dataset_analysis or analysis_of_examples(model, example_inputs)
         decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(analysis)
         threshold = decision.threshold or DEFAULT_THRESHOLD
@@ -202,8 +195,10 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
 
     def engine_args_for(self, model: Model, threshold: int) -> EngineArgs:
         """What the installed vLLM takes of the configuration, with the threshold in it."""
+        name, own = "long_prefill_token_threshold", self.vllm_config.long_prefill_token_threshold
+        if own not in (None, DEFAULT_THRESHOLD):
+            threshold = own
         args = replace(self.vllm_config, long_prefill_token_threshold=threshold).to_engine_args()
-        name = "long_prefill_token_threshold"
         longest = hugging_face_module(model).config.get_text_config().max_position_embeddings
         why = None
         if self.vllm_config.enable_chunked_prefill is False:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from evenflow.errors import InvalidConfig, UnsupportedModel
 
 logger = logging.getLogger("evenflow")
 
+_CALLS = ("total_calls", "chunked_calls", "traditional_calls")
 _SCORE_BYTES = 4
 _FIRST_TIMED_CHUNK = 64  # tokens, before any chunk has been timed
 _CAPS = ExecutorCaps()
@@ -253,7 +254,7 @@ class ChunkedPrefillWrapper(ModelInterface):
         self.compiled_model = compiled_model
         self.chunked_optimizer = chunked_optimizer
         self.model_id = model_id
-        self.execution_stats: dict[str, int] = {"total_calls": 0, "chunked_calls": 0, "traditional_calls": 0}
+        self.execution_stats: dict[str, int] = dict.fromkeys(_CALLS, 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs).output
@@ -277,15 +278,21 @@ class ChunkedPrefillWrapper(ModelInterface):
         return chunking_stats([self.execution_stats], self.chunked_optimizer)
 
 
-def chunking_stats(execution_stats: Sequence[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer) -> dict[str, Any]:
-    """The statistics of models that share an optimizer, summed."""
-    calls = {
-        name: sum(counts[name] for counts in execution_stats)
-        for name in ("total_calls", "chunked_calls", "traditional_calls")
-    }
+def summed_calls(execution_stats: Collection[Mapping[str, Any]]) -> dict[str, float]:
+    """Calls of several models together, and the share of them that ran in chunks."""
+    total, chunked, whole = (sum(counts[name] for counts in execution_stats) for name in _CALLS)
     return {
-        **calls,
-        "chunking_rate": calls["chunked_calls"] / calls["total_calls"] if calls["total_calls"] else 0.0,
+        **dict(zip(_CALLS, (total, chunked, whole), strict=True)),
+        "chunking_rate": chunked / total if total else 0.0,
+    }
+
+
+def chunking_stats(
+    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer
+) -> dict[str, Any]:
+    """The statistics of models that share an optimizer, summed."""
+    return {
+        **summed_calls(execution_stats),
         "whole_calls": dict(optimizer.whole_calls),
         "out_of_memory": optimizer.num_out_of_memory,
         "optimizer_stats": optimizer.stats.copy(),
