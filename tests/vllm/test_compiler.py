@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,9 @@ class Started:
 
 @pytest.fixture(scope="module")
 def started(plain: Any) -> Iterator[Started]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)  # in this process, where its steps can be seen
@@ -99,8 +103,11 @@ def started(plain: Any) -> Iterator[Started]:
             started.model.engine.llm_engine.engine_core.shutdown()
             started.model.engine = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vLLM leaves a context of ZeroMQ open
+            warnings.simplefilter("ignore")  # vLLM does not close all that it opens
             gc.collect()
+            cleanup_dist_env_and_memory()
+    os.sched_setaffinity(0, cores)  # vLLM binds the process to cores of its own choice
+    torch.set_num_threads(num_threads)
 
 
 def test_vllm_is_started_with_the_automatic_threshold(started: Started) -> None:
