@@ -1,6 +1,7 @@
 """What the chunked wrapper costs on inputs that it does not cut, in microseconds per call.
 
-The wrapped module does nothing, so that only the wrapper is timed. Rounds alternate; the fastest of each counts.
+The wrapped module does nothing, so that only the wrapper is timed. Rounds alternate; the fastest of each counts, in
+processor time, which other programs on the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Nothing(torch.nn.Module):
 
 
 def microseconds(call: Callable[..., Any], arguments: dict[str, Any]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(_CALLS):
         call(**arguments)
-    return (time.perf_counter() - started) / _CALLS * 1e6
+    return (time.process_time() - started) / _CALLS * 1e6
 
 
 def measure(length: int) -> dict[str, float]:

@@ -41,12 +41,13 @@ def main() -> None:
     max_new_tokens = int(arguments[1]) if len(arguments) > 1 else 8
 
     compiler = create_enhanced_compiler_with_chunking(enable_chunked_prefill=True)
-    fast_model = compiler.compile_model(model, torch.ones(1, 47, dtype=torch.long), "evaluated-model")
+    examples = [list(range(3, 50)), list(range(3, 90))]  # prompts of 47 and 87 tokens
+    fast_model = compiler.compile_model(model, examples, "evaluated-model")
 
     same = evaluate(fast_model, max_new_tokens) == evaluate(model, max_new_tokens)
     print(f"same answers: {'yes' if same else 'no'}")
-    print(compiler.base_compiler.monitor)
-    print(f"chunks: {compiler.chunked_optimizer.stats}")
+    print(compiler.monitor)
+    print(f"chunks: {compiler.get_chunking_stats()}")
 
 
 if __name__ == "__main__":

@@ -370,7 +370,14 @@ def test_a_wrong_answer_is_not_let_through(cache_dir: Path) -> None:
 def test_other_ways_to_ask(cache_dir: Path) -> None:
     compiler = EnhancedAOTModelCompiler(cache_dir=cache_dir)
     mask = torch.ones_like(example())
-    for inputs in (example(), (example(), mask), {"input_ids": example(), "attention_mask": mask}):
+    for inputs in (
+        example(),
+        (example(), mask),
+        {"input_ids": example(), "attention_mask": mask},
+        example()[0].tolist(),
+        [random_tokens(1, 40), example()],
+        [example()[0].tolist(), {"input_ids": random_tokens(2, 40)}],
+    ):
         assert isinstance(compiler.compile_model(tiny_model(), inputs, "tiny"), CompiledModel)
     assert isinstance(compiler.compile_model(tiny_model(), example(), "tiny", mode="default"), CompiledModel)
     assert {figures.outcome for figures in compiler.monitor.compilations} == {"loaded from the cache"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,11 @@ from evenflow.compile import (
     VLLMChunkedModelWrapper,
     create_enhanced_compiler_with_chunking,
     create_vllm_enhanced_compiler,
-    with_vllm,
 )
 from evenflow.compile.chunks import memory
 from evenflow.compile.with_chunking import analysis_of_lengths
 from evenflow.errors import InvalidConfig
-from tests.compile.architectures import padding_mask, random_tokens, small_model
+from tests.compile.architectures import random_tokens, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -102,15 +100,15 @@ def test_chunks_are_on_where_a_trigger_fires(tmp_path: Path, caplog: pytest.LogC
         assert isinstance(model, ChunkedPrefillWrapper) == wrapped
     told = [record.getMessage() for record in caplog.records if "chunked prefill is on" in record.getMessage()]
     assert told == [
-        "small: chunked prefill is on: input over the threshold: 100.0% of the inputs are over 3,200 tokens."
+        "small: chunked prefill is on: input over the threshold: 100.0% of the inputs are over 2,048 tokens."
     ]
 
 
 def test_bad_configurations() -> None:
     with pytest.raises(InvalidConfig, match="size_of_chunk"):
         EnhancedAOTWithChunking(chunked_prefill_config={"size_of_chunk": 1})
-    with pytest.raises(InvalidConfig, match="graph_config"):
-        EnhancedAOTWithChunking(create_enhanced_compiler_with_chunking().base_compiler, {"mode": "default"})
+    with pytest.raises(InvalidConfig, match="fastest"):
+        EnhancedAOTWithChunking(create_enhanced_compiler_with_chunking().base_compiler, {"mode": "fastest"})
 
 
 # ---- vLLM ----
@@ -120,7 +118,7 @@ def test_bad_configurations() -> None:
 def test_without_vllm_the_local_model_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "evenflow")
     compiler = create_vllm_enhanced_compiler(chunking_threshold=32, cache_dir=tmp_path)
-    plain, tokens = small_model("llama"), random_tokens(1, 70)
+    plain, tokens = small_model("llama"), random_tokens(1, 600)
     model = compiler.compile_model(plain, random_tokens(1, 20), "small")
     assert isinstance(model, VLLMChunkedModelWrapper)
     assert model.backend == "local"
@@ -128,7 +126,7 @@ def test_without_vllm_the_local_model_generates(tmp_path: Path, caplog: pytest.L
     assert torch.equal(model.generate(tokens, **call), plain.generate(tokens, **call))
     assert model.stats["calls"] == 5
     assert model.stats["chunked_calls"] == 1
-    assert model.stats["tokens"] == 70 + 4
+    assert model.stats["tokens"] == 600 + 4
     assert model.stats["seconds"] > 0
     assert "small generates in the local model." in [record.getMessage() for record in caplog.records]
 
@@ -140,60 +138,3 @@ def test_the_threshold_from_lengths(lengths: list[int], wanted: int, tmp_path: P
     analysis = analysis_of_lengths(lengths)
     compiler = create_vllm_enhanced_compiler(dataset_analysis=analysis, cache_dir=tmp_path)
     assert compiler.compile_model(small_model("llama"), random_tokens(1, 20), "small").chunking_threshold == wanted
-
-
-class EngineOf:
-    """Has the interface of a vLLM engine, and answers with the local model."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.asked: list[Any] = []
-
-    def generate(self, prompts: list[dict[str, Any]], params: Any, use_tqdm: bool) -> list[Any]:
-        self.asked.append(params)
-        answers = []
-        for prompt in prompts:
-            tokens = torch.tensor([prompt["prompt_token_ids"]])
-            output = self.model.generate(tokens, max_new_tokens=params.max_tokens, do_sample=False)
-            token_ids = tuple(output[0, tokens.shape[1] :].tolist())
-            answers.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids)]))
-        return answers
-
-
-@torch.inference_mode()
-def test_an_engine_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    params = SimpleNamespace(SamplingParams=lambda **settings: SimpleNamespace(**settings))
-    monkeypatch.setitem(__import__("sys").modules, "vllm", params)
-    plain = small_model("llama")
-    engine = EngineOf(plain)
-    compiler = create_vllm_enhanced_compiler(chunking_threshold=32, engine=engine, cache_dir=tmp_path)
-    model = compiler.compile_model(plain, random_tokens(1, 20), "small")
-    assert model.backend == "vllm"
-    mask = padding_mask([70, 40], "left")
-    tokens = random_tokens(2, 70) * mask
-    call = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(tokens, **call), plain.generate(tokens, **call))
-    assert (engine.asked[0].temperature, engine.asked[0].max_tokens) == (0.0, 5)
-    assert model.stats["chunked_calls"] == 1
-    assert model.stats["tokens"] == 70 + 40 + 2 * 5
-
-    beams = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(tokens[:1], **beams), plain.generate(tokens[:1], **beams))
-    assert len(engine.asked) == 1
-    assert "vLLM has no num_beams" in caplog.text
-    torch.testing.assert_close(model(tokens[:1]).logits, plain(tokens[:1]).logits)
-
-
-def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def broken(**settings: Any) -> None:
-        assert settings["dtype"] == "float32"
-        raise RuntimeError("no such device")
-
-    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(LLM=broken))
-    monkeypatch.setattr(with_vllm, "installed_version", lambda: "0.27.0")
-    (tmp_path / "config.json").write_text("{}")
-    plain = small_model("llama")
-    monkeypatch.setattr(plain.config, "_name_or_path", str(tmp_path))
-    model = create_vllm_enhanced_compiler(cache_dir=tmp_path).compile_model(plain, random_tokens(1, 20), "small")
-    assert model.backend == "local"
-    assert "vLLM did not start: no such device" in caplog.text

@@ -262,6 +262,8 @@ def test_statistics() -> None:
         "chunked_calls": 1,
         "traditional_calls": 1,
         "chunking_rate": 0.5,
+        "whole_calls": {},
+        "out_of_memory": 0,
         "optimizer_stats": {
             "total_sequences": 5,
             "chunked_sequences": 2,
@@ -312,7 +314,7 @@ def test_a_time_target_sizes_chunks_by_what_was_measured(caplog: pytest.LogCaptu
     optimizer = ChunkedPrefillOptimizer(chunk_size=2048, enable_threshold=0, target_seconds=0.1)
     for length in (16, 32, 64, 128, 256, 512) * 3:
         optimizer.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
-    assert 60 < optimizer._within_target(0, 2048) <= 100
+    assert 60 < optimizer.within_target(0, 2048) <= 100
     with caplog.at_level(logging.WARNING):
         tokens = random_tokens(1, 200)
         model = small_model("llama")

@@ -27,7 +27,7 @@ _LONG_PROMPT = 3000
 _MAX_LENGTH = 60_000
 MODEL_SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": _MAX_LENGTH}
 _CALM = str(Path(__file__).with_name("calm"))
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, (_CALM, os.environ.get("PYTHONPATH")))),
 }
@@ -61,7 +61,7 @@ class Front:
             [*command, *options, *more_options, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **_ENVIRONMENT, **environment, "EVENFLOW_CACHE": str(model / "cache")},
+            env={**os.environ, **ENVIRONMENT, **environment, "EVENFLOW_CACHE": str(model / "cache")},
         )
         assert self.process.stderr is not None
         self.first_line = line = next(line for line in self.process.stderr if "evenflow: Starting vLLM" in line)

@@ -67,7 +67,12 @@ def recommend(
 
 
 def find_triggers(
-    analysis: Analysis, decision: Decision, *, streams: int | None = None, memory_pressure: str | None = None
+    analysis: Analysis,
+    decision: Decision,
+    *,
+    streams: int | None = None,
+    memory_pressure: str | None = None,
+    no_memory_pressure: str = "none found; --log can show it",
 ) -> list[Trigger]:
     """Every cause to turn chunking on, whether or not it applies. `memory_pressure` is the evidence for it."""
     long = [dataset for dataset in analysis.datasets if dataset.tokens.p95 >= LONG_CONTEXT_TOKENS]
@@ -75,7 +80,7 @@ def find_triggers(
     not_long_text = f"no dataset's 95th percentile reaches {LONG_CONTEXT_TOKENS:,} tokens"
     return [
         Trigger("input over the threshold", *_over_threshold(analysis, decision.threshold)),
-        Trigger("memory pressure", memory_pressure is not None, memory_pressure or "none found; --log can show it"),
+        Trigger("memory pressure", memory_pressure is not None, memory_pressure or no_memory_pressure),
         Trigger("long-context tasks", bool(long), long_text or not_long_text),
         Trigger("parallel processing", *_parallel(analysis.datasets, streams)),
     ]

@@ -117,7 +117,7 @@ def _run_simple(llm: LLM, console: Console) -> dict[str, Any]:
 
 def _compare(llm: LLM, console: Console, shows_picture: bool, end_by: float) -> Comparison:
     prompts = mixed_prompts(llm)
-    if not llm.config.decides_policy and (target_s := llm.engine.policy.target) is not None:
+    if llm.config.chosen_policy is None and (target_s := llm.engine.policy.target) is not None:
         console.print(
             f"The target is {1000 * target_s:.0f} ms between two tokens of a stream: {target_reason(target_s)}. "
             "--tbt-target sets another."

@@ -1,14 +1,19 @@
-"""One call of a causal language model: its arguments by name, its length, and whether it can run in chunks."""
+"""One call of a causal language model: its arguments by name, its length, and whether it can run in chunks.
+
+Token ids are tensors or plain lists: [tokens] or [sequences][tokens].
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+from evenflow.errors import InvalidInput
 
 Model: TypeAlias = Callable[..., Any]  # a transformers model, or anything called like one
 
@@ -19,6 +24,7 @@ STEP_ARGUMENTS = frozenset(
 # Arguments that chunks support. Any other (images, token types, encoder states) belongs to the whole prompt in a way
 # that only the model knows.
 _CHUNK_ARGUMENTS = STEP_ARGUMENTS | {"inputs_embeds", "cache_position", "output_hidden_states"}
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -36,16 +42,52 @@ def model_name(model: Model) -> str:
     return Path(path or "").name or type(module).__name__
 
 
+def is_transformers_model(module: Any) -> bool:
+    """Whether a model has transformers' configuration, which says what it computes."""
+    return hasattr(getattr(module, "config", None), "get_text_config") and hasattr(module, "parameters")
+
+
 def input_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Number of sequences, and tokens in each (the last dimension of ids); no tokens if there is no input."""
     shape = None
     if (tokens := args[0] if args else kwargs.get("input_ids")) is not None:
-        shape = tokens.shape
+        shape = tokens.shape if isinstance(tokens, Tensor) else _shape_of(tokens)
     elif (embeddings := kwargs.get("inputs_embeds")) is not None:
         shape = embeddings.shape[:-1]
     if not shape:
         return 1, 0
     return (shape[0] if len(shape) > 1 else 1), shape[-1]
+
+
+def _shape_of(tokens: Any) -> tuple[int, ...]:
+    if not isinstance(tokens, list):
+        return tuple(getattr(tokens, "shape", ()))
+    rows = [row for row in tokens if isinstance(row, list)]
+    if not rows:
+        return (len(tokens),)
+    lengths = sorted({len(row) for row in rows})
+    if len(rows) != len(tokens) or len(lengths) != 1:
+        found = "lists beside numbers" if len(rows) != len(tokens) else f"rows of {lengths[0]} to {lengths[-1]} tokens"
+        raise InvalidInput(f"Got token ids with {found}: give a batch as rows of one length, padded, with a mask.")
+    return len(rows), lengths[0]
+
+
+def with_token_tensors(
+    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a call, with ids as transformers takes them if the model is one of its: of (batch, tokens)."""
+    module = hugging_face_module(model)
+    if not is_transformers_model(module) or hasattr(model, "process_chunk"):
+        return args, kwargs
+    named = {name: _as_rows(module, value) if name in _TOKEN_ARGUMENTS else value for name, value in kwargs.items()}
+    return (_as_rows(module, args[0]), *args[1:]) if args else args, named
+
+
+def _as_rows(module: Any, tokens: Any) -> Any:
+    if isinstance(tokens, list):
+        _shape_of(tokens)
+        tokens = torch.tensor(tokens, device=getattr(module, "device", None))
+    return tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens
 
 
 def named_arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,16 +96,15 @@ def named_arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, An
     return {name: value for name, value in named.items() if value is not None}
 
 
-def named_example(model: Model, inputs: Any) -> dict[str, Any]:
-    """Example inputs by name, from ids alone, a tuple of arguments in the model's order, or a tokenizer's output."""
-    if isinstance(inputs, Mapping):
-        return named_arguments(model, (), inputs)
-    return named_arguments(model, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
-
-
 def forward_parameters(model: Model) -> Mapping[str, inspect.Parameter]:
+    """The parameters that the model is called with; none if they cannot be known."""
+    if (known := getattr(model, "call_parameters", None)) is not None:
+        return cast(Mapping[str, inspect.Parameter], known)
     module = hugging_face_module(model)
-    return inspect.signature(getattr(module, "forward", module)).parameters
+    try:
+        return inspect.signature(getattr(module, "forward", module)).parameters
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return {}
 
 
 def why_not_supported(module: Any, config: Any, call: Mapping[str, Any], supported: Set[str]) -> str | None:
@@ -87,8 +128,11 @@ def why_not_supported(module: Any, config: Any, call: Mapping[str, Any], support
 def why_not_in_chunks(model: Model, call: Mapping[str, Any]) -> str | None:
     """Why this call, given by its named arguments, must run whole; None if it can be chunked."""
     module = hugging_face_module(model)
+    name = getattr(module, "__name__", None) or type(module).__name__
     if "past_key_values" not in forward_parameters(model):
-        return f"{type(module).__name__} takes no past_key_values"
+        return f"{name} takes no past_key_values"
+    if not is_transformers_model(module):
+        return f"{name} has no configuration of transformers"
     config = module.config.get_text_config()
     if (reason := why_not_supported(module, config, call, _CHUNK_ARGUMENTS)) is not None:
         return reason

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenflow.advisor.analysis import Analysis
-from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
-from evenflow.advisor.vllm_config import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
-from evenflow.advisor.vllm_flags import installed_version
-from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
-from evenflow.compile.compiler import EnhancedAOTModelCompiler, ModelCompiler, create_enhanced_compiler
+from evenflow.advisor.decision import DEFAULT_THRESHOLD
+from evenflow.advisor.vllm_config import DatasetStats, VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
+from evenflow.advisor.vllm_flags import (
+    NEWEST_VERSION,
+    EngineArgs,
+    caps_lone_prompts,
+    command_flags,
+    installed_version,
+)
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, Run, summed_calls
+from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
 from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import warn_once_about
-from evenflow.compile.with_chunking import analysis_of_example
+from evenflow.compile.with_chunking import analysis_of_examples
 
 logger = logging.getLogger("evenflow")
 
@@ -35,14 +42,23 @@ class VLLMChunkedModelWrapper(ModelInterface):
     """A model whose `generate` runs in `backend`: "vllm" with an engine, else "local".
 
     Forward passes are always local, since vLLM returns no logits. The tokens in `stats` are those of the input and, in
-    vLLM, of the output.
+    vLLM, of the output. A call is chunked if it was cut; in vLLM, if it has a prompt that the engine's settings do not
+    let into one step. `engine_args` are the settings that an engine was started with here.
     """
 
-    def __init__(self, model: Model, model_id: str, chunking_threshold: int, engine: Any = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        model_id: str,
+        chunking_threshold: int,
+        engine: Any = None,
+        engine_args: EngineArgs | None = None,
+    ) -> None:
         super().__init__(model)
         self.model_id = model_id
         self.chunking_threshold = chunking_threshold
         self.engine = engine
+        self.engine_args = engine_args or EngineArgs({}, {})
         self.stats: dict[str, float] = {"calls": 0, "chunked_calls": 0, "tokens": 0, "seconds": 0.0}
         self._warn_of_local_call = warn_once_about(f"{model_id} generates in the local model, not in vLLM")
 
@@ -52,9 +68,11 @@ class VLLMChunkedModelWrapper(ModelInterface):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        output = self.inner_model(*args, **kwargs)
-        self._count(input_shape(args, kwargs), 0, time.perf_counter() - started)
-        return output
+        inner = self.inner_model
+        run = inner.run(args, kwargs) if isinstance(inner, ChunkedPrefillWrapper) else Run(inner(*args, **kwargs), 1)
+        num_sequences, length = input_shape(args, kwargs)
+        self._count(num_sequences * length, run.num_chunks > 1, time.perf_counter() - started)
+        return run.output
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is not None:
@@ -65,6 +83,28 @@ class VLLMChunkedModelWrapper(ModelInterface):
             self._warn_of_local_call(reason)
         # Its forward passes come through this object, which counts them.
         return super().generate(*args, **kwargs)
+
+    def get_chunking_stats(self) -> dict[str, Any]:
+        """Calls, those that were cut and their share, and for forward passes what the local model's wrapper counted."""
+        total, chunked = int(self.stats["calls"]), int(self.stats["chunked_calls"])
+        inner = self.inner_model
+        return {
+            **(inner.get_chunking_stats() if isinstance(inner, ChunkedPrefillWrapper) else {}),
+            "backend": self.backend,
+            "chunking_threshold": self.chunking_threshold,
+            **summed_calls([{"total_calls": total, "chunked_calls": chunked, "traditional_calls": total - chunked}]),
+        }
+
+    def get_performance_report(self) -> dict[str, Any]:
+        """`stats`, the rate, and what vLLM was started with: settings, and a note for each that it does not take."""
+        seconds = self.stats["seconds"]
+        return {
+            "backend": self.backend,
+            **self.stats,
+            "tokens_per_s": self.stats["tokens"] / seconds if seconds else 0.0,
+            "engine_args": dict(self.engine_args),
+            "notes": dict(self.engine_args.notes),
+        }
 
     def _why_not_in_vllm(self, args: tuple[Any, ...], call: Mapping[str, Any]) -> str | None:
         if len(args) > 1 or not isinstance(call.get("inputs", call.get("input_ids")), Tensor):
@@ -81,94 +121,159 @@ class VLLMChunkedModelWrapper(ModelInterface):
         params = _sampling_params(self.wrapped_module.generation_config, call, tokens.shape[1])
         outputs = self.engine.generate(prompts, params, use_tqdm=False)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        longest_prompt = max(len(row) for row in rows)
         num_tokens = sum(map(len, rows)) + sum(map(len, answers))
-        self._count((len(rows), longest_prompt), num_tokens, time.perf_counter() - started)
+        uncached = [len(row) - (output.num_cached_tokens or 0) for row, output in zip(rows, outputs, strict=True)]
+        is_cut = max(uncached) > _tokens_per_step(self.engine, len(rows))
+        self._count(num_tokens, is_cut, time.perf_counter() - started)
         return _with_answers(tokens, answers, _pad_token(self.wrapped_module, call))
 
-    def _count(self, shape: tuple[int, int], num_tokens: int, seconds: float) -> None:
-        num_sequences, length = shape
+    def _count(self, num_tokens: int, is_cut: bool, seconds: float) -> None:
         self.stats["calls"] += 1
-        self.stats["chunked_calls"] += should_enable_chunked_prefill(length, self.chunking_threshold)
-        self.stats["tokens"] += num_tokens or num_sequences * length
+        self.stats["chunked_calls"] += is_cut
+        self.stats["tokens"] += num_tokens
         self.stats["seconds"] += seconds
 
 
-class EnhancedAOTWithVLLMChunking(ModelCompiler):
+class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
     """Wraps models in `VLLMChunkedModelWrapper`.
 
     They generate in `engine`; else in one started here, if vLLM is installed and the model's folder is known; else in
-    the local model, compiled and in chunks. `chunking_threshold` None takes the threshold from `dataset_analysis`, or
-    from the example inputs.
+    the local model, compiled and in chunks. The threshold is `chunking_threshold`; if None, the one that suits
+    `dataset_analysis` or the example inputs. An engine started here gets it as `long_prefill_token_threshold`, unless
+    `vllm_config` has another value there than its default.
     """
 
     def __init__(
         self,
-        base_compiler: EnhancedAOTModelCompiler | None = None,
+        base_compiler: Any = None,
+        graph_config: Any = None,
         vllm_config: VLLMChunkedPrefillConfig | None = None,
         chunking_threshold: int | None = None,
         engine: Any = None,
-        dataset_analysis: Analysis | None = None,
+        dataset_analysis: DatasetStats | None = None,
+        **compiler_settings: Any,
     ) -> None:
-        self.base_compiler = base_compiler or EnhancedAOTModelCompiler()
+        super().__init__(base_compiler, graph_config, **compiler_settings)
         self.vllm_config = vllm_config or VLLMChunkedPrefillConfig()
         self.chunking_threshold = chunking_threshold
         self.engine = engine
         self.dataset_analysis = dataset_analysis
+        self._models: weakref.WeakValueDictionary[str, VLLMChunkedModelWrapper] = weakref.WeakValueDictionary()
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> VLLMChunkedModelWrapper:
-        threshold = self.chunking_threshold
-        if threshold is None:
-            analysis = self.dataset_analysis or analysis_of_example(model, example_inputs)
-            decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(analysis)
-            threshold = decision.threshold or DEFAULT_THRESHOLD
-        engine = self.engine or self._start_engine(model, model_id)
+        threshold = self._threshold(model, example_inputs, model_id)
+        engine, engine_args = self.engine, None
+        if engine is None and (folder := _folder_for_vllm(model, model_id)) is not None:
+            engine, engine_args = self._start_engine(model, model_id, folder, threshold)
         if engine is None:
-            model = self.base_compiler.compile_model(model, example_inputs, model_id, **kwargs)
+            model = super().compile_model(model, example_inputs, model_id, **kwargs)
         if self.vllm_config.enable_chunked_prefill is not False:
             model = ChunkedPrefillWrapper(model, ChunkedPrefillOptimizer(enable_threshold=threshold), model_id)
-        wrapper = VLLMChunkedModelWrapper(model, model_id, threshold, engine)
+        wrapper = VLLMChunkedModelWrapper(model, model_id, threshold, engine, engine_args)
+        self._models[model_id] = wrapper
         logger.info("%s generates in %s.", model_id, "vLLM" if engine is not None else "the local model")
         return wrapper
 
-    def _start_engine(self, model: Model, model_id: str) -> Any:
-        config = getattr(hugging_face_module(model), "config", None)
-        folder = Path(getattr(config, "_name_or_path", None) or "")
-        if not (folder / "config.json").is_file():
-            logger.info("%s: no vLLM, since the model's folder is not known.", model_id)
-            return None
-        if installed_version() is None:
-            logger.info("%s: no vLLM, since it is not installed.", model_id)
-            return None
+    def get_performance_report(self) -> dict[str, Any]:
+        """The compiler's report, and under `models` that of each model still in use."""
+        models = {model_id: model.get_performance_report() for model_id, model in self._models.items()}
+        return {**super().get_performance_report(), "models": models}
+
+    def get_chunking_stats(self) -> dict[str, Any]:
+        """Calls summed over the models still in use, and under `models` the statistics of each."""
+        models = {model_id: model.get_chunking_stats() for model_id, model in self._models.items()}
+        return {**summed_calls(models.values()), "models": models}
+
+    def _threshold(self, model: Model, example_inputs: Any, model_id: str) -> int:
+        if self.chunking_threshold is not None:
+            return self.chunking_threshold
+        analysis = self.dataset_analysis or analysis_of_examples(model, example_inputs)
+        decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(analysis)
+        threshold = decision.threshold or DEFAULT_THRESHOLD
+        logger.info("%s: inputs over %s tokens are cut: %s.", model_id, threshold, decision.reason)
+        return threshold
+
+    def engine_args_for(self, model: Model, threshold: int) -> EngineArgs:
+        """What the installed vLLM takes of the configuration, with the threshold in it."""
+        name, own = "long_prefill_token_threshold", self.vllm_config.long_prefill_token_threshold
+        if own not in (None, DEFAULT_THRESHOLD):
+            threshold = own
+        args = replace(self.vllm_config, long_prefill_token_threshold=threshold).to_engine_args()
+        longest = hugging_face_module(model).config.get_text_config().max_position_embeddings
+        why = None
+        if self.vllm_config.enable_chunked_prefill is False:
+            why = "nothing is cut"
+        elif threshold > longest:  # vLLM refuses it
+            why = f"{threshold:,} is over the model's length of {longest:,} tokens"
+        if why is None:
+            return args
+        return EngineArgs({key: args[key] for key in args if key != name}, {**args.notes, name: f"left out: {why}"})
+
+    def _start_engine(self, model: Model, model_id: str, folder: Path, threshold: int) -> tuple[Any, EngineArgs | None]:
         try:
             from vllm import LLM
 
-            settings = self.vllm_config.to_engine_args()
-            for name, note in settings.notes.items():
+            args = self.engine_args_for(model, threshold)
+            for name, note in args.notes.items():
                 logger.info("%s: %s: %s", model_id, name, note)
             # By default vLLM would halve the precision of a float32 model.
-            dtype = str(hugging_face_module(model).dtype).removeprefix("torch.")
-            return LLM(model=str(folder), dtype=dtype, **settings)
+            args["dtype"] = str(hugging_face_module(model).dtype).removeprefix("torch.")
+            args["enforce_eager"] = not self.graph_config.enable_cuda_graphs
+            logger.info("%s: vLLM starts with %s.", model_id, " ".join(command_flags(args)))
+            return LLM(model=str(folder), **args), args
         except Exception as error:  # the local model still works
             logger.warning("%s: vLLM did not start: %s", model_id, error)
-            return None
+            return None, None
 
 
 def create_vllm_enhanced_compiler(
     enable_cuda_graphs: bool = True,
     enable_chunked_prefill: bool = True,
     chunking_threshold: int | None = None,
+    *,
+    vllm_config: VLLMChunkedPrefillConfig | None = None,
+    engine: Any = None,
+    dataset_analysis: DatasetStats | None = None,
     **other_kwargs: Any,
 ) -> EnhancedAOTWithVLLMChunking:
-    """`engine`, `dataset_analysis` and `vllm_config` go to the class, other arguments to the base compiler."""
-    own = {name: other_kwargs.pop(name) for name in ("engine", "dataset_analysis") if name in other_kwargs}
-    config = other_kwargs.pop("vllm_config", None) or VLLMChunkedPrefillConfig()
-    return EnhancedAOTWithVLLMChunking(
+    """`other_kwargs`, among them `graph_config` and `base_compiler`, go to `create_enhanced_compiler`.
+
+    Without CUDA graphs vLLM runs eagerly.
+    """
+    compiler = EnhancedAOTWithVLLMChunking(
         create_enhanced_compiler(enable_cuda_graphs=enable_cuda_graphs, **other_kwargs),
-        replace(config, enable_chunked_prefill=enable_chunked_prefill),
-        chunking_threshold,
-        **own,
+        vllm_config=vllm_config,
+        chunking_threshold=chunking_threshold,
+        engine=engine,
+        dataset_analysis=dataset_analysis,
     )
+    compiler.vllm_config = replace(compiler.vllm_config, enable_chunked_prefill=enable_chunked_prefill)
+    return compiler
+
+
+def _folder_for_vllm(model: Model, model_id: str) -> Path | None:
+    """The model's folder, if vLLM is there to load it."""
+    config = getattr(hugging_face_module(model), "config", None)
+    folder = Path(getattr(config, "_name_or_path", None) or "")
+    if not (folder / "config.json").is_file():
+        logger.info("%s: no vLLM, since the model's folder is not known.", model_id)
+        return None
+    if installed_version() is None:
+        logger.info("%s: no vLLM, since it is not installed.", model_id)
+        return None
+    return folder
+
+
+def _tokens_per_step(engine: Any, num_prompts: int) -> float:
+    """The most tokens of one prompt that a vLLM engine takes in one step, while `num_prompts` run."""
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    if config is None or not config.scheduler_config.enable_chunked_prefill:
+        return math.inf
+    scheduler = config.scheduler_config
+    cap: int = scheduler.long_prefill_token_threshold
+    is_capped = cap > 0 and (num_prompts > 1 or caps_lone_prompts(installed_version() or NEWEST_VERSION))
+    budget: int = scheduler.max_num_batched_tokens
+    return min(budget, cap) if is_capped else budget
 
 
 def _sampling_params(defaults: Any, call: Mapping[str, Any], prompt_length: int) -> Any:

@@ -6,20 +6,37 @@ The result is that of the whole call, in the model's own output class.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from evenflow.compile.chunks.out_of_memory import RanOut, attempt
 from evenflow.compile.model_call import Model, forward_parameters, hugging_face_module, input_shape, num_cached_tokens
 from evenflow.errors import UnsupportedModel
 
-ChooseLength = Callable[[int, int], int]  # (tokens before the chunk, tokens left) -> tokens of the chunk
-OnChunk = Callable[[int, int, float], None]  # (tokens before the chunk, its tokens, seconds)
+
+class ChunkSizer(Protocol):
+    """Chooses the length of each chunk of one call, and learns what came of it."""
+
+    def choose_length(self, start: int, left: int) -> int:
+        """Tokens of the next chunk, with `start` tokens before it and `left` still to run."""
+        ...
+
+    def ran(self, start: int, length: int, seconds: float) -> None: ...
+
+    def ran_out_of_memory(self, length: int, message: str) -> None:
+        """A chunk of this length failed; the next one starts at the same token."""
+        ...
+
+    def why_not_smaller(self, length: int) -> str | None:
+        """Why running out of memory with a chunk of this length is final."""
+        ...
 
 
-def run_in_chunks(model: Model, call: Mapping[str, Any], choose_length: ChooseLength, on_chunk: OnChunk) -> Any:
+def run_in_chunks(model: Model, call: Mapping[str, Any], sizer: ChunkSizer) -> Any:
     """The model's output for `call`, which holds arguments by name and can be chunked."""
     num_cached, (_, total) = num_cached_tokens(call), input_shape((), call)
     rows = _LogitRows(call.get("logits_to_keep"), total, "logits_to_keep" in forward_parameters(model))
@@ -28,10 +45,14 @@ def run_in_chunks(model: Model, call: Mapping[str, Any], choose_length: ChooseLe
     parts: list[dict[str, Any]] = []
     start = 0
     while start < total:
-        end = start + min(max(1, choose_length(num_cached + start, total - start)), total - start)
+        end = start + min(max(1, sizer.choose_length(num_cached + start, total - start)), total - start)
+        arguments = {**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end)}
         started = time.perf_counter()
-        output = model(**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end))
-        on_chunk(num_cached + start, end - start, time.perf_counter() - started)
+        output = attempt(model, (), arguments, partial(sizer.why_not_smaller, end - start))
+        if isinstance(output, RanOut):
+            sizer.ran_out_of_memory(end - start, output.message)
+            continue
+        sizer.ran(num_cached + start, end - start, time.perf_counter() - started)
         if output.past_key_values is None:
             raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
         chunk_call["past_key_values"] = output.past_key_values

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from evenflow.compile.model_call import Model, hugging_face_module
+from evenflow.compile.model_call import Model, hugging_face_module, is_transformers_model
 from evenflow.host import available_memory
 
 _USABLE_SHARE = 0.5  # of free memory: allocators fragment it, and other programs use some too
-_SMALLEST_CHUNK = 16  # smaller chunks cost more time than they save memory
+SMALLEST_CHUNK = 16  # smaller chunks cost more time than they save memory
 
 
 def free_memory(device: torch.device) -> int:
@@ -44,13 +44,13 @@ def tokens_that_fit(module: Any, batch_size: int, context: int, all_logits: bool
     parameter = next(module.parameters())
     needed = bytes_per_token(module.config, parameter.element_size(), context, 1 if all_logits else 0)
     usable = int(free_memory(parameter.device) * _USABLE_SHARE)
-    return max(_SMALLEST_CHUNK, usable // (needed * batch_size))
+    return max(SMALLEST_CHUNK, usable // (needed * batch_size))
 
 
 def memory_pressure(model: Model, num_tokens: int) -> str | None:
     """Why an input of this length does not fit in one piece, or None if it does."""
     module = hugging_face_module(model)
-    if not hasattr(module, "config"):
+    if not is_transformers_model(module):
         return None
     fitting = tokens_that_fit(module, batch_size=1, context=num_tokens, all_logits=False)
     if num_tokens <= fitting:

@@ -5,18 +5,28 @@ A chunk's length depends on the prompt's, on free memory, and on a time target.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
 from evenflow.compile.chunks.chunked_run import run_in_chunks
-from evenflow.compile.chunks.memory import tokens_that_fit
+from evenflow.compile.chunks.memory import SMALLEST_CHUNK, tokens_that_fit
+from evenflow.compile.chunks.out_of_memory import RanOut, attempt
+from evenflow.compile.chunks.own_chunks import run_own_chunks
 from evenflow.compile.model_call import (
     Model,
     hugging_face_module,
     input_shape,
+    is_transformers_model,
     named_arguments,
     num_known_tokens,
     why_not_in_chunks,
+    with_token_tensors,
 )
 from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import warn_once_about
@@ -25,19 +35,30 @@ from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidConfig, UnsupportedModel
 
+logger = logging.getLogger("evenflow")
+
+_CALLS = ("total_calls", "chunked_calls", "traditional_calls")
 _SCORE_BYTES = 4
 _FIRST_TIMED_CHUNK = 64  # tokens, before any chunk has been timed
 _CAPS = ExecutorCaps()
+
+
+class Run(NamedTuple):
+    """What a call returned, and the number of chunks that it ran in; 1 if it was not cut."""
+
+    output: Any
+    num_chunks: int
 
 
 class ChunkedPrefillOptimizer:
     """Runs prompts over `enable_threshold` tokens in chunks.
 
     A chunk has `chunk_size` tokens, or with `adaptive_chunking` 512, 1,024 or 2,048 by the prompt's length. It has
-    fewer if memory is short, or if measured chunks predict that it would take longer than `target_seconds`.
+    fewer if memory is short, or if measured chunks predict that it would take longer than `target_seconds`. A call
+    that runs out of memory goes on in chunks of half the size, and later calls start with that size.
 
     In `stats`, `memory_saved_mb` is modelled: one head's scores of a whole prompt (n x n) minus those of a chunk
-    (chunk x n).
+    (chunk x n). `whole_calls` counts the calls over the threshold that were not cut, by reason.
     """
 
     def __init__(
@@ -64,6 +85,9 @@ class ChunkedPrefillOptimizer:
             "chunks_processed": 0,
             "memory_saved_mb": 0.0,
         }
+        self.whole_calls: Counter[str] = Counter()
+        self.num_out_of_memory = 0
+        self._max_rows = sys.maxsize  # sequences x tokens that a call may have, once one ran out of memory
         self._warn_of_whole_call = warn_once_about("A long input runs whole, not in chunks")
 
     def should_chunk(self, input_length: int) -> bool:
@@ -75,45 +99,107 @@ class ChunkedPrefillOptimizer:
         return chunk_size_for_prompt(max(1, input_length)) if self.adaptive_chunking else self.chunk_size
 
     def process_chunked(self, model: Model, input_tokens: Any = None, **kwargs: Any) -> Any:
-        """The output of `model(input_tokens, **kwargs)`, computed in chunks if possible.
+        """The output of `model(input_tokens, **kwargs)`, computed in chunks if the input is over the threshold.
 
-        Otherwise the call runs whole, and each reason is logged once.
+        `input_tokens` are ids in a tensor or in lists; their last dimension is the length. A model with a method
+        `process_chunk(chunk_tokens, **kwargs)` gets its chunks there, and keeps its own state between them. Others run
+        over the KV cache of transformers. A long call that cannot be cut runs whole, and each reason is logged once.
         """
-        call = named_arguments(model, () if input_tokens is None else (input_tokens,), kwargs)
-        batch_size, _ = input_shape((), call)
-        self.stats["total_sequences"] += batch_size
+        return self.run(model, () if input_tokens is None else (input_tokens,), kwargs).output
+
+    def run(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """`process_chunked` for arguments in any order, with the number of chunks."""
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if type(tokens) is Tensor and tokens.ndim == 2:
+            num_sequences, length = tokens.shape
+        else:
+            args, kwargs = with_token_tensors(model, args, kwargs)
+            num_sequences, length = input_shape(args, kwargs)
+        can_shrink = length > SMALLEST_CHUNK  # decoding steps cannot
+        if self.should_chunk(length) or (can_shrink and num_sequences * length > self._max_rows):
+            run = self._run_long(model, args, kwargs)
+        elif not can_shrink:
+            run = Run(_whole(model)(*args, **kwargs), 1)
+        else:
+            run = self._run_short(model, args, kwargs)
+        self.stats["total_sequences"] += num_sequences
+        if run.num_chunks > 1:
+            self.stats["chunked_sequences"] += num_sequences
+            self.stats["chunks_processed"] += run.num_chunks
+        return run
+
+    def _run_short(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """Whole, and in chunks only if that runs out of memory."""
+
+        def why_final() -> str | None:
+            if hasattr(model, "process_chunk"):
+                return "only the model's own process_chunk could take back what the call left in its state"
+            return why_not_in_chunks(model, named_arguments(model, args, kwargs))
+
+        output = attempt(_whole(model), args, kwargs, why_final)
+        if not isinstance(output, RanOut):
+            return Run(output, 1)
+        call = named_arguments(model, args, kwargs)
+        self.lower_chunk_size(*input_shape((), call), output.message)
+        return self._run_in_chunks(model, call)
+
+    def _run_long(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """In chunks if possible, else whole."""
+        if hasattr(model, "process_chunk"):
+            return self._run_own_chunks(model, args, kwargs)
+        call = named_arguments(model, args, kwargs)
         if (reason := why_not_in_chunks(model, call)) is None:
             try:
-                return self._run(model, call, batch_size)
+                return self._run_in_chunks(model, call)
             except UnsupportedModel as error:
                 if "past_key_values" in call:
                     raise  # the caller's cache already holds a chunk: a second run would give a wrong answer
                 reason = str(error)
         self._warn_of_whole_call(reason)
-        return model(**call)
+        self.whole_calls[reason] += 1
+        return Run(model(*args, **kwargs), 1)
 
-    def _run(self, model: Model, call: dict[str, Any], batch_size: int) -> Any:
-        (_, length), end = input_shape((), call), num_known_tokens(call)
+    def _run_in_chunks(self, model: Model, call: Mapping[str, Any]) -> Run:
         all_logits = not isinstance(call.get("logits_to_keep"), int) or not call["logits_to_keep"]
-        fitting = tokens_that_fit(hugging_face_module(model), batch_size, end, all_logits)
-        longest = min(self.get_optimal_chunk_size(length), fitting)
-        lengths: list[int] = []
+        sizer = self._sizer(model, call, num_known_tokens(call), all_logits)
+        return self._counted(run_in_chunks(model, call, sizer), sizer, num_known_tokens(call))
 
-        def choose_length(start: int, left: int) -> int:
-            return self._within_target(start, min(longest, left))
+    def _run_own_chunks(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        rest = dict(kwargs)
+        tokens = args[0] if args else rest.pop("input_ids")
+        _, length = input_shape((tokens,), {})
+        sizer = self._sizer(model, {"input_ids": tokens}, length, all_logits=True)
+        return self._counted(run_own_chunks(model, tokens, args[1:], rest, sizer), sizer, length)
 
-        def on_chunk(start: int, length: int, seconds: float) -> None:
-            lengths.append(length)
-            self.step_times.observe(_CAPS.prefill_shape(start, length), seconds)
+    def _sizer(self, model: Model, call: Mapping[str, Any], context: int, all_logits: bool) -> _Sizer:
+        num_sequences, length = input_shape((), call)
+        longest = self.get_optimal_chunk_size(length)
+        if is_transformers_model(module := hugging_face_module(model)):
+            longest = min(longest, tokens_that_fit(module, num_sequences, context, all_logits))
+        return _Sizer(self, num_sequences, longest)
 
-        output = run_in_chunks(model, call, choose_length, on_chunk)
-        self.stats["chunked_sequences"] += batch_size
-        self.stats["chunks_processed"] += len(lengths)
-        saved_scores = batch_size * (sum(lengths) - max(lengths)) * end
+    def _counted(self, output: Any, sizer: _Sizer, context: int) -> Run:
+        lengths = sizer.lengths
+        if len(lengths) == 1:
+            self.whole_calls["one chunk holds it"] += 1
+        saved_scores = sizer.num_sequences * (sum(lengths) - max(lengths)) * context
         self.stats["memory_saved_mb"] += saved_scores * _SCORE_BYTES / 1e6
-        return output
+        return Run(output, len(lengths))
 
-    def _within_target(self, start: int, longest: int) -> int:
+    def lower_chunk_size(self, num_sequences: int, length: int, message: str) -> None:
+        """Halve what a call may hold, from this one on, since one of this length ran out of memory."""
+        self.num_out_of_memory += 1
+        smaller = max(SMALLEST_CHUNK, length // 2)
+        self._max_rows = min(self._max_rows, num_sequences * smaller)
+        logger.warning(
+            "Memory pressure: %s tokens at a time do not fit, chunks of %s follow: %s", length, smaller, message
+        )
+
+    def tokens_that_fitted(self, num_sequences: int) -> int:
+        """The longest chunk that has not yet been seen to run out of memory."""
+        return max(SMALLEST_CHUNK, self._max_rows // num_sequences)
+
+    def within_target(self, start: int, longest: int) -> int:
         """The longest chunk from `start` predicted to stay within the target; a small one until chunks were timed."""
         if self.target_seconds is None:
             return longest
@@ -127,11 +213,40 @@ class ChunkedPrefillOptimizer:
         return max(low, min(longest, _FIRST_TIMED_CHUNK // 4))
 
 
+class _Sizer:
+    """The chunks of one call."""
+
+    def __init__(self, optimizer: ChunkedPrefillOptimizer, num_sequences: int, longest: int) -> None:
+        self.num_sequences = num_sequences
+        self.lengths: list[int] = []
+        self._optimizer = optimizer
+        self._longest = longest
+
+    def choose_length(self, start: int, left: int) -> int:
+        longest = min(self._longest, self._optimizer.tokens_that_fitted(self.num_sequences))
+        return self._optimizer.within_target(start, min(longest, left))
+
+    def ran(self, start: int, length: int, seconds: float) -> None:
+        self.lengths.append(length)
+        self._optimizer.step_times.observe(_CAPS.prefill_shape(start, length), seconds)
+
+    def ran_out_of_memory(self, length: int, message: str) -> None:
+        self._optimizer.lower_chunk_size(self.num_sequences, length, message)
+
+    def why_not_smaller(self, length: int) -> str | None:
+        return f"even {length} tokens at a time do not fit" if length <= SMALLEST_CHUNK else None
+
+
+def _whole(model: Any) -> Model:
+    """What runs an input that is not cut: a model may have `process_chunk` alone."""
+    return model if callable(model) else cast(Model, model.process_chunk)
+
+
 class ChunkedPrefillWrapper(ModelInterface):
     """Called like the model; inputs over the optimizer's threshold run in chunks over the model's own KV cache.
 
-    `execution_stats` counts calls, each decoding step of `generate` included; its `chunked_calls` are those given to
-    the optimizer, including those that it had to run whole.
+    `execution_stats` counts calls that were answered, each decoding step of `generate` included; its `chunked_calls`
+    are those that were cut.
     """
 
     def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer, model_id: str) -> None:
@@ -139,25 +254,46 @@ class ChunkedPrefillWrapper(ModelInterface):
         self.compiled_model = compiled_model
         self.chunked_optimizer = chunked_optimizer
         self.model_id = model_id
-        self.execution_stats: dict[str, int] = {"total_calls": 0, "chunked_calls": 0, "traditional_calls": 0}
+        self.execution_stats: dict[str, int] = dict.fromkeys(_CALLS, 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs).output
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """A call, with the number of chunks that it ran in."""
+        run = self.chunked_optimizer.run(self.compiled_model, args, kwargs)
         self.execution_stats["total_calls"] += 1
-        num_sequences, length = input_shape(args, kwargs)
-        if not self.chunked_optimizer.should_chunk(length):
-            self.execution_stats["traditional_calls"] += 1
-            self.chunked_optimizer.stats["total_sequences"] += num_sequences
-            return self.compiled_model(*args, **kwargs)
-        self.execution_stats["chunked_calls"] += 1
-        return self.chunked_optimizer.process_chunked(
-            self.compiled_model, **named_arguments(self.compiled_model, args, kwargs)
-        )
+        self.execution_stats["chunked_calls" if run.num_chunks > 1 else "traditional_calls"] += 1
+        return run
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
         return self.chunked_optimizer.should_chunk(num_new_tokens)
 
     def get_chunking_stats(self) -> dict[str, Any]:
-        """`execution_stats`, the share of calls that ran in chunks, and the optimizer's own counts."""
-        calls = self.execution_stats
-        rate = calls["chunked_calls"] / calls["total_calls"] if calls["total_calls"] else 0.0
-        return {**calls, "chunking_rate": rate, "optimizer_stats": self.chunked_optimizer.stats.copy()}
+        """`execution_stats`, the share of calls that ran in chunks, and the optimizer's own counts.
+
+        `whole_calls` has the reasons for which long calls were not cut, and `out_of_memory` how often chunks became
+        smaller for lack of memory.
+        """
+        return chunking_stats([self.execution_stats], self.chunked_optimizer)
+
+
+def summed_calls(execution_stats: Collection[Mapping[str, Any]]) -> dict[str, float]:
+    """Calls of several models together, and the share of them that ran in chunks."""
+    total, chunked, whole = (sum(counts[name] for counts in execution_stats) for name in _CALLS)
+    return {
+        **dict(zip(_CALLS, (total, chunked, whole), strict=True)),
+        "chunking_rate": chunked / total if total else 0.0,
+    }
+
+
+def chunking_stats(
+    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer
+) -> dict[str, Any]:
+    """The statistics of models that share an optimizer, summed."""
+    return {
+        **summed_calls(execution_stats),
+        "whole_calls": dict(optimizer.whole_calls),
+        "out_of_memory": optimizer.num_out_of_memory,
+        "optimizer_stats": optimizer.stats.copy(),
+    }
