@@ -17,6 +17,7 @@ _NEW_USER_AND_NETWORK = 0x10000000 | 0x40000000  # of unshare(2)
 _NO_NEW_PRIVILEGES = 38  # of prctl(2)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, the same on every architecture
 _READ = 1 << 2 | 1 << 3  # Landlock's rights to read files and folders
+_UNIX_SOCKET = 1  # the family AF_UNIX
 _MAX_WRITTEN_FILES = 64  # together with the limit on one file, the most disk that an answer can fill
 # Audit events, as Python names them.
 _PROCESSES = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "subprocess.", "pty.")
@@ -106,6 +107,8 @@ def make_guard(folder: str) -> Callable[[str, tuple[Any, ...]], None]:
             for path in arguments:
                 if isinstance(path, str | bytes | os.PathLike) or path is None:
                     check_path(path, writes=event not in _READS)
+        elif event == "socket.__new__" and arguments[1] == _UNIX_SOCKET:
+            pass  # asyncio wakes its loop through a pair of them; to connect one is refused
         elif event == "import" and arguments[0] in ("_posixsubprocess", "_ctypes"):
             raise PermissionError(f"an answer may not import {arguments[0]}")
         elif event.startswith(_REFUSED):

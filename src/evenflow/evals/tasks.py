@@ -141,6 +141,15 @@ def shipped_sets() -> list[str]:
     return sorted(file.name.removesuffix(".jsonl") for file in _SETS.iterdir() if file.name.endswith(".jsonl"))
 
 
+def _decode(line: bytes) -> AnyTask:
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise ValueError(f"expected a JSON object on one line: {error}") from error
+
+
 def read_tasks(source: str, most: int | None = None) -> list[AnyTask]:
     """The first `most` records of a file, or of a shipped set by its name."""
     path = Path(source)
@@ -157,7 +166,7 @@ def read_tasks(source: str, most: int | None = None) -> list[AnyTask]:
         if not line.strip():
             continue
         try:
-            task = _DECODER.decode(line)
+            task = _decode(line)
             task.check()
             task = task if task.id else msgspec.structs.replace(task, id=str(number))
             if task.id in tasks:
