@@ -82,6 +82,25 @@ def test_equal_sides_do_not_differ_and_a_slower_one_does(tmp_path: Path) -> None
         assert (found.score_difference, found.differences) == (0.0, [])
 
 
+def test_throughput_is_as_uncertain_as_the_times_and_few_pairs_have_no_interval(tmp_path: Path) -> None:
+    def throughput(num_tasks: int) -> tuple[float, float] | None:
+        noise = random.Random(4)
+        entries = [
+            entry(side, n, began_s=9.0 * n, ended_s=9.0 * n + noise.uniform(1, 3))
+            for n in range(num_tasks)
+            for side in (0, 1)
+        ]
+        found = report(tmp_path, entries, "x", "y").comparison
+        assert found is not None
+        return next(one.interval for one in found.estimates if one.name == "output tokens/s")
+
+    few, some, many = throughput(4), throughput(8), throughput(40)
+    assert few is None
+    assert some is not None
+    assert many is not None
+    assert some[1] - some[0] > many[1] - many[0] > 0.05
+
+
 def test_the_report_depends_on_the_answers_and_not_on_their_order(tmp_path: Path) -> None:
     entries = [entry(side, n, is_correct=(n + side) % 3 > 0) for n in range(20) for side in (0, 1)]
     shuffled = random.Random(2).sample(entries, len(entries))

@@ -67,15 +67,10 @@ def evaluate(
     settings = _settings(sides, model)
     header = _header(tasks, asked, sides, settings, options)
     with _open_journal(header, options) as journal:
-        num_all = len(asked) * len(sides)
-        if options.resume:
-            print(f"Resuming: {_num_done(asked, journal)} of {num_all} answers are there.", file=sys.stderr)
-        print(f"Journal: {journal.path}", file=sys.stderr)
         try:
             _ask(asked, journal, sides, settings, options)
         except BaseException:
-            done = _num_done(asked, journal)
-            print(f"Stopped with {done} of {num_all} answers; the same command with --resume goes on.", file=sys.stderr)
+            _leave(asked, journal)
             raise
         report = make_report(asked, journal)
     if not any(side.num_scored for side in report.sides) and report.errors:
@@ -144,30 +139,48 @@ def _open_journal(header: Header, options: EvalOptions) -> Journal:
     return Journal.resume(found[-1], header)
 
 
-def _num_done(tasks: Sequence[AnyTask], journal: Journal) -> int:
-    places = range(len(journal.header.sides))
-    return sum(len(tasks) - len(missing_tasks(tasks, journal, side)) for side in places)
+def _num_done(tasks: Sequence[AnyTask], journal: Journal) -> str:
+    """Such as "3 of 8 answers"; a request that failed will be asked again."""
+    num_sides = len(journal.header.sides)
+    num_missing = sum(len(missing_tasks(tasks, journal, side)) for side in range(num_sides))
+    num_all = num_sides * len(tasks)
+    return f"{num_all - num_missing} of {num_all} answers"
+
+
+def _leave(tasks: Sequence[AnyTask], journal: Journal) -> None:
+    """Say how to go on after an interruption or a failure, if there is anything to go on with."""
+    if journal.entries:
+        print(f"Stopped with {_num_done(tasks, journal)}; the same command with --resume goes on.", file=sys.stderr)
+    else:
+        journal.discard()
 
 
 def _ask(
     tasks: Sequence[AnyTask], journal: Journal, sides: Sequence[str], settings: dict[str, Any], options: EvalOptions
 ) -> None:
     """Ask what the journal has no answer to; if it has all, nothing is loaded."""
-    num_all = len(tasks) * len(sides)
-    if _num_done(tasks, journal) == num_all:
+
+    def say_where() -> None:
+        if options.resume:
+            print(f"Resuming: {_num_done(tasks, journal)} are there.", file=sys.stderr)
+        print(f"Journal: {journal.path}", file=sys.stderr)
+
+    if not any(missing_tasks(tasks, journal, side) for side in range(len(sides))):
+        say_where()
         return
 
     async def run() -> None:
         # A prefix cache would favour the second of two sides.
         async with open_sides(sides, **settings, enable_prefix_caching=len(sides) == 1) as endpoints:
-            with progress(f"{_num_done(tasks, journal)} of {num_all} answers") as say:
+            with progress("Starting") as say:
                 evaluation = Evaluation(
                     tasks,
                     journal,
                     concurrency=options.concurrency,
                     seed=options.seed,
                     time_limit_s=options.time_limit,
-                    on_answer=lambda: say(f"{_num_done(tasks, journal)} of {num_all} answers"),
+                    on_start=say_where,
+                    on_answer=lambda: say(f"{len(journal.entries)} of {len(tasks) * len(sides)} answers"),
                 )
                 await evaluation.run(endpoints)
 

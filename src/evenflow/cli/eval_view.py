@@ -12,7 +12,7 @@ from evenflow import __version__
 from evenflow.bench.estimates import CONFIDENCE
 from evenflow.cli.output import make_table
 from evenflow.evals.journal import Journal
-from evenflow.evals.report import Comparison, Report, SideReport
+from evenflow.evals.report import MIN_PAIRS, Comparison, Report, SideReport
 
 _SHOWN = 3  # differences, errors and wrong answers
 _LETTERS = "AB"
@@ -72,6 +72,8 @@ def _print_comparison(console: Console, found: Comparison) -> None:
     for estimate in found.estimates:
         table.add_row(*estimate.cells())
     console.print(table)
+    if found.num_pairs < MIN_PAIRS:
+        console.print(f"Intervals need {MIN_PAIRS} tasks with answers of both sides.")
     low, high = found.interval
     console.print(
         f"Score, B - A: {100 * found.score_difference:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}); "

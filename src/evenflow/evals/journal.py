@@ -129,6 +129,10 @@ class Journal:
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()  # a killed process loses nothing that was flushed
 
+    def discard(self) -> None:
+        """Remove the file of a run that came to nothing."""
+        self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         self._file.close()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 from evenflow.bench.estimates import CONFIDENCE, Estimate, MeasuredRound, divergence, estimate_ratios
 from evenflow.bench.figures import percentile
@@ -15,6 +17,7 @@ from evenflow.evals.journal import Entry, Journal
 from evenflow.evals.run import blocks_of
 from evenflow.evals.tasks import AnyTask
 
+MIN_PAIRS = 5  # resampling fewer shows less spread than there is
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 Interval = tuple[float, float]
 
@@ -97,7 +100,7 @@ def _side(name: str, answers: Sequence[Entry], num_tasks: int) -> SideReport:
         score=num_correct / len(scored) if scored else None,
         interval=wilson_interval(num_correct, len(scored)) if scored else None,
         num_cut_prompts=sum(chunks > 1 for chunks in known) if known else None,
-        figures=_figures([(scored, busy_seconds(scored))]) if scored else {},
+        figures=_figures([(_measured(scored), 0.0)]) if scored else {},
     )
 
 
@@ -122,8 +125,7 @@ def paired_interval(only_a: int, only_b: int, count: int) -> Interval:
 def busy_seconds(entries: Iterable[Entry]) -> float:
     """The time in which at least one of these requests was in flight, whenever that was."""
     total = 0.0
-    by_start: Callable[[Entry], int] = lambda entry: entry.start  # noqa: E731
-    for _, group in groupby(sorted(entries, key=lambda entry: (entry.start, entry.began_s)), by_start):
+    for _, group in groupby(sorted(entries, key=attrgetter("start", "began_s")), attrgetter("start")):
         covered = -math.inf
         for entry in group:
             total += max(0.0, entry.ended_s - max(covered, entry.began_s))
@@ -131,12 +133,26 @@ def busy_seconds(entries: Iterable[Entry]) -> float:
     return total
 
 
-def _figures(rounds: Sequence[MeasuredRound[Entry]]) -> dict[str, float]:
+class _Measured(NamedTuple):
+    """An answer, and its part of the time in which its block was busy, by how long it took."""
+
+    entry: Entry
+    busy_s: float
+
+
+def _measured(entries: Sequence[Entry]) -> list[_Measured]:
+    """With a time for each answer, resampled answers have resampled times, and throughput an interval."""
+    share = busy_seconds(entries) / (sum(entry.total_s for entry in entries) or math.inf)
+    return [_Measured(entry, share * entry.total_s) for entry in entries]
+
+
+def _figures(rounds: Sequence[MeasuredRound[_Measured]]) -> dict[str, float]:
     """One side's; 0 if there is nothing to measure."""
-    entries = [entry for answers, _ in rounds for entry in answers]
+    measured = [one for answers, _ in rounds for one in answers]
+    entries = [one.entry for one in measured]
     ttfts = sorted(entry.ttft_s for entry in entries if entry.ttft_s is not None)
     totals = sorted(entry.total_s for entry in entries)
-    seconds = sum(seconds for _, seconds in rounds) or math.inf
+    seconds = sum(one.busy_s for one in measured) or math.inf
     return {
         "TTFT mean, s": fmean(ttfts or [0.0]),
         "TTFT p50, s": percentile(ttfts, 50),
@@ -180,8 +196,10 @@ def _estimates(rounds: Sequence[Sequence[tuple[Entry, Entry]]], seed: int) -> li
     measured = []
     for pairs in filter(None, rounds):
         a, b = zip(*pairs, strict=True)
-        measured.append(((a, busy_seconds(a)), (b, busy_seconds(b))))
+        measured.append(((_measured(a), 0.0), (_measured(b), 0.0)))
     if not measured:
         return []
-    found = estimate_ratios(measured, _figures, random.Random(seed))
-    return [estimate for estimate in found if estimate.a or estimate.b]
+    found = [one for one in estimate_ratios(measured, _figures, random.Random(seed)) if one.a or one.b]
+    if sum(map(len, rounds)) < MIN_PAIRS:
+        return [replace(one, interval=None) for one in found]
+    return found

@@ -22,12 +22,10 @@ from evenflow.evals.sandbox import Limits, run_program
 from evenflow.evals.scorers import judge, program_of
 from evenflow.evals.tasks import AnyTask, ChoiceTask, CodeTask
 
-_BLOCK_ROUNDS = 2  # tasks of a block for each request in flight
-
 
 def blocks_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
     """The tasks that run on one side before the other has its turn; a single side has them all at once."""
-    size = len(tasks) if num_sides == 1 else _BLOCK_ROUNDS * concurrency
+    size = len(tasks) if num_sides == 1 else concurrency
     return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
 
@@ -46,6 +44,7 @@ class Evaluation:
     concurrency: int
     seed: int
     time_limit_s: float | None = None
+    on_start: Callable[[], None] = lambda: None  # every endpoint that is needed works
     on_answer: Callable[[], None] = lambda: None
 
     async def run(self, endpoints: Sequence[Endpoint]) -> None:
@@ -55,12 +54,13 @@ class Evaluation:
                 if left:
                     await stack.enter_async_context(endpoint.open())
                     await _warm_up(endpoint, left[0])
+            self.on_start()
             start = _Start(time.perf_counter(), self.journal.num_starts)
             order = random.Random(self.seed)
+            wanted = [{task.id for task in left} for left in missing]
             for block in blocks_of(self.tasks, len(endpoints), self.concurrency):
                 for side in order.sample(range(len(endpoints)), len(endpoints)):
-                    ids = {task.id for task in block}
-                    left = [task for task in missing[side] if task.id in ids]
+                    left = [task for task in block if task.id in wanted[side]]
                     if left and not self._is_over(start):
                         await self._run_block(endpoints[side], side, left, start)
 

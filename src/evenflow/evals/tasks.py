@@ -133,7 +133,7 @@ class CodeTask(Task, frozen=True, tag="code"):
 
 
 AnyTask = ExactTask | NumericTask | ChoiceTask | RegexTask | JsonSchemaTask | CodeTask
-_DECODER = msgspec.json.Decoder(AnyTask)
+_DECODER: msgspec.json.Decoder[AnyTask] = msgspec.json.Decoder(AnyTask)
 
 
 def shipped_sets() -> list[str]:
