@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_the_shipped_sets_are_valid_and_cover_every_scorer() -> None:
     assert scorers == {"exact", "numeric", "choice", "regex", "json-schema", "code"}
     # Long enough for the default policy to cut them: over 2,048 tokens of four characters and more.
     assert all(len(task.prompt or "") > 8500 for task in sets["retrieval"])
+
+
+def test_the_documented_tasks_are_valid_and_the_table_of_sets_is_right(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "eval.md").read_text()
+    [example] = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert len(read_tasks(write(tmp_path, example))) == 3
+    counts = {name: int(count) for name, count in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE)}
+    assert counts == {name: len(read_tasks(name)) for name in shipped_sets()}
 
 
 def test_the_shipped_tests_of_programs_fail_without_an_answer() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from evenflow.bench.estimates import CONFIDENCE, Estimate, MeasuredRound, divergence, estimate_ratios
 from evenflow.bench.figures import percentile
 from evenflow.evals.journal import Entry, Journal
-from evenflow.evals.run import blocks_of
+from evenflow.evals.run import rounds_of
 from evenflow.evals.tasks import AnyTask
 
 MIN_PAIRS = 5  # resampling fewer shows less spread than there is
@@ -80,8 +80,8 @@ def make_report(tasks: Sequence[AnyTask], journal: Journal) -> Report:
     ]
     comparison = None
     if len(sides) == 2:
-        blocks = blocks_of(tasks, 2, header.settings["concurrency"])
-        comparison = _compare(blocks, entries, header.settings["seed"])
+        rounds = rounds_of(tasks, 2, header.settings["concurrency"])
+        comparison = _compare(rounds, entries, header.settings["seed"])
     errors = [entry.error for entry in answers if entry.error is not None]
     guards = sorted({entry.guards for entry in answers if entry.guards is not None})
     return Report(sides, comparison, answers, errors, guards)
@@ -134,7 +134,7 @@ def busy_seconds(entries: Iterable[Entry]) -> float:
 
 
 class _Measured(NamedTuple):
-    """An answer, and its part of the time in which its block was busy, by how long it took."""
+    """An answer, and its part of the time in which its round was busy, by how long it took."""
 
     entry: Entry
     busy_s: float
@@ -164,9 +164,9 @@ def _figures(rounds: Sequence[MeasuredRound[_Measured]]) -> dict[str, float]:
     }
 
 
-def _compare(blocks: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, str], Entry], seed: int) -> Comparison:
-    rounds = [_pairs_of(block, entries) for block in blocks]
-    pairs = [pair for block in rounds for pair in block]
+def _compare(rounds: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, str], Entry], seed: int) -> Comparison:
+    paired = [_pairs_of(tasks, entries) for tasks in rounds]
+    pairs = [pair for one_round in paired for pair in one_round]
     only_a = sum(a.is_correct and not b.is_correct for a, b in pairs)
     only_b = sum(b.is_correct and not a.is_correct for a, b in pairs)
     gaps = [
@@ -183,12 +183,12 @@ def _compare(blocks: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, st
         only_b_correct=only_b,
         differences=[Difference(a.task, *divergence(a.text, b.text)) for a, b in pairs if a.text != b.text],
         largest_logprob_difference=max(gaps) if gaps else None,
-        estimates=_estimates(rounds, seed),
+        estimates=_estimates(paired, seed),
     )
 
 
-def _pairs_of(block: Sequence[AnyTask], entries: Mapping[tuple[int, str], Entry]) -> list[tuple[Entry, Entry]]:
-    found = [(entries.get((0, task.id)), entries.get((1, task.id))) for task in block]
+def _pairs_of(tasks: Sequence[AnyTask], entries: Mapping[tuple[int, str], Entry]) -> list[tuple[Entry, Entry]]:
+    found = [(entries.get((0, task.id)), entries.get((1, task.id))) for task in tasks]
     return [(a, b) for a, b in found if a is not None and b is not None and a.error is None and b.error is None]
 
 

@@ -1,6 +1,6 @@
 """Asks every task on every side, and writes each answer to a journal as it is done.
 
-Two sides take turns, a block of tasks at a time and in random order, so that a machine that slows down affects both.
+Two sides take turns, a round of tasks at a time and in random order, so that a machine that slows down affects both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evenflow.evals.scorers import judge, program_of
 from evenflow.evals.tasks import AnyTask, ChoiceTask, CodeTask
 
 
-def blocks_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
+def rounds_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
     """The tasks that run on one side before the other has its turn; a single side has them all at once."""
     size = len(tasks) if num_sides == 1 else concurrency
     return [tasks[start : start + size] for start in range(0, len(tasks), size)]
@@ -58,13 +58,13 @@ class Evaluation:
             start = _Start(time.perf_counter(), self.journal.num_starts)
             order = random.Random(self.seed)
             wanted = [{task.id for task in left} for left in missing]
-            for block in blocks_of(self.tasks, len(endpoints), self.concurrency):
+            for one_round in rounds_of(self.tasks, len(endpoints), self.concurrency):
                 for side in order.sample(range(len(endpoints)), len(endpoints)):
-                    left = [task for task in block if task.id in wanted[side]]
+                    left = [task for task in one_round if task.id in wanted[side]]
                     if left and not self._is_over(start):
-                        await self._run_block(endpoints[side], side, left, start)
+                        await self._run_round(endpoints[side], side, left, start)
 
-    async def _run_block(self, endpoint: Endpoint, side: int, tasks: Sequence[AnyTask], start: _Start) -> None:
+    async def _run_round(self, endpoint: Endpoint, side: int, tasks: Sequence[AnyTask], start: _Start) -> None:
         await endpoint.begin_round()
         waiting, programs = deque(tasks), list[tuple[CodeTask, Entry]]()
 
