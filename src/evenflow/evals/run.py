@@ -22,10 +22,13 @@ from evenflow.evals.sandbox import Limits, run_program
 from evenflow.evals.scorers import judge, program_of
 from evenflow.evals.tasks import AnyTask, ChoiceTask, CodeTask
 
+_LONG_ROUND = 8  # tasks for each request in flight: a crash loses no more answers than that
+
 
 def rounds_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
-    """The tasks that run on one side before the other has its turn; a single side has them all at once."""
-    size = len(tasks) if num_sides == 1 else concurrency
+    """The tasks that run on one side before the other has its turn, and before the programs among the answers run."""
+    has_programs = any(isinstance(task, CodeTask) for task in tasks)
+    size = concurrency if num_sides > 1 else _LONG_ROUND * concurrency if has_programs else len(tasks)
     return [tasks[start : start + size] for start in range(0, len(tasks), size)]
 
 
