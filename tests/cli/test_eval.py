@@ -165,14 +165,27 @@ def test_a_server_answers_as_the_engine_does(tasks: Path, capsys: pytest.Capture
     assert over_http["sides"][0]["num_scored"] == len(TASKS)
 
 
-def test_transformers_answers_as_the_engine_does(
-    tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes a while and does not matter here."""
+
     def refuse(*_: Any) -> None:
-        raise RuntimeError("compiling takes a while and does not matter here")
+        raise RuntimeError("not in this test")
 
     monkeypatch.setattr("evenflow.compile.aot.packages.compile_step", refuse)
     monkeypatch.setattr("evenflow.compile.aot.packages.export_step", refuse)
+
+
+@pytest.mark.usefixtures("_without_compiling")
+def test_transformers_in_chunks_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = f"hf:{long_llama()},hf-unchunked:{long_llama()}"
+    report = evaluated(capsys, "retrieval", "-n", 1, "--compare", sides, "--journal", tmp_path / "journal")
+    assert [side["num_cut_prompts"] for side in report["sides"]] == [1, 0]
+    assert report["comparison"]["identical_outputs"] is True
+
+
+@pytest.mark.usefixtures("_without_compiling")
+def test_transformers_answers_as_the_engine_does(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = evaluated(
         capsys, tasks, "--compare", f"hf:{tiny_llama()},fixed:8", "--model", tiny_llama(), *journal_in(tasks)
     )
@@ -236,6 +249,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "the same twice": (["arithmetic", "--compare", "chunked,fixed:2048"], "twice"),
     "unknown policy": (["arithmetic", "--compare", "chunked,fastest"], "'fastest'"),
     "both ways to name sides": (["arithmetic", "-m", "unchunked", "--compare", "chunked,unchunked"], "--compare"),
+    "a model as an endpoint": (["arithmetic", "-m", "default"], "--model"),
     "no folder": (["arithmetic", "-m", "hf:/no/such/model"], "'/no/such/model'"),
     "an engine's setting for a server": (["arithmetic", "-m", "http://127.0.0.1:9", "--weights", "int4"], "--weights"),
     "nothing to resume": (["arithmetic", "--resume"], "holds no journal"),

@@ -21,9 +21,10 @@ from evenflow.errors import EndpointFailed, InvalidInput
 from evenflow.evals.journal import Header, Journal, digest_of
 from evenflow.evals.report import make_report
 from evenflow.evals.run import Evaluation, missing_tasks
-from evenflow.evals.tasks import AnyTask, CodeTask, read_tasks
+from evenflow.evals.tasks import AnyTask, CodeTask, read_tasks, shipped_sets
 from evenflow.host import cache_folder
 
+_TASKS_HELP = f"A JSONL file of tasks, or a shipped set: {', '.join(shipped_sets())}."
 _ENDPOINTS = "http://..., hf:FOLDER (transformers), or a policy of the embedded engine"
 
 
@@ -48,7 +49,7 @@ class EvalOptions:
 @takes_options
 def evaluate(
     *,
-    tasks: Annotated[str, Argument(metavar="TASKS", help="A JSONL file of tasks, or the name of a shipped set.")],
+    tasks: Annotated[str, Argument(metavar="TASKS", help=_TASKS_HELP)],
     options: EvalOptions,
     model: ModelOptions,
 ) -> None:

@@ -16,7 +16,7 @@ from evenflow.bench.transformers_endpoint import TransformersEndpoint
 from evenflow.cli.output import loading
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.engine.async_llm import AsyncLLM
-from evenflow.errors import InvalidInput
+from evenflow.errors import InvalidConfig, InvalidInput
 
 CHUNKED = "chunked"  # the policy that the engine has by default
 _TRANSFORMERS = {"hf": True, "hf-unchunked": False}  # whether long prompts run in chunks
@@ -28,9 +28,21 @@ def check_sides(sides: Sequence[str]) -> None:
             if not Path(found).is_dir():
                 raise InvalidInput(f"Got {side!r} but there is no folder {found!r}.")
         elif not is_address(side):
-            PolicySpec.parse(policy_of(side))
+            _check_policy(side)
         if list(map(policy_of, sides)).count(policy_of(side)) > 1:
             raise InvalidInput(f"Got {side!r} twice but expected sides that differ.")
+
+
+def _check_policy(side: str) -> None:
+    try:
+        PolicySpec.parse(policy_of(side))
+    except InvalidConfig as error:
+        if side == "default" or Path(side).exists():
+            raise InvalidInput(
+                f"Got the model {side!r} as an endpoint: --model names the engine's model, hf:FOLDER runs one in "
+                "transformers."
+            ) from error
+        raise
 
 
 def is_address(side: str) -> bool:
