@@ -98,4 +98,4 @@ def test_the_shipped_tests_of_programs_fail_without_an_answer() -> None:
         assert isinstance(task, CodeTask)
         names: dict[str, Any] = {}
         with pytest.raises((AssertionError, IndentationError)):
-            exec(task.prefix + "    pass\n" + task.reference, names)
+            exec(task.prefix + "\n    pass\n" + task.reference, names)
