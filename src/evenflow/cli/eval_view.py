@@ -27,7 +27,7 @@ def print_report(console: Console, tasks: str, report: Report) -> None:
     for letter, side in zip(_LETTERS, report.sides, strict=False):
         _print_problems(console, letter, side, report)
     for guards in report.guards:
-        console.print(f"Programs were kept from the network and from other files by ({guards}).")
+        console.print(f"Programs ran behind these guards: {guards}.")
 
 
 def _print_sides(console: Console, tasks: str, report: Report) -> None:
