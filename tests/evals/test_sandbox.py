@@ -69,12 +69,13 @@ def test_ending_early_is_not_passing(end: str) -> None:
         "import _posixsubprocess\n_posixsubprocess.fork_exec()",
         "import sys\ndel sys.modules['_posixsubprocess']\nimport _posixsubprocess",
         "import multiprocessing\nmultiprocessing.Process(target=print).start()",
+        "import threading\nthreading.Thread(target=print).start()",
         "import ctypes",
         "import os\nos.kill(os.getppid(), 0)",
         "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
     ],
 )
-def test_no_processes_and_no_way_around(program: str) -> None:
+def test_no_processes_no_threads_and_no_way_around(program: str) -> None:
     verdict = run(program)
     assert not verdict.is_correct
     assert "an answer may not" in verdict.note

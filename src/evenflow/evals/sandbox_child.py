@@ -118,13 +118,17 @@ def make_guard(folder: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def refuse_processes() -> None:
-    """`_posixsubprocess` starts processes without an audit event."""
+    """These start processes and threads without an audit event. Threads count: only root has them otherwise."""
     import _posixsubprocess
+    import _thread
 
-    def refuse(*_: Any) -> int:
-        raise PermissionError("an answer may not start processes")
+    def refuse(*_: Any, **__: Any) -> int:
+        raise PermissionError("an answer may not start processes or threads")
 
     _posixsubprocess.fork_exec = refuse
+    for name in ("start_new_thread", "start_new", "start_joinable_thread"):
+        if hasattr(_thread, name):
+            setattr(_thread, name, refuse)
 
 
 def main() -> None:
