@@ -45,7 +45,8 @@ def test_time_is_limited(program: str) -> None:
 
 @pytest.mark.parametrize("program", ["x = bytearray(10 << 30)", "x = []\nwhile True: x.append(bytearray(1 << 20))"])
 def test_memory_is_limited(program: str) -> None:
-    assert run(program).note == "MemoryError"
+    # Python 3.13 may have no memory left to say so.
+    assert run(program).note in ("MemoryError", "lost sys.stderr")
 
 
 def test_files_and_output_are_limited() -> None:
