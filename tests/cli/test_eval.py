@@ -34,6 +34,7 @@ TASKS = [
         "max_tokens": 8,
     },
 ]
+_ONE_OF_EACH = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}  # prompts are long
 CODE = {"id": "code", "scorer": "code", "prompt": "x =", "prefix": "x = 1 #", "reference": "assert x == 1"}
 
 
@@ -53,7 +54,7 @@ def long_llama() -> Path:
     """A small random Llama with room for the prompts of the shipped set `retrieval`, made once per process."""
     folder = Path(tempfile.mkdtemp(prefix="evenflow-longer-llama-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return tiny_hf_folder(folder, "LlamaForCausalLM", max_position_embeddings=16384, num_hidden_layers=1)
+    return tiny_hf_folder(folder, "LlamaForCausalLM", max_position_embeddings=16384, **_ONE_OF_EACH)
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
