@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from evenflow.bench.ab import Estimate, Goals, Outcome, Pair, Round, compare, make_asks, summarise
+from evenflow.bench.ab import Goals, Outcome, Pair, Round, compare, make_asks, summarise
 from evenflow.bench.ab_report import draw, same_outputs, write_html
 from evenflow.bench.endpoints import Answer, Ask
+from evenflow.bench.estimates import Estimate
 from evenflow.errors import EndpointFailed, InvalidConfig
 
 GOALS = Goals(ttft_s=1.0, tbt_s=0.1)

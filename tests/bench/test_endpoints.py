@@ -27,17 +27,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).seen.append((body, self.headers["Authorization"]))
-        if body["prompt"] == "bad":
+        if body.get("prompt") == "bad":
             self._send(400, b'{"error": {"message": "no such prompt"}}', "application/json")
             return
-        details = {"cached_tokens": 5} if body["prompt"] == "cached" else None
+        details = {"cached_tokens": 5} if body.get("prompt") == "cached" else None
         events: list[dict[str, Any]] = [
             {"choices": [{"text": "on", "finish_reason": None}]},
             {"choices": [{"text": "", "finish_reason": None}]},
             {"choices": [{"text": "ce", "finish_reason": "length"}]},
             {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 8, "prompt_tokens_details": details}},
         ]
-        if body["prompt"] == "broken":
+        if body.get("prompt") == "broken":
             events[2] = {"error": {"message": "the engine stopped"}}
         lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self._send(200, lines.encode(), "text/event-stream")
@@ -97,6 +97,35 @@ def test_the_context_is_known_if_the_server_lists_it(address: str) -> None:
 def test_a_refusal_and_a_failure_on_the_way_are_errors_of_the_answer(address: str) -> None:
     assert "status 400" in (ask(HttpEndpoint(address), "bad").error or "")
     assert ask(HttpEndpoint(address), "broken").error == "the engine stopped"
+
+
+def test_logprobs_need_a_server_that_returns_them(address: str) -> None:
+    async def run(prompt: str) -> None:
+        endpoint = HttpEndpoint(address)
+        async with endpoint.open():
+            await endpoint.score(prompt, [" a", " b"])
+
+    with pytest.raises(EndpointFailed, match="does not echo a prompt with its logprobs"):
+        asyncio.run(run("go"))
+    with pytest.raises(EndpointFailed, match=r"status 400: .*no such prompt"):
+        asyncio.run(run("bad"))
+
+
+def test_only_what_was_asked_for_is_sent(address: str) -> None:
+    """Strict servers refuse fields that they do not know."""
+
+    async def run() -> None:
+        async with (endpoint := HttpEndpoint(address)).open():
+            chat = [{"role": "user", "content": "Hi"}]
+            await endpoint.stream(Ask("go", 3), Answer())
+            await endpoint.stream(Ask("go", 3, stop=("x",), ignore_eos=False), Answer())
+            await endpoint.stream(Ask("", 3, messages=chat, ignore_eos=False), Answer())
+
+    asyncio.run(run())
+    exact, stopped, chat = (body for body, _ in Handler.seen)
+    assert (exact["ignore_eos"], exact.get("stop")) == (True, None)
+    assert (stopped.get("ignore_eos"), stopped["stop"]) == (None, ["x"])
+    assert (chat["messages"], chat.get("prompt"), chat.get("stop")) == ([{"role": "user", "content": "Hi"}], None, None)
 
 
 def test_the_model_asked_for_must_be_there(address: str) -> None:

@@ -14,7 +14,7 @@ from evenflow import __version__
 from tests.cli.running import command_line, long_context_llama, run_cli, run_process
 from tests.models import tiny_llama
 
-COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"])
+COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"], ["eval"])
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)

@@ -16,12 +16,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from evenflow.bench.endpoints import Answer, Ask, Endpoint
+from evenflow.bench.estimates import Estimate, divergence, estimate_ratios
 from evenflow.bench.figures import percentile
 from evenflow.errors import EndpointFailed, InvalidConfig
-
-RESAMPLES = 1000
-CONFIDENCE = 0.95
-_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +45,6 @@ class Round:
 class Pair(NamedTuple):
     a: Round
     b: Round
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A figure of both sides, and the confidence interval of its ratio b/a; None if a side is zero too often."""
-
-    name: str
-    a: float
-    b: float
-    interval: tuple[float, float] | None
-
-    @property
-    def ratio(self) -> float | None:
-        return self.b / self.a if self.a else None
-
-    @property
-    def differs(self) -> bool:
-        """The interval excludes 1."""
-        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +132,12 @@ def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
         for request, (a, b) in enumerate(zip(pair.a.answers, pair.b.answers, strict=True))
         if a.error is None and b.error is None
     ]
-    differences = [_difference(number, request, a.text, b.text) for number, request, a, b in both if a.text != b.text]
+    differences = [
+        Difference(number, request, *divergence(a.text, b.text)) for number, request, a, b in both if a.text != b.text
+    ]
     errors = [answer.error for pair in pairs for side in pair for answer in side.answers if answer.error]
-    return Outcome(pairs, _estimates(pairs, goals, random.Random(seed)), len(both), differences, errors)
-
-
-def _difference(pair: int, request: int, a: str, b: str) -> Difference:
-    same = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    shown = slice(same, same + _SHOWN_CHARACTERS)
-    return Difference(pair, request, same, a[shown], b[shown])
+    sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]
+    return Outcome(pairs, estimate_ratios(sides, _figures, random.Random(seed)), len(both), differences, errors)
 
 
 class _Served(NamedTuple):
@@ -184,34 +159,6 @@ def _side(one: Round, goals: Goals) -> _Side:
         return _Served(ttfts, gaps, answer.num_tokens, goals.are_met(answer))
 
     return [served(answer) for answer in one.answers], one.seconds
-
-
-def _estimates(pairs: Sequence[Pair], goals: Goals, generator: random.Random) -> list[Estimate]:
-    sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]
-    seen_a, seen_b = map(_figures, zip(*sides, strict=True))
-    ratios: dict[str, list[float]] = {name: [] for name in seen_a}
-    for _ in range(RESAMPLES):
-        resampled = [_resample(pair, generator) for pair in generator.choices(sides, k=len(sides))]
-        a, b = map(_figures, zip(*resampled, strict=True))
-        for name, values in ratios.items():
-            if a[name] and b[name]:
-                values.append(b[name] / a[name])
-    return [Estimate(name, seen_a[name], seen_b[name], _interval(values)) for name, values in ratios.items()]
-
-
-def _interval(values: list[float]) -> tuple[float, float] | None:
-    if len(values) < RESAMPLES / 2:
-        return None
-    values.sort()
-    tail = 50 * (1 - CONFIDENCE)
-    return percentile(values, tail), percentile(values, 100 - tail)
-
-
-def _resample(pair: tuple[_Side, _Side], generator: random.Random) -> tuple[_Side, _Side]:
-    """Requests drawn with replacement, the same on both sides, so that what they share cancels out in the ratio."""
-    (a, a_seconds), (b, b_seconds) = pair
-    places = generator.choices(range(len(a)), k=len(a))
-    return ([a[place] for place in places], a_seconds), ([b[place] for place in places], b_seconds)
 
 
 def _figures(rounds: Sequence[_Side]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from evenflow.bench.ab import CONFIDENCE, Estimate, Outcome
+from evenflow.bench.ab import Outcome
+from evenflow.bench.estimates import CONFIDENCE, Estimate
 from evenflow.bench.plots import pyplot, save
 
 _STYLE = """
@@ -60,7 +61,7 @@ def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
     draw(picture := BytesIO(), names, outcome)
     encoded = base64.b64encode(picture.getvalue()).decode()
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(estimate)) + "</tr>"
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in estimate.cells()) + "</tr>"
         for estimate in outcome.estimates
     )
     a, b = map(html.escape, names)
@@ -76,14 +77,6 @@ def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
 """,
         encoding="utf-8",
     )
-
-
-def cells(estimate: Estimate) -> list[str]:
-    """A row of the table: name, A, B, ratio, interval, whether they differ."""
-    ratio = "-" if estimate.ratio is None else f"{estimate.ratio:.3f}"
-    interval = "-" if estimate.interval is None else "{:.3f} to {:.3f}".format(*estimate.interval)
-    values = f"{estimate.a:.4g}", f"{estimate.b:.4g}"
-    return [estimate.name, *values, ratio, interval, "yes" if estimate.differs else "no"]
 
 
 def same_outputs(outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""Where a benchmark sends its requests: an OpenAI-compatible server, or the embedded engine under one policy."""
+"""Where requests are sent: an OpenAI-compatible server, or the embedded engine under one policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from evenflow.core.request import SamplingParams
 from evenflow.errors import EndpointFailed
@@ -17,21 +17,33 @@ if TYPE_CHECKING:
     import httpx
 
     from evenflow.engine.async_llm import AsyncLLM
+    from evenflow.engine.loaded_model import Conversation
 
 _CONNECT_S = 10.0
+_SCORING = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One greedy completion of exactly `max_tokens`."""
+    """One greedy answer: to a prompt or, if there are messages, to a conversation."""
 
     prompt: str | Sequence[int]
     max_tokens: int
     at: float = 0.0  # when to send it, in seconds since the round began
+    messages: Conversation | None = None  # instead of the prompt
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = True  # exactly `max_tokens`, so that all answers take the same work
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
+        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, stop=self.stop, ignore_eos=self.ignore_eos)
+
+
+class Scores(NamedTuple):
+    """How likely each of several texts is after the same prompt."""
+
+    logprobs: list[float]  # summed over the tokens of each text
+    num_prompt_tokens: int  # computed for all of them
 
 
 @dataclass(slots=True)
@@ -44,6 +56,7 @@ class Answer:
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None  # of the prompt; None: the endpoint does not say
+    num_chunks: int | None = None  # that the prompt was computed in; None: the endpoint does not say
     sent_at: float = field(default_factory=time.perf_counter)
 
     def add_piece(self, text: str, num_tokens: int = 0) -> None:
@@ -76,6 +89,10 @@ class Endpoint(Protocol):
 
     async def stream(self, ask: Ask, answer: Answer) -> None:
         """Fill in a new answer as its pieces come."""
+        ...
+
+    async def score(self, prompt: str, continuations: Sequence[str]) -> Scores:
+        """A continuation's tokens are those of the joined text after as many as the prompt alone has."""
         ...
 
 
@@ -127,25 +144,71 @@ class HttpEndpoint:
         import httpx
 
         assert self._client is not None, "the endpoint is not open"
-        body = {
-            "model": self.model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        path, body = self._request(ask)
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    answer.error = f"status {response.status_code}: {' '.join(text.split())[:200]}"
+                    answer.error = _refusal(response.status_code, await response.aread())
                     return
                 async for line in response.aiter_lines():
                     _take_line(answer, line)
         except httpx.HTTPError as error:
             answer.error = str(error) or type(error).__name__
+
+    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if ask.stop:
+            body["stop"] = list(ask.stop)
+        if ask.ignore_eos:
+            body["ignore_eos"] = True  # no part of OpenAI's API: strict servers refuse it
+        if ask.messages is not None:
+            return "/v1/chat/completions", {**body, "messages": ask.messages}
+        return "/v1/completions", {**body, "prompt": ask.prompt}
+
+    async def score(self, prompt: str, continuations: Sequence[str]) -> Scores:
+        # One more request says how many tokens the prompt alone has: the server's tokenizer is not known here.
+        num_context, _ = await self._echo(prompt)
+        logprobs, num_prompt_tokens = [], num_context
+        for continuation in continuations:
+            num_tokens, found = await self._echo(prompt + continuation, logprobs=1)
+            logprobs.append(sum(found[num_context:num_tokens]))
+            num_prompt_tokens += num_tokens
+        return Scores(logprobs, num_prompt_tokens)
+
+    async def _echo(self, prompt: str, **more: Any) -> tuple[int, list[float]]:
+        """How many tokens the prompt has and, if `more` asks for them, their logprobs."""
+        import httpx
+
+        assert self._client is not None, "the endpoint is not open"
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, **more}
+        try:
+            response = await self._client.post("/v1/completions", json=body)
+            if response.status_code != 200:
+                raise EndpointFailed(f"{self.name}: {_refusal(response.status_code, response.content)}")
+            found = response.json()
+            num_tokens = found["usage"]["prompt_tokens"]
+            if not more:
+                return num_tokens, []
+            logprobs = found["choices"][0]["logprobs"]["token_logprobs"]
+            if len(logprobs) < num_tokens or None in logprobs[1:num_tokens]:
+                raise ValueError(f"got {len(logprobs)} logprobs for {num_tokens} tokens")
+        except httpx.HTTPError as error:
+            raise EndpointFailed(f"{self.name}: {error or type(error).__name__}") from error
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EndpointFailed(
+                f"{self.name} does not echo a prompt with its logprobs, as evenflow and vLLM do: {error}"
+            ) from error
+        return num_tokens, logprobs
+
+
+def _refusal(status: int, content: bytes) -> str:
+    return f"status {status}: {' '.join(content.decode(errors='replace').split())[:200]}"
 
 
 def _take_line(answer: Answer, line: str) -> None:
@@ -156,8 +219,12 @@ def _take_line(answer: Answer, line: str) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
     for choice in event.get("choices") or ():
+        if "delta" in choice:
+            # A chat opens with an event that holds only the role, before the first token.
+            if content := choice["delta"].get("content"):
+                answer.add_piece(content)
         # A token may add no text: half of a character, or the beginning of a possible stop string.
-        if choice.get("text") or choice.get("finish_reason") is None:
+        elif choice.get("text") or choice.get("finish_reason") is None:
             answer.add_piece(choice.get("text") or "")
     if usage := event.get("usage"):
         answer.num_tokens = usage["completion_tokens"]
@@ -184,7 +251,8 @@ class PolicyEndpoint:
         self.llm.set_policy(self.name)
 
     async def stream(self, ask: Ask, answer: Answer) -> None:
-        async for delta in self.llm.stream(ask.prompt, ask.sampling):
+        prompt = ask.prompt if ask.messages is None else self.llm.encode_chat(ask.messages)
+        async for delta in self.llm.stream(prompt, ask.sampling):
             if delta.token_ids:
                 answer.add_piece(delta.text, len(delta.token_ids))
             else:
@@ -192,3 +260,17 @@ class PolicyEndpoint:
             answer.error = delta.output.error
         answer.num_prompt_tokens = len(delta.output.prompt_token_ids)
         answer.num_cached_tokens = delta.output.num_cached_tokens
+        answer.num_chunks = len(delta.output.chunks)
+
+    async def score(self, prompt: str, continuations: Sequence[str]) -> Scores:
+        encode = self.llm.tokenizer.encode
+        num_context, logprobs, num_prompt_tokens = len(encode(prompt)), [], 0
+        for continuation in continuations:
+            token_ids = encode(prompt + continuation)
+            output = await self.llm.generate(token_ids, _SCORING)
+            if output.error is not None or output.prompt_logprobs is None:
+                raise EndpointFailed(f"{self.name}: {output.error}")
+            rows = output.prompt_logprobs[num_context - 1 :]  # the prompt's first token has none
+            logprobs.append(sum(row.chosen.logprob for row in rows))
+            num_prompt_tokens += len(token_ids)
+        return Scores(logprobs, num_prompt_tokens)

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument
 
-from evenflow.bench.ab import CONFIDENCE, Goals, Outcome, compare, make_asks
-from evenflow.bench.ab_report import cells, draw, same_outputs, write_html
+from evenflow.bench.ab import Goals, Outcome, compare, make_asks
+from evenflow.bench.ab_report import draw, same_outputs, write_html
 from evenflow.bench.endpoints import Ask
+from evenflow.bench.estimates import CONFIDENCE
 from evenflow.bench.plots import pyplot
 from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options
@@ -104,7 +105,7 @@ def _print(console: Console, a: str, b: str, outcome: Outcome) -> None:
     title = f"A: {a}\nB: {b}\n{len(outcome.pairs)} pairs of rounds of {len(outcome.pairs[0].a.answers)} requests"
     table = make_table(title, "", "A", "B", "B / A", f"{CONFIDENCE:.0%} interval", "differ")
     for estimate in outcome.estimates:
-        table.add_row(*cells(estimate))
+        table.add_row(*estimate.cells())
     console.print(table)
     console.print(same_outputs(outcome))
     for found in outcome.differences[:_SHOWN_DIFFERENCES]:

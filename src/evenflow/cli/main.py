@@ -20,6 +20,7 @@ from evenflow.cli.analyze import analyze
 from evenflow.cli.bench import bench
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
+from evenflow.cli.eval import evaluate
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
 from evenflow.cli.output import log_warnings_only
@@ -29,6 +30,7 @@ from evenflow.errors import EvenflowError, InvalidInput
 app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (generate, demo, serve, ab, analyze, explain, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(bench)
 
 # The base class of typer's errors about a command line. It has no public name, and its module differs by version.

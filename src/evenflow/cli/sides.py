@@ -1,4 +1,7 @@
-"""What a command compares: servers by address, and policies that share one embedded engine."""
+"""What a command runs on or compares: servers by address, transformers models, and policies of the embedded engine.
+
+All policies share one engine.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,55 @@ from pathlib import Path
 from typing import Any
 
 from evenflow.bench.endpoints import Endpoint, HttpEndpoint, PolicyEndpoint
+from evenflow.bench.transformers_endpoint import TransformersEndpoint
 from evenflow.cli.output import loading
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.engine.async_llm import AsyncLLM
-from evenflow.errors import InvalidInput
+from evenflow.errors import InvalidConfig, InvalidInput
+
+CHUNKED = "chunked"  # the policy that the engine has by default
+_TRANSFORMERS = {"hf": True, "hf-unchunked": False}  # whether long prompts run in chunks
 
 
 def check_sides(sides: Sequence[str]) -> None:
     for side in sides:
-        if not _is_address(side):
-            PolicySpec.parse(side)
-        if sides.count(side) > 1:
+        if (found := _transformers_folder(side)) is not None:
+            if not Path(found).is_dir():
+                raise InvalidInput(f"Got {side!r} but there is no folder {found!r}.")
+        elif not is_address(side):
+            _check_policy(side)
+        if list(map(policy_of, sides)).count(policy_of(side)) > 1:
             raise InvalidInput(f"Got {side!r} twice but expected sides that differ.")
 
 
-def _is_address(side: str) -> bool:
+def _check_policy(side: str) -> None:
+    try:
+        PolicySpec.parse(policy_of(side))
+    except InvalidConfig as error:
+        if side == "default" or Path(side).exists():
+            raise InvalidInput(
+                f"Got the model {side!r} as an endpoint: --model names the engine's model, hf:FOLDER runs one in "
+                "transformers."
+            ) from error
+        raise
+
+
+def is_address(side: str) -> bool:
     return side.startswith(("http://", "https://"))
+
+
+def is_policy(side: str) -> bool:
+    return not is_address(side) and _transformers_folder(side) is None
+
+
+def policy_of(side: str) -> str:
+    """What a side that is a policy stands for; any other side as it is."""
+    return str(DEFAULT_POLICY) if side == CHUNKED else side
+
+
+def _transformers_folder(side: str) -> str | None:
+    kind, _, folder = side.partition(":")
+    return str(Path(folder).expanduser()) if kind in _TRANSFORMERS else None
 
 
 @asynccontextmanager
@@ -36,7 +72,7 @@ async def open_sides(
     Servers that need a key get the one in $EVENFLOW_API_KEY.
     """
     llm = None
-    if not all(map(_is_address, sides)):
+    if any(map(is_policy, sides)):
         with loading(model):
             # Under a target the engine has step times from the start.
             llm = AsyncLLM(model, record=record, policy="target:1000ms", **settings)
@@ -45,8 +81,10 @@ async def open_sides(
 
 
 def _endpoint(side: str, model: str, llm: AsyncLLM | None) -> Endpoint:
-    if not _is_address(side):
+    if (folder := _transformers_folder(side)) is not None:
+        return TransformersEndpoint(side, folder, chunked=_TRANSFORMERS[side.partition(":")[0]])
+    if is_policy(side):
         assert llm is not None
-        return PolicyEndpoint(side, llm)
+        return PolicyEndpoint(policy_of(side), llm)
     address = side.rstrip("/").removesuffix("/v1")
     return HttpEndpoint(address, None if model == "default" else model, os.environ.get("EVENFLOW_API_KEY"))

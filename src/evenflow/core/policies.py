@@ -116,9 +116,13 @@ class PolicySpec:
 DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 
+def split_policies(text: str) -> list[str]:
+    """The parts of a comma-separated list; `target:50,paced` contains a comma."""
+    return re.split(r",(?!paced(?:,|$))", text)
+
+
 def parse_policies(text: str) -> list[PolicySpec]:
-    """A comma-separated list; `target:50,paced` contains a comma."""
-    return [PolicySpec.parse(one) for one in re.split(r",(?!paced(?:,|$))", text)]
+    return [PolicySpec.parse(one) for one in split_policies(text)]
 
 
 def _seconds(policy: str, argument: str) -> float:

@@ -1,0 +1,159 @@
+"""Asks every task on every side, and writes each answer to a journal as it is done.
+
+Two sides take turns, a round of tasks at a time and in random order, so that a machine that slows down affects both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from evenflow.bench.endpoints import Answer, Ask, Endpoint
+from evenflow.errors import EndpointFailed, InvalidInput
+from evenflow.evals.journal import Entry, Journal
+from evenflow.evals.sandbox import Limits, run_program
+from evenflow.evals.scorers import judge, program_of
+from evenflow.evals.tasks import AnyTask, ChoiceTask, CodeTask
+
+_LONG_ROUND = 8  # tasks for each request in flight: a crash loses no more answers than that
+
+
+def rounds_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
+    """The tasks that run on one side before the other has its turn, and before the programs among the answers run."""
+    has_programs = any(isinstance(task, CodeTask) for task in tasks)
+    size = concurrency if num_sides > 1 else _LONG_ROUND * concurrency if has_programs else len(tasks)
+    return [tasks[start : start + size] for start in range(0, len(tasks), size)]
+
+
+def missing_tasks(tasks: Sequence[AnyTask], journal: Journal, side: int) -> list[AnyTask]:
+    """Those without an answer of this side. A request that failed is asked again."""
+    done = {task for (at, task), entry in journal.entries.items() if at == side and entry.error is None}
+    return [task for task in tasks if task.id not in done]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """One start of the command: asks what the journal has no answer to, until `time_limit_s` is over."""
+
+    tasks: Sequence[AnyTask]
+    journal: Journal
+    concurrency: int
+    seed: int
+    time_limit_s: float | None = None
+    on_start: Callable[[], None] = lambda: None  # every endpoint that is needed works
+    on_answer: Callable[[], None] = lambda: None
+
+    async def run(self, endpoints: Sequence[Endpoint]) -> None:
+        missing = [missing_tasks(self.tasks, self.journal, side) for side in range(len(endpoints))]
+        async with AsyncExitStack() as stack:
+            for endpoint, left in zip(endpoints, missing, strict=True):
+                if left:
+                    await stack.enter_async_context(endpoint.open())
+                    await _warm_up(endpoint, left[0])
+            self.on_start()
+            start = _Start(time.perf_counter(), self.journal.num_starts)
+            order = random.Random(self.seed)
+            wanted = [{task.id for task in left} for left in missing]
+            for one_round in rounds_of(self.tasks, len(endpoints), self.concurrency):
+                for side in order.sample(range(len(endpoints)), len(endpoints)):
+                    left = [task for task in one_round if task.id in wanted[side]]
+                    if left and not self._is_over(start):
+                        await self._run_round(endpoints[side], side, left, start)
+
+    async def _run_round(self, endpoint: Endpoint, side: int, tasks: Sequence[AnyTask], start: _Start) -> None:
+        await endpoint.begin_round()
+        waiting, programs = deque(tasks), list[tuple[CodeTask, Entry]]()
+
+        async def work() -> None:
+            while waiting and not self._is_over(start):
+                task = waiting.popleft()
+                entry = await _answer(endpoint, side, task, start)
+                if isinstance(task, CodeTask) and entry.error is None:
+                    programs.append((task, entry))
+                else:
+                    self._keep(entry)
+
+        await asyncio.gather(*(work() for _ in range(min(self.concurrency, len(tasks)))))
+        # Programs wait until no request is in flight: they would take processor time from the engine.
+        for task, entry in programs:
+            limits = Limits(wall_s=task.time_limit_s)
+            ran = await asyncio.to_thread(run_program, program_of(task, entry.text), task.reference, limits)
+            self._keep(
+                msgspec.structs.replace(
+                    entry, is_correct=ran.verdict.is_correct, note=ran.verdict.note, guards=ran.guards
+                )
+            )
+
+    def _is_over(self, start: _Start) -> bool:
+        return self.time_limit_s is not None and start.seconds() >= self.time_limit_s
+
+    def _keep(self, entry: Entry) -> None:
+        self.journal.add(entry)
+        self.on_answer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    at: float
+    number: int
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.at
+
+
+async def _warm_up(endpoint: Endpoint, task: AnyTask) -> None:
+    """A first short answer, which is not counted. It shows whether the endpoint works at all."""
+    chat = None if task.messages is None else [{"role": "user", "content": "Hello"}]
+    await endpoint.begin_round()
+    await endpoint.stream(Ask("Hello", max_tokens=2, messages=chat, ignore_eos=False), answer := Answer())
+    if answer.error is not None:
+        raise EndpointFailed(f"{endpoint.name}: {answer.error}")
+
+
+async def _answer(endpoint: Endpoint, side: int, task: AnyTask, start: _Start) -> Entry:
+    """A failure of this one request becomes the entry's error; a failure of the whole engine is raised."""
+    entry = Entry(side=side, task=task.id, start=start.number, began_s=(began_s := start.seconds()), ended_s=began_s)
+    try:
+        changes = await (_choose(endpoint, task) if isinstance(task, ChoiceTask) else _generate(endpoint, task))
+    except (InvalidInput, EndpointFailed) as error:
+        changes = {"error": str(error)}
+    return msgspec.structs.replace(entry, ended_s=start.seconds(), **changes)
+
+
+async def _choose(endpoint: Endpoint, task: ChoiceTask) -> dict[str, object]:
+    assert task.prompt is not None  # checked when it was read
+    scores = await endpoint.score(task.prompt, task.choices)
+    chosen = task.choices[max(range(len(task.choices)), key=scores.logprobs.__getitem__)]
+    is_correct = chosen == task.reference
+    return {
+        "text": chosen,
+        "is_correct": is_correct,
+        "note": "" if is_correct else f"got {chosen!r} but expected {task.reference!r}",
+        "logprobs": scores.logprobs,
+        "num_prompt_tokens": scores.num_prompt_tokens,
+    }
+
+
+async def _generate(endpoint: Endpoint, task: AnyTask) -> dict[str, object]:
+    ask = Ask(task.prompt or "", task.max_tokens, messages=task.conversation, stop=tuple(task.stop), ignore_eos=False)
+    await endpoint.stream(ask, answer := Answer())
+    if answer.error is not None:
+        raise EndpointFailed(answer.error)
+    found: dict[str, object] = {
+        "text": answer.text,
+        "ttft_s": answer.ttft_s,
+        "num_tokens": answer.num_tokens,
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "num_chunks": answer.num_chunks,
+    }
+    if not isinstance(task, CodeTask | ChoiceTask):
+        verdict = judge(task, answer.text)
+        found |= {"is_correct": verdict.is_correct, "note": verdict.note}
+    return found
