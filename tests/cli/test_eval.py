@@ -114,7 +114,7 @@ def test_chunked_against_unchunked_killed_half_way_and_resumed(
     assert without_times(resumed) == without_times(uninterrupted)
 
     a, b = resumed["sides"]
-    assert (a["name"], b["name"]) == ("chunked (fixed:2048)", "unchunked")
+    assert (a["name"], b["name"]) == ("chunked (fixed:512)", "unchunked")
     assert (a["num_cut_prompts"], b["num_cut_prompts"]) == (num_tasks, 0)
     assert a["score"] == b["score"]
     comparison = resumed["comparison"]
@@ -247,7 +247,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "no such set": (["nonsense"], "arithmetic, code, knowledge, retrieval, structured"),
     "programs without consent": (["code"], "--run-code"),
     "one side": (["arithmetic", "--compare", "chunked"], "'chunked'"),
-    "the same twice": (["arithmetic", "--compare", "chunked,fixed:2048"], "twice"),
+    "the same twice": (["arithmetic", "--compare", "chunked,fixed:512"], "twice"),
     "unknown policy": (["arithmetic", "--compare", "chunked,fastest"], "'fastest'"),
     "both ways to name sides": (["arithmetic", "-m", "unchunked", "--compare", "chunked,unchunked"], "--compare"),
     "a model as an endpoint": (["arithmetic", "-m", "default"], "--model"),

@@ -14,11 +14,12 @@ from typing import Any
 from evenflow.bench.endpoints import Endpoint, HttpEndpoint, PolicyEndpoint
 from evenflow.bench.transformers_endpoint import TransformersEndpoint
 from evenflow.cli.output import loading
-from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
+from evenflow.core.policies import PolicySpec
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.errors import InvalidConfig, InvalidInput
 
-CHUNKED = "chunked"  # the policy that the engine has by default
+CHUNKED = "chunked"  # by a fixed policy, so that runs on different machines can be compared
+_CHUNKED_POLICY = "fixed:512"
 _TRANSFORMERS = {"hf": True, "hf-unchunked": False}  # whether long prompts run in chunks
 
 
@@ -55,7 +56,7 @@ def is_policy(side: str) -> bool:
 
 def policy_of(side: str) -> str:
     """What a side that is a policy stands for; any other side as it is."""
-    return str(DEFAULT_POLICY) if side == CHUNKED else side
+    return _CHUNKED_POLICY if side == CHUNKED else side
 
 
 def _transformers_folder(side: str) -> str | None:
