@@ -8,7 +8,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG := $(VLLM_VENV)/sglang
 
-.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format bench clean
+.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format bench claims clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -76,6 +76,9 @@ format: $(STAMP)  ## Format the code
 bench: $(STAMP)  ## What planning costs, and raw speed beside other engines
 	$(BIN)/python benchmarks/scheduler_cost.py
 	$(BIN)/python benchmarks/cpu_peers.py
+
+claims: $(STAMP)  ## Write docs/claims.md from the recorded runs; benchmarks/claims/measure.py makes such a run
+	$(BIN)/python benchmarks/claims/write_page.py
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -23,7 +23,7 @@ from evenflow.advisor.memory import TABLE_TOKENS
 from evenflow.compile import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, create_enhanced_compiler
 from evenflow.compile.aot.cuda_graphs import GraphedModel
 
-_ONE_BILLION: dict[str, Any] = {
+ONE_BILLION: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -32,7 +32,7 @@ _ONE_BILLION: dict[str, Any] = {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
-_TINY: dict[str, Any] = {**_ONE_BILLION, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_TINY: dict[str, Any] = {**ONE_BILLION, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 _NEW_TOKENS = 128
 _PROMPT_TOKENS = 128
@@ -150,7 +150,7 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, force=True)
     started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes, lengths = (_TINY, (47, 600)) if options.tiny else (_ONE_BILLION, TABLE_TOKENS)
+    sizes, lengths = (_TINY, (47, 600)) if options.tiny else (ONE_BILLION, TABLE_TOKENS)
     result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     result["device"] = torch.cuda.get_device_name() if device == "cuda" else device
     with torch.inference_mode():

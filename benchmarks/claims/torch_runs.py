@@ -1,0 +1,84 @@
+"""What the claims about memory and latency of one prefill are tested by: transformers models, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evenflow.compile import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
+
+_BENCHMARKS = Path(__file__).parents[1]
+sys.path += [str(_BENCHMARKS), str(_BENCHMARKS / "gpu")]
+
+LENGTHS = (47, 2156, 4000, 8000, 12_000, 24_000, 30_000)
+_CALLS = 15
+
+
+def memory() -> dict[str, Any]:
+    """Peak memory and seconds of a prefill, whole and in chunks, with eager and SDPA attention."""
+    if torch.cuda.is_available():
+        from compile_h200 import ONE_BILLION, memory_table
+
+        return {"model": "16 layers, 1B weights", "rows": memory_table(ONE_BILLION, "cuda", LENGTHS)}
+    from prefill_memory import RUNS, in_its_own_process
+
+    rows = [
+        {"tokens": length, "attention": attention, "run": run} | in_its_own_process(attention, run, length)
+        for length in LENGTHS
+        for attention in ("sdpa", "eager")
+        for run in RUNS
+    ]
+    return {"model": "2 layers of SmolLM2-135M's shape", "rows": rows}
+
+
+def short_calls() -> dict[str, Any]:
+    """An input of 47 tokens: the plain model, the wrapper that leaves it whole, and the wrapper that chunks it."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=12, vocab_size=49_152, **shape)).eval()
+    ways = {
+        "plain": model,
+        "wrapped": ChunkedPrefillWrapper(model, ChunkedPrefillOptimizer(), "model"),
+        "chunked": ChunkedPrefillWrapper(model, ChunkedPrefillOptimizer(enable_threshold=0), "model"),
+    }
+    tokens = torch.randint(0, 49_152, (1, 47), device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.inference_mode():
+        for _ in range(_CALLS):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                way(tokens, use_cache=True, logits_to_keep=1)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seconds[name].append(time.perf_counter() - started)
+    return {"tokens": 47} | {f"{name}_s": statistics.median(times) for name, times in seconds.items()}
+
+
+def vllm_defaults() -> dict[str, Any] | None:
+    """What the vLLM in .venv-vllm does by default; None if there is none."""
+    python = _BENCHMARKS.parent / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        return None
+    done = subprocess.run([str(python), "-c", _DEFAULTS], capture_output=True, text=True, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+_DEFAULTS = """
+import dataclasses, json, vllm
+from vllm.config import SchedulerConfig
+fields = {field.name: field.default for field in dataclasses.fields(SchedulerConfig)}
+defaults = {name: getattr(default, "default", default) for name, default in fields.items()}
+names = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_partial_prefills")
+print(json.dumps({"vllm": vllm.__version__} | {name: defaults.get(name, "removed") for name in names}))
+"""
