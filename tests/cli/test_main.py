@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,57 @@ def test_an_interrupt_ends_it_without_a_traceback() -> None:
         errors = process.stderr.read()
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+ANALYZE = ["analyze", "--preset", "evaluation"]
+MOMENTS = {
+    "at the first import": ("evenflow.cli.main", ANALYZE),
+    "in the commands' imports": ("rich.console", ANALYZE),
+    "in an import that drops interrupts": ("numpy", ["generate", "Hi", "--model"]),
+    "in the engine's imports": ("evenflow.model.loader", ["generate", "Hi", "--model"]),
+}
+
+
+@pytest.mark.parametrize(("module", "arguments"), MOMENTS.values(), ids=MOMENTS)
+def test_an_interrupt_during_imports_prints_nothing(module: str, arguments: list[str]) -> None:
+    model = [str(tiny_llama())] if arguments[-1] == "--model" else []
+    interrupt = (
+        "import os, signal, sys, runpy\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('evenflow', run_name='__main__', alter_sys=True)\n"
+    )
+    line = [sys.executable, "-c", interrupt, *arguments, *model]
+    finished = subprocess.run(line, capture_output=True, preexec_fn=restore_interrupts, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, b"", b"")
+
+
+def test_it_runs_as_a_module() -> None:
+    finished = subprocess.run([sys.executable, "-m", "evenflow", "--version"], capture_output=True, check=True)
+    assert finished.stdout.decode() == f"evenflow {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("evenflow gen", ["generate"]), ("evenflow bench st", ["stall"]), ("evenflow bench stall --qu", ["--quick"])],
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: list[str]) -> None:
+    asked = {"_EVENFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    line = [sys.executable, "-m", "evenflow"]
+    finished = subprocess.run(line, env=os.environ | asked, capture_output=True, text=True, check=False)
+    assert finished.stdout.split() == expected
+
+
+def test_a_shell_gets_a_script_for_completion() -> None:
+    # One more command: a shell would replace itself with the last one, and could not be detected.
+    line = ["bash", "-c", f"{sys.executable} -m evenflow --show-completion; true"]
+    finished = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "_EVENFLOW_COMPLETE=complete_bash" in finished.stdout
 
 
 def test_a_reader_that_leaves_ends_it_without_a_traceback() -> None:

@@ -22,11 +22,12 @@ from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
+from evenflow.cli.interrupts import INTERRUPTED
 from evenflow.cli.output import log_warnings_only
 from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
-app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (generate, demo, serve, ab, analyze, explain, doctor):
     app.command()(command)
 app.add_typer(bench)
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvenflowError as error:
         return _fail(error, 1)
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     return code or 0
 
 
