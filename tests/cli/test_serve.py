@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.running import command_line, run_cli
+from tests.cli.running import command_line, long_context_llama, run_cli
 from tests.models import tiny_llama
 
 BAD_SERVE = {
@@ -78,6 +78,20 @@ def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, t
         process.send_signal(number)
         assert process.wait(30) == 0
     assert record.read_text().count('"event":"step"') == 5
+
+
+def test_a_second_interrupt_quits_at_once() -> None:
+    with serving("--model", long_context_llama(), "--drain-time", "600s") as (process, url):
+        body = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert "Press Ctrl-C again to quit at once" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            assert "shutting down" in "".join(lines)
 
 
 def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
