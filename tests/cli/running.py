@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,11 @@ def run_process(*arguments: object, before: str = "", stdin: bytes = b"") -> Fin
 def command_line(arguments: Iterable[object], before: str = "") -> list[str]:
     code = f"import sys\n{before}\nfrom evenflow.cli.main import main\nsys.exit(main())"
     return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def restore_interrupts() -> None:
+    """Shells ignore interrupts for processes that they run in the background, as tests may be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @cache

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evenflow import __version__
-from tests.cli.running import command_line, long_context_llama, run_cli, run_process
+from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
 COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"])
@@ -102,11 +102,6 @@ def test_a_missing_engine_is_one_line_and_code_1() -> None:
 def endless(*more: object) -> list[str]:
     arguments = ["generate", "Hi", "--model", long_context_llama(), "--max-tokens", 4000, "--ignore-eos", *more]
     return command_line(arguments)
-
-
-def restore_interrupts() -> None:
-    """Shells ignore interrupts for processes that they run in the background, as tests may be."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_an_interrupt_ends_it_without_a_traceback() -> None:
