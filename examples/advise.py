@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from evenflow.advisor import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer, preset_dataset
-from evenflow.advisor.analysis import DatasetTally, EstimatedTokens
+from evenflow.advisor import VLLMChunkedPrefillOptimizer, preset_dataset
+from evenflow.advisor.analysis import Analysis, DatasetTally, EstimatedTokens
+from evenflow.advisor.recommendation import recommend
+from evenflow.advisor.vllm_flags import NEWEST_VERSION, accepted_by, installed_version
 from evenflow.workload.reading import ReadTally, read_inputs
 
 
@@ -25,7 +27,9 @@ def main() -> None:
     decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(dataset)
     print(f"{dataset.name}: {decision.decision}, because {decision.reason}")
 
-    args = VLLMChunkedPrefillConfig().to_engine_args(sys.argv[2] if len(sys.argv) > 2 else None)
+    version = sys.argv[2] if len(sys.argv) > 2 else installed_version() or NEWEST_VERSION
+    settings = recommend(Analysis.of([dataset]), decision, vllm_version=version).settings
+    args = accepted_by(settings, version)
     print(f"EngineArgs(model=..., **{args})")
     for name, note in args.notes.items():
         print(f"  {name}: {note}")
