@@ -40,6 +40,19 @@ class RequestOutput:
     def latency_s(self) -> float | None:
         return self.token_times_s[-1] if self.token_times_s else None
 
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens computed, over the time to the first token; None before there is one."""
+        if not self.token_times_s:
+            return None
+        return (len(self.prompt_token_ids) - self.num_cached_tokens) / self.token_times_s[0]
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first, over the time since it; None before there are two."""
+        times = self.token_times_s
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
 
 class Delta(NamedTuple):
     """What one step added to a request: new tokens, and the text that became certain."""
