@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
 from evenflow import __version__
+from evenflow.cli.main import app
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
@@ -30,6 +35,30 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     assert finished.code == 0
     assert finished.out.startswith("Usage: evenflow")
     assert finished.err == "[]\n"
+
+
+def help_text(command: list[str], columns: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    get_command(app).main([*command, "--help"], prog_name="evenflow", standalone_mode=False, terminal_width=columns)
+    return capsys.readouterr().out
+
+
+def all_commands(group: Any, *names: str) -> Iterator[list[str]]:
+    yield list(names)
+    for name, command in getattr(group, "commands", {}).items():
+        yield from all_commands(command, *names, name)
+
+
+@pytest.mark.parametrize("command", list(all_commands(get_command(app))), ids=" ".join)
+def test_help_is_not_cut_off_in_a_terminal_of_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow, wide = (help_text(command, columns, capsys) for columns in (78, 1000))
+    usage, _, text = narrow.partition("\n\n")
+    assert usage.startswith("Usage: evenflow")
+    assert all(len(line) <= 78 for line in narrow.splitlines())
+    assert not re.search(r"\w ?\.\.\.(\s|$)", text)
+    assert text.split() == wide.partition("\n\n")[2].split()
 
 
 def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 def parse_policies(text: str) -> list[PolicySpec]:
     """A comma-separated list; `target:50,paced` contains a comma."""
-    return [PolicySpec.parse(one) for one in re.split(r",(?!paced(?:,|$))", text)]
+    return [PolicySpec.parse(one) for one in re.split(r", *(?!paced(?:,|$))", text)]
 
 
 def _seconds(policy: str, argument: str) -> float:
