@@ -60,7 +60,7 @@ _COLUMNS: dict[str, Callable[[StallFigures], str]] = {
 }
 _PROMPTS_PER_TURN = 2  # if long prompts do not overlap
 _LONG_PROMPTS, _LONG_TOKENS, _RUNS = 6, 3000, 3
-_QUICK_MOST_PROMPTS, _QUICK_LONG_TOKENS, _QUICK_RUNS = 3, 1500, 1
+_QUICK_MOST_PROMPTS, _QUICK_LONG_TOKENS, _QUICK_RUNS = 3, 1000, 1
 _QUICK_S = 60.0  # for all policies; loading and measuring come before
 
 
@@ -68,12 +68,14 @@ _QUICK_S = 60.0  # for all policies; loading and measuring come before
 class StallOptions:
     """The policies, the requests of the load, and what to show."""
 
-    policies: str = option("Policies to compare.", default=",".join(POLICIES), metavar="A,B,...")
+    policies: str = option(
+        "Policies to compare.", default=",".join(POLICIES), metavar="A,B", show_default=", ".join(POLICIES)
+    )
     repeat: int | None = option("Runs under each policy, taken in turn.", min=1, show_default="3, or 1 with --quick")
     chats: int = option("Chats that decode at a time; one that ends is replaced.", default=6, min=1)
     chat_tokens: int = option("Output tokens of a chat.", default=200, min=2)
     long_prompts: int | None = option("Number of long prompts.", min=1, show_default="6, or 1 to 3 with --quick")
-    long_tokens: int | None = option("Tokens of a long prompt.", min=16, show_default="3000, or 1500 with --quick")
+    long_tokens: int | None = option("Tokens of a long prompt.", min=16, show_default="3000, or 1000 with --quick")
     long_answer_tokens: int = option("Output tokens of a long prompt.", default=16, min=1)
     interval: float | None = duration_option("Time between long prompts.", show_default="what the slowest policy needs")
     quick: bool = option("Fewer and shorter prompts: about a minute.", "--quick", default=False)
@@ -141,8 +143,8 @@ def _compare(
         console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
     turns = plan_turns(load, policies, options.num_runs, prompts_per_turn)
     seconds = sum(turn.seconds(forecast) for turn in turns)
-    prompts = f"{len(load.long_prompts)} prompt{'s' * (len(load.long_prompts) > 1)} of {num_tokens} tokens"
-    console.print(f"{len(policies)} policies, {options.num_runs} x {prompts} under each: about {seconds:.0f} s.")
+    runs = f"{options.num_runs} x {_prompts_text(load)}"
+    console.print(f"Policies: {len(policies)}, with {runs} under each. This takes about {seconds:.0f} s.")
     return compare_policies(
         *(engine, load, policies, options.num_runs, feasible_target_s),
         prompts_per_turn=prompts_per_turn,
@@ -174,7 +176,7 @@ def _load(llm: LLM, options: StallOptions) -> StallLoad:
 def _table(comparison: Comparison) -> Table:
     load = comparison.load
     title = (
-        f"{load.num_chats} chats beside {len(load.long_prompts)} prompts of {len(load.long_prompts[0])} tokens, "
+        f"{load.num_chats} chats beside {_prompts_text(load)}, "
         f"{f'one every {load.interval:.1f} s' if load.interval else 'one at a time'}; "
         "gaps between tokens while a long prompt waits for its first"
     )
@@ -184,6 +186,11 @@ def _table(comparison: Comparison) -> Table:
         name = policy.policy + ("*" if policy.feasible is False else "")
         table.add_row(name, *(cell(policy) for cell in _COLUMNS.values()))
     return table
+
+
+def _prompts_text(load: StallLoad) -> str:
+    num_prompts = len(load.long_prompts)
+    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} of {len(load.long_prompts[0])} tokens"
 
 
 def _print_notes(console: Console, comparison: Comparison) -> None:
