@@ -85,6 +85,17 @@ def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["torch"] in finished.err
 
 
+def test_the_slow_path_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("EVENFLOW_NATIVE", raising=False)
+    finished = run_process("generate", "Hi", "--model", tiny_llama(), "--policy", "unchunked", "--max-tokens", 1)
+    assert finished.code == 0, finished.err
+    [warning, _] = finished.err.splitlines()
+    assert warning.startswith("evenflow: Running on torch's CPU operations, without evenflow's faster kernels: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
