@@ -21,7 +21,7 @@ from evenflow.cli.main import app
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
-COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"])
+COMMANDS = (["generate"], ["chat"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"])
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)

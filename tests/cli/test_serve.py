@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cli.running import command_line, long_context_llama, run_cli
+from tests.cli.running import long_context_llama, run_cli, serving
 from tests.models import tiny_llama
 
 BAD_SERVE = {
@@ -48,23 +45,6 @@ def test_a_port_in_use_gives_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         finished = run_cli(capsys, "serve", "--port", taken.getsockname()[1], "--model", tiny_llama())
     assert finished.code == 1
     assert re.fullmatch(r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use.*\n", finished.err)
-
-
-@contextmanager
-def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command on a free port, once it is ready."""
-    line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            seen = ""
-            while (found := re.search(r"http://[\d.:]+", seen)) is None:
-                seen += (said := process.stderr.readline())
-                assert said, f"it ended: {seen}"
-            yield process, found[0]
-        finally:
-            if process.poll() is None:
-                process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

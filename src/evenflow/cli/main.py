@@ -18,6 +18,7 @@ from evenflow import __version__
 from evenflow.cli.ab import ab
 from evenflow.cli.analyze import analyze
 from evenflow.cli.bench import bench
+from evenflow.cli.chat import chat
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.explain import explain
@@ -28,7 +29,7 @@ from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, demo, serve, ab, analyze, explain, doctor):
+for command in (generate, chat, demo, serve, ab, analyze, explain, doctor):
     app.command()(command)
 app.add_typer(bench)
 
