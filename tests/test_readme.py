@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from typer.main import get_command
 
 from evenflow.cli.main import app
@@ -43,3 +45,13 @@ def test_a_command_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("target", sorted(set(TARGETS)))
 def test_make_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_wheels_of_torch_without_cuda_are_accepted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = Requirement((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()[-1])
+    [version] = [specifier.version for specifier in pinned.specifier]
+    lines = [*project["optional-dependencies"]["engine"], *project["optional-dependencies"]["compile"]]
+    allowed = [line for line in map(Requirement, lines) if line.name == "torch"]
+    assert len(allowed) == 2
+    assert all(requirement.specifier.contains(f"{version}+cpu") for requirement in [pinned, *allowed])
