@@ -192,6 +192,16 @@ def test_an_answer_that_differs_is_reported_where_it_begins_to() -> None:
     assert (figures[1].divergence.prompt, figures[1].divergence.token) == (0, 0)
 
 
+def test_a_forecast_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    it = engine()
+    measure(it, LOAD)
+    forecast_prompts(it, LOAD, specs("target:20ms"))
+    assert caplog.messages == []
+    it.set_policy(PolicySpec.parse("target:20ms"))
+    run_load(it, LOAD)
+    assert "infeasible" in caplog.text
+
+
 def test_the_time_left_is_as_forecast_and_then_as_the_turns_take() -> None:
     it, lines = engine(), list[str]()
     policies = specs("fixed:103", "unchunked")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from evenflow.bench.stall_load import StallLoad
@@ -14,6 +16,8 @@ from evenflow.core.scheduler import Scheduler
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.engine import Engine
 from evenflow.executors.fake import FakeExecutor
+
+logger = logging.getLogger("evenflow")
 
 _INTERVAL_MARGIN = 1.15
 
@@ -36,7 +40,8 @@ class Turn:
 def forecast_prompts(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> Forecast:
     """Simulates one long prompt under each policy."""
     one_prompt = replace(load, long_prompts=load.long_prompts[:1])
-    return {policy: run_load(_simulated(engine, policy), one_prompt).total_s for policy in policies}
+    with _without_warnings():
+        return {policy: run_load(_simulated(engine, policy), one_prompt).total_s for policy in policies}
 
 
 def interval_to_keep_up(forecast: Forecast) -> float:
@@ -64,6 +69,17 @@ class TimeLeft:
 
 def resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:
     return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """A simulated engine's warnings would read like those of the real one, which repeats them if they are true."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _simulated(engine: Engine, policy: PolicySpec) -> Engine:

@@ -34,8 +34,8 @@ class ChatOptions:
 
     def sampling(self) -> SamplingParams:
         """Checks the values."""
-        given = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return SamplingParams(temperature=self.temperature, seed=self.seed, **given)
+        max_tokens = 1 if self.max_tokens is None else self.max_tokens  # an answer's end depends on its conversation
+        return SamplingParams(temperature=self.temperature, seed=self.seed, max_tokens=max_tokens)
 
     def first_messages(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
