@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +21,6 @@ from tests.models import tiny_llama
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 SAMPLED = ["--max-tokens", 5, "--temperature", 0.9, "--seed", 3, "--system", SYSTEM["content"]]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the step times of this busy test run out of the user's cache."""
-    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
 
 
 class Typing:
