@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from evenflow.advisor import VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer, analyze, preset_dataset
+from evenflow.advisor import VLLMChunkedPrefillOptimizer, analyze, preset_dataset
+from evenflow.advisor.analysis import Analysis
+from evenflow.advisor.recommendation import recommend
+from evenflow.advisor.vllm_flags import NEWEST_VERSION, accepted_by, installed_version
 
 
 def main() -> None:
@@ -15,7 +18,9 @@ def main() -> None:
     decision = VLLMChunkedPrefillOptimizer().analyze_dataset_for_optimal_threshold(dataset)
     print(f"{dataset.name}: {decision.decision}, because {decision.reason}")
 
-    args = VLLMChunkedPrefillConfig().to_engine_args(sys.argv[2] if len(sys.argv) > 2 else None)
+    version = sys.argv[2] if len(sys.argv) > 2 else installed_version() or NEWEST_VERSION
+    settings = recommend(Analysis.of([dataset]), decision, vllm_version=version).settings
+    args = accepted_by(settings, version)
     print(f"EngineArgs(model=..., **{args})")
     for name, note in args.notes.items():
         print(f"  {name}: {note}")

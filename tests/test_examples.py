@@ -26,6 +26,13 @@ def test_streams_beside_a_long_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_answers_hold_no_marker_of_the_chat_template() -> None:
+    line = [sys.executable, str(EXAMPLES / "async_streams.py"), "default", "3"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "<|" not in done.stdout
+
+
+@pytest.mark.slow
 def test_an_evaluation_with_a_compiled_model(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "evaluate_with_compiler.py")],

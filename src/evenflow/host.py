@@ -1,9 +1,12 @@
-"""The machine this process runs on: its memory, and where the user's cache lies."""
+"""The machine this process runs on: its memory, where the user's cache lies, processes beside this one."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -31,3 +34,13 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("EVENFLOW_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenflow"
+
+
+def start_without_interrupts(process: SpawnProcess) -> None:
+    """Start a process that never sees an interrupt: a terminal sends it to all, and the first one decides."""
+    resource_tracker.ensure_running()  # starting the process would do so, and unblock interrupts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()  # it inherits what is blocked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

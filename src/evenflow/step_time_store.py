@@ -37,4 +37,8 @@ def save_step_times(model: StepTimeModel, path: Path) -> None:
         scratch.write_text(json.dumps(model.to_record()))
         scratch.replace(path)
     except OSError as error:
-        logger.warning("Step times were not kept for the next start: %s", error)
+        logger.warning(
+            "Step times were not kept for the next start, which measures them again: %s cannot be written (%s); "
+            "set EVENFLOW_CACHE to a folder that can be.",
+            *(path.parent, error.strerror),
+        )

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from evenflow.cli.main import main
+
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "advise.py"
 
 
-def test_advise(tmp_path: Path) -> None:
+LENGTHS = {"always": [24_000] * 20, "selective": [47] * 10 + [8000] * 10, "disabled": [47] * 20}
+
+
+@pytest.mark.parametrize(("decision", "lengths"), LENGTHS.items(), ids=LENGTHS)
+def test_the_example_and_the_command_agree(
+    decision: str, lengths: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data.csv"
-    data.write_text("ContextTokens\n" + "24000\n" * 20)
-    command = [sys.executable, str(EXAMPLE), str(data), "0.26"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[0].startswith("data.csv: always, because every input is over 2,048 tokens")
-    assert "'long_prefill_token_threshold': 2048" in lines[1]
-    assert len(lines) == 4
+    data.write_text("ContextTokens\n" + "".join(f"{length}\n" for length in lengths))
+    example = [sys.executable, str(EXAMPLE), str(data), "0.26"]
+    first, second, *_ = subprocess.run(example, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert main(["analyze", str(data), "--vllm-version", "0.26", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert first == f"data.csv: {decision}, because {report['reason']}"
+    assert second == f"EngineArgs(model=..., **{report['vllm']['engine_args']})"
+    args = report["vllm"]["engine_args"]
+    if decision == "selective":
+        assert f"cut every input over {args['long_prefill_token_threshold']:,}:" in err
+    if decision == "always":
+        assert f"cut every input over {args['max_num_batched_tokens'] - 64:,}:" in err  # without the decodes' 64
+    assert ("cut every input" in err) == (decision != "disabled")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evenflow.bench.plots import draw_curves, draw_tokens
-from evenflow.bench.stall import Comparison, compare_policies, interval_to_keep_up, measure
+from evenflow.bench.stall import Comparison, compare_policies, measure
+from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within
 from evenflow.bench.stall_load import StallLoad, english_prompts
 from evenflow.bench.stall_steps import run_load
 from evenflow.config import EngineConfig
@@ -138,7 +140,7 @@ def test_at_the_chosen_interval_every_policy_ends_a_prompt_before_the_next() -> 
     it = engine()
     policies = specs("unchunked", "fixed:8", "target:60ms")
     measure(it, LOAD)
-    load = replace(LOAD, interval=interval_to_keep_up(it, LOAD, policies))
+    load = replace(LOAD, interval=interval_to_keep_up(forecast_prompts(it, LOAD, policies)))
     for policy in policies:
         it.set_policy(EngineConfig(policy=policy).resolve_policy(max_model_len=1000))
         ttfts = run_load(it, load).long_ttft_s
@@ -163,7 +165,7 @@ class ForgetfulExecutor(FakeExecutor):
 def test_policies_take_turns_and_each_has_the_whole_load() -> None:
     it, turns = engine(), list[str]()
     comparison = compare_policies(
-        it, LOAD, specs("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_run=turns.append
+        it, LOAD, specs("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_turn=turns.append
     )
     assert turns == [
         f"{policy}, long prompts {prompts}, run 1 of 1"
@@ -188,6 +190,70 @@ def test_an_answer_that_differs_is_reported_where_it_begins_to() -> None:
     assert figures[0].identical_outputs
     assert figures[1].divergence is not None
     assert (figures[1].divergence.prompt, figures[1].divergence.token) == (0, 0)
+
+
+def test_a_forecast_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    it = engine()
+    measure(it, LOAD)
+    forecast_prompts(it, LOAD, specs("target:20ms"))
+    assert caplog.messages == []
+    it.set_policy(PolicySpec.parse("target:20ms"))
+    run_load(it, LOAD)
+    assert "infeasible" in caplog.text
+
+
+def test_the_time_left_is_as_forecast_and_then_as_the_turns_take() -> None:
+    it, lines = engine(), list[str]()
+    policies = specs("fixed:103", "unchunked")
+    measure(it, LOAD)
+    forecast = forecast_prompts(it, LOAD, policies)
+    doubled = {policy: 2 * seconds for policy, seconds in forecast.items()}
+    began = it.clock()
+    compare_policies(it, LOAD, policies, 1, 0.03, prompts_per_turn=1, forecast=doubled, on_turn=lines.append)
+    took = it.clock() - began
+    left = [float(line.split("about ")[1].split(" s")[0]) for line in lines]
+    assert left[0] == pytest.approx(6 * (forecast[policies[0]] + forecast[policies[1]]), abs=1)
+    assert left[1:] == sorted(left[1:], reverse=True)
+    assert left[1] < took  # the first turn took half of its forecast
+
+
+def test_a_quick_comparison_has_the_prompts_that_fit() -> None:
+    forecast = dict(zip(specs("unchunked", "fixed:64"), (4.0, 6.0), strict=True))
+    assert [prompts_within(seconds, forecast, 1, most=3) for seconds in (5, 10, 25, 60)] == [1, 1, 2, 3]
+    assert prompts_within(60, forecast, 3, most=3) == 2
+
+
+@pytest.mark.parametrize(("num_turns", "policies"), [(1, ["unchunked"]), (3, ["unchunked", "fixed:40"])])
+def test_an_interrupt_leaves_the_figures_of_what_has_run(num_turns: int, policies: list[str]) -> None:
+    turns_left = [num_turns + 1]
+
+    def interrupt(plan: StepPlan) -> None:
+        if not turns_left[0]:
+            raise KeyboardInterrupt
+
+    it = fake_engine("fixed:64", cost=cost, num_blocks=400, max_model_len=1000, disturb=interrupt)
+
+    def count(text: str) -> None:
+        turns_left[0] -= 1
+
+    comparison = compare_policies(it, LOAD, specs("unchunked", "fixed:40"), 1, 0.03, prompts_per_turn=2, on_turn=count)
+    assert [figures.policy for figures in comparison.figures] == policies
+    assert (comparison.num_turns_done, comparison.num_turns, comparison.is_complete) == (num_turns, 4, False)
+    assert all(figures.identical_outputs for figures in comparison.figures)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda it: measure(it, LOAD), lambda it: compare_policies(it, LOAD, specs("unchunked"), 1, 0.03)],
+    ids=["measuring", "the first turn"],
+)
+def test_an_interrupt_before_the_first_turn_ends_is_one(run: Callable[[Engine], object]) -> None:
+    def interrupt(plan: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    it = fake_engine("fixed:64", cost=cost, num_blocks=400, max_model_len=1000, disturb=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(it)
 
 
 def test_a_step_that_fails_ends_the_run_with_its_error() -> None:

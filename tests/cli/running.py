@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from evenflow.cli.main import main
-from tests.models import tiny_hf_folder
+from tests.models import tiny_hf_folder, tiny_llama
 
 
 class Finished(NamedTuple):
@@ -40,6 +43,28 @@ def run_process(*arguments: object, before: str = "", stdin: bytes = b"") -> Fin
 def command_line(arguments: Iterable[object], before: str = "") -> list[str]:
     code = f"import sys\n{before}\nfrom evenflow.cli.main import main\nsys.exit(main())"
     return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def restore_interrupts() -> None:
+    """Shells ignore interrupts for processes that they run in the background, as tests may be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command on a free port, once it is ready."""
+    line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            seen = ""
+            while (found := re.search(r"http://[\d.:]+", seen)) is None:
+                seen += (said := process.stderr.readline())
+                assert said, f"it ended: {seen}"
+            yield process, found[0]
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 @cache

@@ -11,14 +11,17 @@ from evenflow.executors.recorded import replay
 from tests.cli.running import long_context_llama, run_cli
 
 
-def test_the_four_policies_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunk_sizes_a_target_and_no_chunks_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "steps.jsonl"
     arguments = ["--model", long_context_llama(), "--repeat", 2, "--json", "-", "--record", record]
     finished = run_cli(capsys, "bench", "mixed", *arguments)
     assert finished.code == 0, finished.err
     figures = json.loads(finished.out)
-    names = ["alternate:32", "alternate:128", "alternate:512", "unchunked"]
-    assert [policy["policy"] for policy in figures["policies"]] == names
+    names = [policy["policy"] for policy in figures["policies"]]
+    assert names[:3] == ["alternate:32", "alternate:128", "alternate:512"]
+    assert names[3].startswith("target:")
+    assert names[4:] == ["unchunked"]
+    assert "alternate:32 against unchunked:" in figures["expectation"]["verdict"]
     assert all(len(policy["runs_s"]) == 2 for policy in figures["policies"])
     assert figures["expectation"]["verdict"] in " ".join(finished.err.split())
     assert all(name in finished.err for name in names)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from evenflow.cli.main import main
+from tests.cli.running import command_line, long_context_llama, restore_interrupts
 from tests.models import tiny_llama
 
 SMALL = ["--chats", "2", "--chat-tokens", "10", "--long-prompts", "4", "--long-tokens", "60", "--threads", "1"]
@@ -52,9 +54,11 @@ def test_policies_are_compared_as_written(tmp_path: Path, capsys: pytest.Capture
     assert [run["policy"] for run in report["runs"]] == names
     assert all(run.keys() >= FIGURES for run in report["runs"])
     assert all(run["identical_outputs"] for run in report["runs"])
-    assert (report["long_prompts"], report["long_tokens"], report["interval_s"]) == (2, 60, 0.05)
+    assert (report["long_prompts"], report["long_tokens"], report["interval_s"]) == (4, 60, 0.05)
+    assert report["complete"]
     assert report["feasible_target_s"] > 0
-    assert err.index("Lowest feasible target: ") < err.index("unchunked")
+    assert err.index("Measuring steps") < err.index("Lowest feasible target: ") < err.index("unchunked")
+    assert "Policies: 4, with 2 x 4 prompts of 60 tokens under each. This takes about " in err
     for name in names:
         assert f"The longest gaps under {name}:" in err
     for name in ("stall.png", "curve.png"):
@@ -72,7 +76,39 @@ def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "run 2 of 2" not in capsys.readouterr().err  # it took less than half a minute
     monkeypatch.setattr("evenflow.cli.output.PROGRESS_INTERVAL_S", 0.0)
     assert stall(*arguments) == 0
-    assert "fixed:16, long prompts 1 to 1, run 2 of 2\n" in capsys.readouterr().err
+    assert "fixed:16, long prompts 1 to 1, run 2 of 2; about " in capsys.readouterr().err
+
+
+def test_quick_takes_one_run_of_shorter_prompts_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--chats", "2", "--chat-tokens", "10", "--threads", "1", "--policies", "fixed:512", "--quick"]
+    assert main(["bench", "stall", "--model", str(long_context_llama()), *quick, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["repeat"], report["long_tokens"], report["interval_s"]) == (1, 1000, 0.0)
+    assert 1 <= report["long_prompts"] <= 3
+
+
+def test_an_interrupt_prints_the_figures_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_NATIVE", "0")  # nothing to compile for this test's own cache
+    interrupt = (
+        "import os, signal\n"
+        "from evenflow.bench import stall\n"
+        "run_load, num_runs = stall.run_load, 0\n"
+        "def run(engine, load):\n"
+        "    global num_runs\n"
+        "    num_runs += 1\n"
+        "    if num_runs == 4: os.kill(os.getpid(), signal.SIGINT)\n"  # two measure
+        "    return run_load(engine, load)\n"
+        "stall.run_load = run\n"
+    )
+    arguments = ["--policies", "fixed:16,fixed:32", "--repeat", "1", "--interval", "50ms", "--json", "-"]
+    line = command_line(["bench", "stall", "--model", tiny_llama(), *SMALL, *arguments], before=interrupt)
+    finished = subprocess.run(line, capture_output=True, text=True, preexec_fn=restore_interrupts, check=False)
+    assert finished.returncode == 130, finished.stderr
+    report = json.loads(finished.stdout)
+    assert [run["policy"] for run in report["runs"]] == ["fixed:16"]
+    assert not report["complete"]
+    assert "Interrupted after 1 of 2 turns" in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize(

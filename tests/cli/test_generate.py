@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ FIELDS = {
     "finish_reason",
     "ttft_s",
     "total_s",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
     "chunks",
 }
 
@@ -53,6 +56,9 @@ def test_the_chunks_cover_the_prompt_and_the_tokens_do_not_depend_on_them(
     assert figures["text"] == expected.text
     assert figures["finish_reason"] == expected.finish_reason
     assert 0 < figures["ttft_s"] <= figures["total_s"]
+    assert figures["prefill_tokens_per_s"] * figures["ttft_s"] == pytest.approx(len(expected.prompt_token_ids))
+    decode_s = figures["total_s"] - figures["ttft_s"]
+    assert figures["decode_tokens_per_s"] * decode_s == pytest.approx(len(expected.token_ids) - 1)
     end = figures["cached_tokens"]
     for chunk in figures["chunks"]:
         assert chunk["start"] == end
@@ -143,3 +149,11 @@ def test_a_recording_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixtu
     steps = [line for line in map(json.loads, path.read_text().splitlines()) if line.get("event") == "step"]
     assert all(step["seconds"] > 0 for step in steps)
     assert len(steps) == len(chunks) + len(figures["token_ids"]) - 1
+
+
+def test_rates_are_printed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", PROMPT, "--model", tiny_llama(), "--policy", "unchunked", "--ignore-eos"]
+    line = run_cli(capsys, *arguments, "--max-tokens", 8).err
+    assert re.search(r"\d+ prompt tokens .* prefill \d+ tokens/s; 8 tokens in .* s, decode [\d.]+ tokens/s;", line)
+    line = run_cli(capsys, *arguments, "--max-tokens", 1).err
+    assert re.search(r"; 1 token in [\d.]+ s; finish reason: length", line)

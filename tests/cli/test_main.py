@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
 from evenflow import __version__
-from tests.cli.running import command_line, long_context_llama, run_cli, run_process
+from evenflow.cli.main import app
+from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
-COMMANDS = (["generate"], ["demo"], ["bench"], ["bench", "mixed"], ["analyze"], ["explain"], ["doctor"], ["eval"])
+COMMANDS = (
+    *(["generate"], ["chat"], ["demo"], ["bench"], ["bench", "mixed"]),
+    *(["analyze"], ["explain"], ["doctor"], ["eval"]),
+)
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
@@ -28,6 +38,30 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     assert finished.code == 0
     assert finished.out.startswith("Usage: evenflow")
     assert finished.err == "[]\n"
+
+
+def help_text(command: list[str], columns: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    get_command(app).main([*command, "--help"], prog_name="evenflow", standalone_mode=False, terminal_width=columns)
+    return capsys.readouterr().out
+
+
+def all_commands(group: Any, *names: str) -> Iterator[list[str]]:
+    yield list(names)
+    for name, command in getattr(group, "commands", {}).items():
+        yield from all_commands(command, *names, name)
+
+
+@pytest.mark.parametrize("command", list(all_commands(get_command(app))), ids=" ".join)
+def test_help_is_not_cut_off_in_a_terminal_of_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow, wide = (help_text(command, columns, capsys) for columns in (78, 1000))
+    usage, _, text = narrow.partition("\n\n")
+    assert usage.startswith("Usage: evenflow")
+    assert all(len(line) <= 78 for line in narrow.splitlines())
+    assert not re.search(r"\w ?\.\.\.(\s|$)", text)
+    assert text.split() == wide.partition("\n\n")[2].split()
 
 
 def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +86,17 @@ def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["default_model"].startswith("not fetched")
     assert found["native_kernels"] == "not used: EVENFLOW_NATIVE=0 turns them off"
     assert found["torch"] in finished.err
+
+
+def test_the_slow_path_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("EVENFLOW_NATIVE", raising=False)
+    finished = run_process("generate", "Hi", "--model", tiny_llama(), "--policy", "unchunked", "--max-tokens", 1)
+    assert finished.code == 0, finished.err
+    [warning, _] = finished.err.splitlines()
+    assert warning.startswith("evenflow: Running on torch's CPU operations, without evenflow's faster kernels: ")
 
 
 @pytest.mark.parametrize(
@@ -102,11 +147,6 @@ def endless(*more: object) -> list[str]:
     return command_line(arguments)
 
 
-def restore_interrupts() -> None:
-    """Shells ignore interrupts for processes that they run in the background, as tests may be."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_an_interrupt_ends_it_without_a_traceback() -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(endless(), **pipes, preexec_fn=restore_interrupts) as process:
@@ -118,6 +158,57 @@ def test_an_interrupt_ends_it_without_a_traceback() -> None:
         errors = process.stderr.read()
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+ANALYZE = ["analyze", "--preset", "evaluation"]
+MOMENTS = {
+    "at the first import": ("evenflow.cli.main", ANALYZE),
+    "in the commands' imports": ("rich.console", ANALYZE),
+    "in an import that drops interrupts": ("numpy", ["generate", "Hi", "--model"]),
+    "in the engine's imports": ("evenflow.model.loader", ["generate", "Hi", "--model"]),
+}
+
+
+@pytest.mark.parametrize(("module", "arguments"), MOMENTS.values(), ids=MOMENTS)
+def test_an_interrupt_during_imports_prints_nothing(module: str, arguments: list[str]) -> None:
+    model = [str(tiny_llama())] if arguments[-1] == "--model" else []
+    interrupt = (
+        "import os, signal, sys, runpy\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('evenflow', run_name='__main__', alter_sys=True)\n"
+    )
+    line = [sys.executable, "-c", interrupt, *arguments, *model]
+    finished = subprocess.run(line, capture_output=True, preexec_fn=restore_interrupts, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, b"", b"")
+
+
+def test_it_runs_as_a_module() -> None:
+    finished = subprocess.run([sys.executable, "-m", "evenflow", "--version"], capture_output=True, check=True)
+    assert finished.stdout.decode() == f"evenflow {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("evenflow gen", ["generate"]), ("evenflow bench st", ["stall"]), ("evenflow bench stall --qu", ["--quick"])],
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: list[str]) -> None:
+    asked = {"_EVENFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    line = [sys.executable, "-m", "evenflow"]
+    finished = subprocess.run(line, env=os.environ | asked, capture_output=True, text=True, check=False)
+    assert finished.stdout.split() == expected
+
+
+def test_a_shell_gets_a_script_for_completion() -> None:
+    # One more command: a shell would replace itself with the last one, and could not be detected.
+    line = ["bash", "-c", f"{sys.executable} -m evenflow --show-completion; true"]
+    finished = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "_EVENFLOW_COMPLETE=complete_bash" in finished.stdout
 
 
 def test_a_reader_that_leaves_ends_it_without_a_traceback() -> None:

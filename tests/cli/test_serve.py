@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cli.running import command_line, run_cli
+from tests.cli.running import long_context_llama, run_cli, serving
 from tests.models import tiny_llama
 
 BAD_SERVE = {
@@ -50,23 +47,6 @@ def test_a_port_in_use_gives_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use.*\n", finished.err)
 
 
-@contextmanager
-def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command on a free port, once it is ready."""
-    line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            seen = ""
-            while (found := re.search(r"http://[\d.:]+", seen)) is None:
-                seen += (said := process.stderr.readline())
-                assert said, f"it ended: {seen}"
-            yield process, found[0]
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     record = tmp_path / "steps.jsonl"
@@ -78,6 +58,20 @@ def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, t
         process.send_signal(number)
         assert process.wait(30) == 0
     assert record.read_text().count('"event":"step"') == 5
+
+
+def test_a_second_interrupt_quits_at_once() -> None:
+    with serving("--model", long_context_llama(), "--drain-time", "600s") as (process, url):
+        body = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert "Press Ctrl-C again to quit at once" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            assert "shutting down" in "".join(lines)
 
 
 def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

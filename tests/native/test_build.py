@@ -111,7 +111,7 @@ def test_a_source_that_does_not_compile_is_a_reason(tmp_path: Path, caplog: pyte
     (tmp_path / "sources" / "answer.cpp").write_text("this is not C++")
     assert build.library() is None
     assert "fails: " in (build.why_unavailable() or "")
-    assert caplog.messages[-1].startswith("Running on torch's CPU operations, without the faster native ones: ")
+    assert caplog.messages[-1].startswith("Running on torch's CPU operations, without evenflow's faster kernels: ")
     assert _files(tmp_path) == []
 
 
@@ -120,9 +120,9 @@ def test_a_broken_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setattr(build, "_torch_openmp", lambda: Path("unused"))
     assert build.library() is None
-    assert (build.why_unavailable() or "").endswith("false fails: no output")
+    assert (build.why_unavailable() or "").endswith("false fails: no output; set CXX to another compiler")
     assert build.library() is None
-    assert len(caplog.messages) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # said once
 
 
 def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,9 @@ def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "_torch_openmp", lambda: Path("unused"))
     assert build.library() is None
-    assert "no C++ compiler" in (build.why_unavailable() or "")
+    why = build.why_unavailable() or ""
+    assert "no C++ compiler" in why
+    assert why.endswith("install one, or set CXX to its path")
 
 
 @needs_compiler
@@ -138,10 +140,13 @@ def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "file"))
     assert build.library() is None
-    assert "Not a directory" in (build.why_unavailable() or "")
+    why = build.why_unavailable() or ""
+    assert f"{tmp_path / 'file' / 'native'} cannot be written (Not a directory)" in why
+    assert why.endswith("set EVENFLOW_CACHE to a folder that can be")
 
 
-def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("EVENFLOW_NATIVE", "0")
     assert build.library() is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]  # the user knows
     assert build.why_unavailable() == "EVENFLOW_NATIVE=0 turns them off"

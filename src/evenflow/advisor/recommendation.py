@@ -22,6 +22,7 @@ class Recommendation:
     """`chunk` is the prefill of a step; the budget also holds one token per decoding stream."""
 
     chunk: int
+    max_per_prompt: int  # of one step, beside others: a longer prompt is cut
     settings: dict[str, Any]
     reasons: dict[str, str]
 
@@ -38,7 +39,7 @@ def recommend(
     if decision.decision is Chunking.DISABLED:
         budget = max(DEFAULT_BUDGET, _rounded_up(longest + (streams or 0)))
         why = f"the longest input ({longest:,} tokens) fits into one step, so no input needs to be cut"
-        return Recommendation(budget, {"max_num_batched_tokens": budget}, {"max_num_batched_tokens": why})
+        return Recommendation(budget, budget, {"max_num_batched_tokens": budget}, {"max_num_batched_tokens": why})
     chunk = chunk_size_for_prompt(p95)
     leaves_room = decision.decision is Chunking.SELECTIVE and streams != 1  # for short prompts beside long ones
     max_per_prompt = 3 * chunk // 4 if leaves_room else chunk
@@ -63,7 +64,7 @@ def recommend(
             f"short prompts. It caps chunks: it is not the length above which prompts are cut. In vLLM {vllm_version}, "
             f"{alone}"
         )
-    return Recommendation(chunk, settings, reasons)
+    return Recommendation(chunk, max_per_prompt, settings, reasons)
 
 
 def find_triggers(

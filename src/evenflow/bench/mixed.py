@@ -19,13 +19,18 @@ from evenflow.errors import EngineFailed
 LONG_PROMPT = "Write a detailed essay about " + "artificial intelligence " * 100
 SHORT_PROMPT = "Hello"
 BATCH_SIZE = 5
-POLICIES = ("alternate:32", "alternate:128", "alternate:512", "unchunked")  # from the smallest chunks to the largest
+CHUNK_SIZES = ("alternate:32", "alternate:128", "alternate:512")  # from the smallest chunks to the largest
 EXPECTATION = "smaller chunks: lower decode latency, slightly longer total"
 
 _SLIGHTLY = 0.25  # of the total
 
 # The short ones come first and end one by one, so that each long prompt starts beside streams that decode.
 _ORDER = "SSSSS" + "L" + "SS" + "L" + "SS" + "L" + "S"
+
+
+def default_policies(target: PolicySpec) -> list[PolicySpec]:
+    """Chunk sizes, a latency target, and no chunks."""
+    return [*map(PolicySpec.parse, CHUNK_SIZES), target, PolicySpec.parse("unchunked")]
 
 
 def mixed_load() -> list[Ask]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from evenflow.bench.stall_forecast import Forecast, TimeLeft, Turn, resolved
 from evenflow.bench.stall_load import StallLoad
 from evenflow.bench.stall_run import ClientFigures, StallRun, join, longest_gaps
 from evenflow.bench.stall_steps import run_load
-from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.report import Stall
 from evenflow.core.request import SamplingParams
-from evenflow.core.scheduler import Scheduler
-from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
-from evenflow.executors.fake import FakeExecutor
 
 POLICIES = ("unchunked", "fixed:256", "fixed:512", "adaptive", "target:200ms")
 # Large chunks and small ones, up to the end of a long prompt.
 _MEASURED_POLICIES = (PolicySpec("fixed", 256), PolicySpec("fixed", 32))
-_INTERVAL_MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +28,7 @@ class Divergence:
 
     prompt: int
     token: int
-    logprob_gap: float | None  # between the two likeliest tokens there; None: the executor gives none
+    logprob_gap: float | None  # between the two likeliest tokens there; None: the engine cannot say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +53,12 @@ class Comparison:
     feasible_target_s: float
     figures: list[StallFigures]
     first_runs: dict[str, StallRun]  # by policy
+    num_turns_done: int
+    num_turns: int  # more than were done if the comparison was interrupted
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_turns_done == self.num_turns
 
 
 def measure(engine: Engine, load: StallLoad) -> float:
@@ -80,30 +81,12 @@ def feasible_target(engine: Engine, load: StallLoad) -> float:
     return engine.scheduler.step_time.upper(shape) + engine.scheduler.overhead
 
 
-def interval_to_keep_up(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> float:
-    """Seconds between long prompts at which even the slowest policy finishes one before the next arrives.
-
-    Simulates one prompt under each policy, at the step times measured so far.
-    """
-    one_prompt = replace(load, long_prompts=load.long_prompts[:1])
-    slowest = max(run_load(_simulated(engine, policy), one_prompt).total_s for policy in policies)
-    return math.ceil(2 * _INTERVAL_MARGIN * slowest) / 2
-
-
-def _simulated(engine: Engine, policy: PolicySpec) -> Engine:
-    real = engine.scheduler
-    # Two copies: the scheduler's goes on learning, the executor's must not.
-    step_time, known = (StepTimeModel.from_record(real.step_time.to_record()) for _ in range(2))
-    executor = FakeExecutor(
-        vocab_size=engine.limits.vocab_size, block_size=real.block_size, caps=real.caps, cost=known.predict
-    )
-    config = replace(real.config, policy=_resolved(engine, policy))
-    scheduler = Scheduler(config, real.caps, step_time=step_time)
-    return Engine(scheduler, executor, engine.limits, clock=executor.clock)
-
-
-def _resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:
-    return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
+def plan_turns(
+    load: StallLoad, policies: Sequence[PolicySpec], repeat: int, prompts_per_turn: int | None
+) -> list[Turn]:
+    """The turns of `compare_policies`: the policies alternate, so that a machine that slows down does so for all."""
+    parts = load.parts(prompts_per_turn or len(load.long_prompts))
+    return [Turn(policy, part, run) for run in range(1, repeat + 1) for part in parts for policy in policies]
 
 
 def compare_policies(
@@ -114,31 +97,46 @@ def compare_policies(
     feasible_target_s: float,
     *,
     prompts_per_turn: int | None = None,
-    on_run: Callable[[str], None] = lambda policy: None,
+    forecast: Forecast | None = None,
+    on_turn: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Run the load `repeat` times under each policy. `on_run` gets a line before each run.
+    """Run the load `repeat` times under each policy. `on_turn` gets a line before each turn.
 
-    Policies take turns every `prompts_per_turn` long prompts, so that a machine that slows down does so for all of
-    them. None: after the whole load, for long prompts that overlap. The engine must have no prefix cache, because the
-    prompts are the same each time.
+    Policies take turns every `prompts_per_turn` long prompts. None: after the whole load, for long prompts that
+    overlap. The engine must have no prefix cache, because the prompts are the same each time. An interrupt after the
+    first turn ends the comparison with what has run; the engine is then of no more use.
     """
-    runs: dict[PolicySpec, list[StallRun]] = {policy: [] for policy in policies}
-    for number in range(repeat):
-        parts: dict[PolicySpec, list[StallRun]] = {policy: [] for policy in policies}
-        for part in load.parts(prompts_per_turn or len(load.long_prompts)):
-            for policy in policies:
-                last = part.first_number + len(part.long_prompts) - 1
-                on_run(f"{policy}, long prompts {part.first_number} to {last}, run {number + 1} of {repeat}")
-                engine.set_policy(_resolved(engine, policy))
-                parts[policy].append(run_load(engine, part))
-        for policy in policies:
-            runs[policy].append(join(parts[policy]))
-    expected = runs[policies[0]][0].long_answers
+    turns = plan_turns(load, policies, repeat, prompts_per_turn)
+    left = None if forecast is None else TimeLeft(turns, forecast, engine.clock)
+    parts: dict[PolicySpec, dict[int, list[StallRun]]] = {policy: {} for policy in policies}
+    num_done = 0
+    try:
+        for turn in turns:
+            prompts = turn.part.first_number, turn.part.first_number + len(turn.part.long_prompts) - 1
+            text = f"{turn.policy}, long prompts {prompts[0]} to {prompts[1]}, run {turn.run} of {repeat}"
+            on_turn(text if left is None else f"{text}; about {left.after(num_done):.0f} s left")
+            engine.set_policy(resolved(engine, turn.policy))
+            part = run_load(engine, turn.part)
+            parts[turn.policy].setdefault(turn.run, []).append(part)
+            num_done += 1
+    except KeyboardInterrupt:
+        if not num_done:
+            raise
+    runs = {policy: _whole_runs(list(found.values()), load) for policy, found in parts.items() if found}
+    expected = next(iter(runs.values()))[0].long_answers
+    usable_engine = engine if num_done == len(turns) else None
     figures = [
-        _figures(policy, runs[policy], feasible_target_s, _divergence(engine, load, expected, runs[policy]))
-        for policy in policies
+        _figures(policy, found, feasible_target_s, _divergence(usable_engine, load, expected, found))
+        for policy, found in runs.items()
     ]
-    return Comparison(load, feasible_target_s, figures, {str(policy): runs[policy][0] for policy in policies})
+    first_runs = {str(policy): found[0] for policy, found in runs.items()}
+    return Comparison(load, feasible_target_s, figures, first_runs, num_done, len(turns))
+
+
+def _whole_runs(parts_of_runs: Sequence[Sequence[StallRun]], load: StallLoad) -> list[StallRun]:
+    """The runs of one policy, without one that was interrupted unless there is no other."""
+    runs = [join(parts) for parts in parts_of_runs]
+    return [run for run in runs if len(run.long_answers) == len(load.long_prompts)] or runs
 
 
 def _figures(
@@ -160,14 +158,15 @@ def _figures(
 
 
 def _divergence(
-    engine: Engine, load: StallLoad, expected: Sequence[list[int]], runs: Sequence[StallRun]
+    engine: Engine | None, load: StallLoad, expected: Sequence[list[int]], runs: Sequence[StallRun]
 ) -> Divergence | None:
     for run in runs:
-        for prompt, (wanted, found) in enumerate(zip(expected, run.long_answers, strict=True)):
+        # After an interrupt some policies have answers to fewer prompts.
+        for prompt, (wanted, found) in enumerate(zip(expected, run.long_answers, strict=engine is not None)):
             if wanted != found:
                 token = next(place for place, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b)
                 known = [*load.long_prompts[prompt], *wanted[:token]]
-                return Divergence(prompt, token, _logprob_gap(engine, known))
+                return Divergence(prompt, token, None if engine is None else _logprob_gap(engine, known))
     return None
 
 

@@ -18,12 +18,14 @@ from evenflow.errors import EngineFailed
 
 
 def run_load(engine: Engine, load: StallLoad) -> StallRun:
-    """Run the load once on an idle engine, which is left idle."""
+    """Run the load once on an idle engine, which is left idle.
+
+    After an error or an interrupt it is not: a step may be half done, and no other can follow it.
+    """
     runner = _Runner(engine, load)
-    try:
-        return runner.run()
-    finally:
-        runner.stop()
+    run = runner.run()
+    runner.stop()
+    return run
 
 
 class _Runner:

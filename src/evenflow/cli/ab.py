@@ -41,8 +41,8 @@ class AbOptions:
     pairs: int = option("Pairs of rounds.", default=5, min=2)
     keep_prompts: bool = option("Reuse prompts across pairs to compare prefix caches.", "--keep-prompts", default=False)
     seed: int = option("Seed for arrival times, the order of rounds and the intervals.", default=0)
-    ttft_target: float = duration_option("A request is served well if its TTFT is at most this ...", default="2s")
-    tbt_target: float = duration_option("... and 99% of the gaps between its tokens at most this.", default="200ms")
+    ttft_target: float = duration_option("Longest TTFT of a request that is served well.", default="2s")
+    tbt_target: float = duration_option("Longest gap between its tokens, at the 99th percentile.", default="200ms")
     model: str = option("For servers a model name, for policies as for generate.", default="default", metavar="MODEL")
     json: JsonTarget = None
     html: Path | None = file_option("Write the report to this file, as one HTML page.")

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
-from evenflow.advisor.decision import Decision
+from evenflow.advisor.decision import Chunking, Decision
 from evenflow.advisor.explanation import TARGET_IN_SGLANG, TARGET_IN_VLLM
 from evenflow.advisor.lengths import LengthFigures
 from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
@@ -104,10 +104,14 @@ def _histogram(analysis: Analysis) -> Table:
 
 def _print_decision(console: Console, advice: Advice) -> None:
     decision, analysis = advice.decision, advice.analysis
-    threshold = "" if decision.threshold is None else f", from {decision.threshold:,} tokens on"
-    verdict = f"{decision.decision.capitalize()}{threshold} (by the longest input: {decision.band})"
-    console.print(f"\nChunked prefill: {verdict}.")
+    console.print(f"\nChunked prefill: {decision.decision.capitalize()} (by the longest input: {decision.band}).")
     console.print(f"Why: {decision.reason}.")
+    if decision.decision is not Chunking.DISABLED:
+        console.print(
+            f"It pays for inputs over {decision.threshold:,} tokens. The settings below cut every input over "
+            f"{advice.recommendation.max_per_prompt:,}: vLLM and SGLang limit the size of a chunk, and have no setting "
+            "for the length from which to cut."
+        )
     if len(analysis.datasets) > 1:
         characters = analysis.mean_of_maxima_characters
         in_characters = "" if characters is None else f", {characters:,.0f} characters"

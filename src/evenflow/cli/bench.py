@@ -8,7 +8,15 @@ import typer
 from rich.table import Table
 from typer import Option
 
-from evenflow.bench.mixed import BATCH_SIZE, EXPECTATION, POLICIES, PolicyFigures, Verdict, compare_policies
+from evenflow.bench.mixed import (
+    BATCH_SIZE,
+    CHUNK_SIZES,
+    EXPECTATION,
+    PolicyFigures,
+    Verdict,
+    compare_policies,
+    default_policies,
+)
 from evenflow.cli.bench_agents import agents
 from evenflow.cli.bench_stall import stall
 from evenflow.cli.options import ModelOptions, ReportOptions, engine_settings, read_policies, takes_options
@@ -25,8 +33,13 @@ bench.command()(agents)
 def mixed(
     *,
     policies: Annotated[
-        str, Option(metavar="A,B,...", help="Policies to compare, from the smallest chunks to the largest.")
-    ] = ",".join(POLICIES),
+        str | None,
+        Option(
+            metavar="A,B",
+            help="Policies to compare, from the smallest chunks to the largest.",
+            show_default=f"{', '.join(CHUNK_SIZES)}, the engine's own target, unchunked",
+        ),
+    ] = None,
     repeat: Annotated[int, Option(min=1, help="Runs under each policy, taken in turn.")] = 3,
     model: ModelOptions,
     report: ReportOptions,
@@ -35,11 +48,13 @@ def mixed(
 
     Five requests run at a time. Shows the total time, and the gaps between tokens of the requests that decode.
     """
-    names = read_policies(policies, at_least=2)
-    load_settings = {"policy": names[0], "max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
-    settings = engine_settings(model) | load_settings
+    settings = engine_settings(model) | {"max_num_seqs": BATCH_SIZE, "enable_prefix_caching": False}
+    given = None if policies is None else read_policies(policies, at_least=2)
+    if given is not None:
+        settings["policy"] = given[0]
     with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
-        figures = compare_policies(llm, names, repeat, on_run=say)
+        # Without a policy, the engine has chosen a target.
+        figures = compare_policies(llm, given or default_policies(llm.engine.policy), repeat, on_run=say)
     verdict = Verdict(figures[0], figures[-1])
     console = text_console(report.json)
     console.print(_table(figures))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from evenflow.bench.curves import against_fixed
 from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
-from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, interval_to_keep_up, measure
+from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, measure, plan_turns
+from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within
 from evenflow.bench.stall_load import StallLoad, english_prompts
+from evenflow.cli.interrupts import INTERRUPTED
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
@@ -27,7 +30,9 @@ from evenflow.cli.options import (
 )
 from evenflow.cli.output import loading, make_table, text_console, write_json
 from evenflow.config import EngineConfig
+from evenflow.core.policies import PolicySpec
 from evenflow.core.report import Cause, CauseKind
+from evenflow.engine.engine import Engine
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
 
@@ -54,24 +59,33 @@ _COLUMNS: dict[str, Callable[[StallFigures], str]] = {
     "same\noutput": lambda policy: "yes" if policy.identical_outputs else "no",
 }
 _PROMPTS_PER_TURN = 2  # if long prompts do not overlap
+_LONG_PROMPTS, _LONG_TOKENS, _RUNS = 6, 3000, 3
+_QUICK_MOST_PROMPTS, _QUICK_LONG_TOKENS, _QUICK_RUNS = 3, 1000, 1
+_QUICK_S = 60.0  # for all policies; loading and measuring come before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallOptions:
     """The policies, the requests of the load, and what to show."""
 
-    policies: str = option("Policies to compare.", default=",".join(POLICIES), metavar="A,B,...")
-    repeat: int = option("Runs under each policy, taken in turn.", default=3, min=1)
+    policies: str = option(
+        "Policies to compare.", default=",".join(POLICIES), metavar="A,B", show_default=", ".join(POLICIES)
+    )
+    repeat: int | None = option("Runs under each policy, taken in turn.", min=1, show_default="3, or 1 with --quick")
     chats: int = option("Chats that decode at a time; one that ends is replaced.", default=6, min=1)
     chat_tokens: int = option("Output tokens of a chat.", default=200, min=2)
-    long_prompts: int = option("Number of long prompts.", default=6, min=1)
-    long_tokens: int = option("Tokens of a long prompt.", default=3000, min=16)
+    long_prompts: int | None = option("Number of long prompts.", min=1, show_default="6, or 1 to 3 with --quick")
+    long_tokens: int | None = option("Tokens of a long prompt.", min=16, show_default="3000, or 1000 with --quick")
     long_answer_tokens: int = option("Output tokens of a long prompt.", default=16, min=1)
     interval: float | None = duration_option("Time between long prompts.", show_default="what the slowest policy needs")
-    quick: bool = option("Send half as many long prompts.", "--quick", default=False)
+    quick: bool = option("Fewer and shorter prompts: about a minute.", "--quick", default=False)
     explain: bool = option("Print the longest gaps and their causes.", "--explain", default=False)
     plot: Path | None = file_option("Plot every token's gap over time to this file.")
     curve: Path | None = file_option("Plot TTFT and prefill rate over the p99 gap to this file.")
+
+    @property
+    def num_runs(self) -> int:
+        return self.repeat or (_QUICK_RUNS if self.quick else _RUNS)
 
 
 @takes_options
@@ -87,19 +101,11 @@ def stall(*, options: StallOptions, model: ModelOptions, report: ReportOptions) 
     # Under a target the engine has step times from the start: kept ones, or measured now.
     settings = engine_settings(model) | {"policy": "target:1000ms", "enable_prefix_caching": False}
     with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
-        load = _load(llm, options)
-        say("Measuring step times beside the chats")
-        feasible_target_s = measure(llm.engine, load)
-        console.print(f"Lowest feasible target: {1000 * feasible_target_s:.0f} ms.")
-        prompts_per_turn = None
-        if options.interval is None:
-            prompts_per_turn = _PROMPTS_PER_TURN
-            load = replace(load, interval=interval_to_keep_up(llm.engine, load, names))
-            console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
-        comparison = compare_policies(
-            llm.engine, load, names, options.repeat, feasible_target_s, prompts_per_turn=prompts_per_turn, on_run=say
-        )
+        comparison = _compare(llm.engine, _load(llm, options), names, options, console, say)
     console.print(_table(comparison))
+    if not comparison.is_complete:
+        done, turns = comparison.num_turns_done, comparison.num_turns
+        console.print(f"Interrupted after {done} of {turns} turns: the figures are from these.")
     _print_notes(console, comparison)
     if options.explain:
         _print_worst(console, comparison)
@@ -107,18 +113,56 @@ def stall(*, options: StallOptions, model: ModelOptions, report: ReportOptions) 
         draw_tokens(options.plot, comparison.first_runs, comparison.figures)
     if options.curve is not None:
         draw_curves(options.curve, comparison.figures)
-    write_json(report.json, _report(llm.config, comparison, options.repeat))
+    write_json(report.json, _report(llm.config, comparison, options.num_runs))
+    if not comparison.is_complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _compare(
+    engine: Engine,
+    load: StallLoad,
+    policies: Sequence[PolicySpec],
+    options: StallOptions,
+    console: Console,
+    say: Callable[[str], None],
+) -> Comparison:
+    num_tokens = len(load.long_prompts[0])
+    console.print(f"Measuring steps beside {load.num_chats} chats, with a prompt of {num_tokens} tokens sent twice.")
+    say("Measuring steps")
+    feasible_target_s = measure(engine, load)
+    console.print(f"Lowest feasible target: {1000 * feasible_target_s:.0f} ms.")
+    forecast, prompts_per_turn = forecast_prompts(engine, load, policies), None
+    if options.quick and options.long_prompts is None:
+        num_long = prompts_within(_QUICK_S, forecast, options.num_runs, len(load.long_prompts))
+        load = replace(load, long_prompts=load.long_prompts[:num_long])
+    if options.interval is None and options.quick:
+        prompts_per_turn = 1  # so that no time passes between them
+    elif options.interval is None:
+        prompts_per_turn = _PROMPTS_PER_TURN
+        load = replace(load, interval=interval_to_keep_up(forecast))
+        console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
+    turns = plan_turns(load, policies, options.num_runs, prompts_per_turn)
+    seconds = sum(turn.seconds(forecast) for turn in turns)
+    runs = f"{options.num_runs} x {_prompts_text(load)}"
+    console.print(f"Policies: {len(policies)}, with {runs} under each. This takes about {seconds:.0f} s.")
+    return compare_policies(
+        *(engine, load, policies, options.num_runs, feasible_target_s),
+        prompts_per_turn=prompts_per_turn,
+        forecast=forecast,
+        on_turn=say,
+    )
 
 
 def _load(llm: LLM, options: StallOptions) -> StallLoad:
-    num_tokens = options.long_tokens + options.long_answer_tokens
+    long_tokens = options.long_tokens or (_QUICK_LONG_TOKENS if options.quick else _LONG_TOKENS)
+    num_tokens = long_tokens + options.long_answer_tokens
     if num_tokens > llm.engine.limits.max_model_len:
         raise InvalidConfig(
             f"Got long prompts and answers of {num_tokens} tokens but the context is {llm.engine.limits.max_model_len}."
         )
-    num_long = max(1, options.long_prompts // 2) if options.quick else options.long_prompts
+    num_long = options.long_prompts or (_QUICK_MOST_PROMPTS if options.quick else _LONG_PROMPTS)
     encode = partial(llm.tokenizer.encode, add_special_tokens=False)
-    prompts = english_prompts(encode, num_long, options.long_tokens)
+    prompts = english_prompts(encode, num_long, long_tokens)
     return StallLoad(
         num_chats=options.chats,
         chat_prompts=prompts.chats,
@@ -132,8 +176,9 @@ def _load(llm: LLM, options: StallOptions) -> StallLoad:
 def _table(comparison: Comparison) -> Table:
     load = comparison.load
     title = (
-        f"{load.num_chats} chats beside {len(load.long_prompts)} prompts of {len(load.long_prompts[0])} tokens, "
-        f"one every {load.interval:.1f} s; gaps between tokens while a long prompt waits for its first"
+        f"{load.num_chats} chats beside {_prompts_text(load)}, "
+        f"{f'one every {load.interval:.1f} s' if load.interval else 'one at a time'}; "
+        "gaps between tokens while a long prompt waits for its first"
     )
     table = make_table(title, "policy", *_COLUMNS)
     table.columns[0].no_wrap = True
@@ -141,6 +186,11 @@ def _table(comparison: Comparison) -> Table:
         name = policy.policy + ("*" if policy.feasible is False else "")
         table.add_row(name, *(cell(policy) for cell in _COLUMNS.values()))
     return table
+
+
+def _prompts_text(load: StallLoad) -> str:
+    num_prompts = len(load.long_prompts)
+    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} of {len(load.long_prompts[0])} tokens"
 
 
 def _print_notes(console: Console, comparison: Comparison) -> None:
@@ -183,6 +233,7 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
         "model": config.model,
         "weights": config.weights,
         "repeat": repeat,
+        "complete": comparison.is_complete,
         "chats": load.num_chats,
         "chat_tokens": load.chat_tokens,
         "long_prompts": len(load.long_prompts),

@@ -74,6 +74,8 @@ def generate(
         "finish_reason": output.finish_reason,
         "ttft_s": output.ttft_s,
         "total_s": output.latency_s,
+        "prefill_tokens_per_s": output.prefill_tokens_per_s,
+        "decode_tokens_per_s": output.decode_tokens_per_s,
         "chunks": [chunk._asdict() for chunk in output.chunks],
     }
     write_json(report.json, figures)
@@ -108,9 +110,10 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOp
 
 def _summary(output: RequestOutput, policy: str) -> str:
     num_tokens, num_chunks = len(output.token_ids), len(output.chunks)
-    total_s = output.token_times_s[-1]
+    decode = "" if output.decode_tokens_per_s is None else f", decode {output.decode_tokens_per_s:.1f} tokens/s"
     return (
         f"{len(output.prompt_token_ids)} prompt tokens in {num_chunks} chunk{'s' * (num_chunks > 1)} ({policy}), "
-        f"TTFT {output.token_times_s[0]:.2f} s; {num_tokens} tokens in {total_s:.2f} s, "
-        f"{num_tokens / total_s:.1f} tokens/s; finish reason: {output.finish_reason}"
+        f"TTFT {output.ttft_s:.2f} s, prefill {output.prefill_tokens_per_s:.0f} tokens/s; "
+        f"{num_tokens} token{'s' * (num_tokens > 1)} in {output.latency_s:.2f} s{decode}; "
+        f"finish reason: {output.finish_reason}"
     )

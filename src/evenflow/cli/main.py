@@ -18,17 +18,19 @@ from evenflow import __version__
 from evenflow.cli.ab import ab
 from evenflow.cli.analyze import analyze
 from evenflow.cli.bench import bench
+from evenflow.cli.chat import chat
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.eval import evaluate
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
+from evenflow.cli.interrupts import INTERRUPTED
 from evenflow.cli.output import log_warnings_only
 from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
-app = typer.Typer(name="evenflow", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, demo, serve, ab, analyze, explain, doctor):
+app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
+for command in (generate, chat, demo, serve, ab, analyze, explain, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench)
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvenflowError as error:
         return _fail(error, 1)
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     return code or 0
 
 

@@ -118,7 +118,7 @@ DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 def split_policies(text: str) -> list[str]:
     """The parts of a comma-separated list; `target:50,paced` contains a comma."""
-    return re.split(r",(?!paced(?:,|$))", text)
+    return re.split(r", *(?!paced(?:,|$))", text)
 
 
 def parse_policies(text: str) -> list[PolicySpec]:

@@ -49,6 +49,19 @@ class RequestOutput:
         """The answer as vLLM's `RequestOutput` has it: a list, here always of one."""
         return [CompletionOutput(self)]
 
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens computed, over the time to the first token; None before there is one."""
+        if not self.token_times_s:
+            return None
+        return (len(self.prompt_token_ids) - self.num_cached_tokens) / self.token_times_s[0]
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first, over the time since it; None before there are two."""
+        times = self.token_times_s
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CompletionOutput:

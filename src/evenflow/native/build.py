@@ -28,7 +28,11 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*")
 
 
 class Unavailable(Exception):
-    """Why there are no native kernels here."""
+    """Why there are no native kernels here, and what to do about it."""
+
+
+class TurnedOff(Unavailable):
+    """The user wants none."""
 
 
 def library() -> ctypes.CDLL | None:
@@ -45,7 +49,7 @@ def why_unavailable() -> str | None:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         if os.environ.get("EVENFLOW_NATIVE") == "0":
-            raise Unavailable("EVENFLOW_NATIVE=0 turns them off")
+            raise TurnedOff("EVENFLOW_NATIVE=0 turns them off")
         openmp = _torch_openmp()
         path = _compiled()
         # The kernels are linked without an OpenMP library and find their symbols in torch's: the threads of a second
@@ -53,7 +57,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path)), None
     except (Unavailable, OSError) as error:
-        logger.info("Running on torch's CPU operations, without the faster native ones: %s.", error)
+        level = logging.INFO if isinstance(error, TurnedOff) else logging.WARNING
+        logger.log(level, "Running on torch's CPU operations, without evenflow's faster kernels: %s.", error)
         return None, str(error)
 
 
@@ -62,7 +67,7 @@ def _torch_openmp() -> Path:
     import torch
 
     if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
-        raise Unavailable("this torch does not use OpenMP")
+        raise Unavailable("this torch does not use OpenMP; install one that does, such as that of PyPI")
     try:
         found = set(_OPENMP_LIBRARY.findall(Path("/proc/self/maps").read_text()))
     except OSError:
@@ -94,7 +99,7 @@ def _compiler() -> str:
     for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
         if path := shutil.which(name):
             return path
-    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; set CXX to one")
+    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; install one, or set CXX to its path")
 
 
 def _target(compiler: str) -> tuple[str, str]:
@@ -108,9 +113,8 @@ def _target(compiler: str) -> tuple[str, str]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     # In the target's folder, so that the last step is a rename: other processes see a whole library or none.
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+    with _scratch_folder(target.parent) as folder:
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", name] for source, name in zip(sources, objects, strict=True)
@@ -122,6 +126,16 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
         linked.replace(target)
 
 
+def _scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="build-", dir=parent)
+    except OSError as error:
+        raise Unavailable(
+            f"{parent} cannot be written ({error.strerror}); set EVENFLOW_CACHE to a folder that can be"
+        ) from error
+
+
 def _run(command: list[str]) -> str:
     """The command's output."""
     try:
@@ -130,5 +144,5 @@ def _run(command: list[str]) -> str:
         raise Unavailable(f"{command[0]} took more than {_COMPILE_SECONDS} s") from None
     if finished.returncode != 0:
         first_line = next(iter(finished.stderr.strip().splitlines()), "no output")
-        raise Unavailable(f"{command[0]} fails: {first_line}")
+        raise Unavailable(f"{command[0]} fails: {first_line}; set CXX to another compiler")
     return finished.stdout

@@ -154,7 +154,10 @@ class Server(uvicorn.Server):
         gate.is_draining = True
         self._feed.close()
         if gate.num_inside:
-            logger.warning("Shutting down: %d open requests have %.0f s to finish.", gate.num_inside, self._drain_s)
+            logger.warning(
+                "Shutting down. Open requests: %d, with %.0f s to finish. Press Ctrl-C again to quit at once.",
+                *(gate.num_inside, self._drain_s),
+            )
         for limit in (self._drain_s, _GRACE_S):
             end = loop.time() + limit
             while gate.num_inside and loop.time() < end:

@@ -6,7 +6,6 @@ llguidance needs hours for some schemas of a few lines. A thread cannot be stopp
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import threading
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from multiprocessing.context import SpawnProcess
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import EngineFailed, InvalidRequest
+from evenflow.host import start_without_interrupts
 from evenflow.model.grammar import Grammars
 from evenflow.model.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ class GrammarGate:
         self._connection, child_connection = context.Pipe()
         arguments = (child_connection, self._vocabulary, self._num_logits)
         self._process = context.Process(target=_run, args=arguments, name="evenflow-grammar-gate", daemon=True)
-        self._process.start()
+        start_without_interrupts(self._process)
         child_connection.close()
         if self._receive(_START_TIMEOUT_S) is None:
             raise EngineFailed("grammars cannot be checked: the process for it does not start")
@@ -88,7 +88,6 @@ class GrammarGate:
 
 def _run(connection: Connection, vocabulary: Tokenizer, num_logits: int) -> None:
     """The process: replies to each grammar with what is wrong with it, until the server closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the server decides
     grammars = Grammars(vocabulary, num_logits)
     problem = _problem(grammars, Grammar.regex("ready"))  # builds what all grammars share
     try:

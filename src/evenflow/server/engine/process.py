@@ -7,7 +7,6 @@ not fit into it.
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import threading
 from collections import deque
@@ -34,7 +33,6 @@ def build_served_engine(config: EngineConfig, record: Path | None = None) -> Eng
 
 def run_engine_process(connection: socket.socket, factory: EngineFactory) -> None:
     """The main function of the process, which ends when the front does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front handles an interrupt at the terminal
     commands: Commands = Commands()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     events = EventWriter(connection)

@@ -18,6 +18,7 @@ from evenflow.engine.messages import Command, Event, Failed, Ready, Refused, Set
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.framing import FrameReader, frame
+from evenflow.host import start_without_interrupts
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer, RequestRecord
@@ -95,7 +96,7 @@ class ServedEngine(SupervisedEngine):
         arguments = (theirs, self._factory)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
-        process.start()
+        start_without_interrupts(process)
         theirs.close()
         self._exit_error = None
         link = self._link = _Link(self._on_event)

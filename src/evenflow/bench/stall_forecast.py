@@ -1,0 +1,94 @@
+"""What the stall benchmark will take: long prompts under each policy, simulated at the step times measured so far."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from evenflow.bench.stall_load import StallLoad
+from evenflow.bench.stall_steps import run_load
+from evenflow.config import EngineConfig
+from evenflow.core.policies import PolicySpec
+from evenflow.core.scheduler import Scheduler
+from evenflow.core.step_time import StepTimeModel
+from evenflow.engine.engine import Engine
+from evenflow.executors.fake import FakeExecutor
+
+logger = logging.getLogger("evenflow")
+
+_INTERVAL_MARGIN = 1.15
+
+Forecast = Mapping[PolicySpec, float]  # seconds that one long prompt takes, by policy
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A part of the load under one policy."""
+
+    policy: PolicySpec
+    part: StallLoad
+    run: int  # from 1
+
+    def seconds(self, forecast: Forecast) -> float:
+        alone, num_prompts = forecast[self.policy], len(self.part.long_prompts)
+        return max((num_prompts - 1) * self.part.interval + alone, num_prompts * alone)
+
+
+def forecast_prompts(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> Forecast:
+    """Simulates one long prompt under each policy."""
+    one_prompt = replace(load, long_prompts=load.long_prompts[:1])
+    with _without_warnings():
+        return {policy: run_load(_simulated(engine, policy), one_prompt).total_s for policy in policies}
+
+
+def interval_to_keep_up(forecast: Forecast) -> float:
+    """Seconds between long prompts at which even the slowest policy finishes one before the next arrives."""
+    return math.ceil(2 * _INTERVAL_MARGIN * max(forecast.values())) / 2
+
+
+def prompts_within(seconds: float, forecast: Forecast, repeat: int, most: int) -> int:
+    """Long prompts, at least one, for which all policies together take no longer, one prompt at a time."""
+    return max(1, min(most, int(seconds / (repeat * sum(forecast.values())))))
+
+
+class TimeLeft:
+    """What the turns to come take: as forecast, corrected by what the turns so far took."""
+
+    def __init__(self, turns: Sequence[Turn], forecast: Forecast, clock: Callable[[], float]) -> None:
+        self._seconds = [turn.seconds(forecast) for turn in turns]
+        self._clock = clock
+        self._began = clock()
+
+    def after(self, num_turns: int) -> float:
+        done, left = sum(self._seconds[:num_turns]), sum(self._seconds[num_turns:])
+        return left * (self._clock() - self._began) / done if done else left
+
+
+def resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:
+    return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """A simulated engine's warnings would read like those of the real one, which repeats them if they are true."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _simulated(engine: Engine, policy: PolicySpec) -> Engine:
+    real = engine.scheduler
+    # Two copies: the scheduler's goes on learning, the executor's must not.
+    step_time, known = (StepTimeModel.from_record(real.step_time.to_record()) for _ in range(2))
+    executor = FakeExecutor(
+        vocab_size=engine.limits.vocab_size, block_size=real.block_size, caps=real.caps, cost=known.predict
+    )
+    config = replace(real.config, policy=resolved(engine, policy))
+    scheduler = Scheduler(config, real.caps, step_time=step_time)
+    return Engine(scheduler, executor, engine.limits, clock=executor.clock)
