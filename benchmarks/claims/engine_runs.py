@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import re
@@ -20,8 +19,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from scheduler_cost import decoding_scheduler, step
 
-from evenflow import LLM, AsyncLLM, SamplingParams
-from evenflow.bench.demo import compare_chunking, mixed_prompts
+from evenflow import LLM, SamplingParams
+from evenflow.bench.demo import compare_policies, mixed_prompts
+from evenflow.bench.demo_run import DemoRunner
 from evenflow.bench.figures import percentile
 from evenflow.core.blocks import BlockPool
 from evenflow.core.policies import PolicySpec
@@ -32,7 +32,6 @@ from evenflow.engine.stats import LOG_INTERVAL_S
 _CHUNK = 512
 _LONG, _MIDDLE = 6144, 2048  # tokens of a prompt; the default model's context is 8,192
 _REPEATS = 5
-_DEMO_POLICY = "target:200ms"
 
 
 def chunk_times() -> dict[str, Any]:
@@ -145,25 +144,20 @@ def _kv_write_seconds() -> float:
 
 
 def small_and_large() -> dict[str, Any]:
-    """The demo: three small requests behind a large one, and another large one, with a target and unchunked."""
-
-    async def run() -> dict[str, Any]:
-        async with AsyncLLM(policy=_DEMO_POLICY) as llm:
-            await compare_chunking(llm, mixed_prompts(llm)[1:2])
-            llm.set_policy(_DEMO_POLICY)
-            found = await compare_chunking(llm, mixed_prompts(llm))
-        return {
-            name: {
-                "policy": run.policy,
-                "small_s": run.mean_latency_s("small"),
-                "large_s": run.mean_latency_s("large"),
-                "total_s": run.total_s,
-                "requests_per_s": len(run.answers) / run.total_s,
-            }
-            for name, run in (("chunked", found.chunked), ("unchunked", found.unchunked))
-        } | {"same_text": found.same_text}
-
-    return asyncio.run(run())
+    """The demo: three small requests behind a large one, and another large one, unchunked and with a target."""
+    with LLM() as llm:
+        found = compare_policies(DemoRunner(llm.engine, llm.tokenizer), mixed_prompts(llm))
+    figures = {
+        name: {
+            "policy": run.policy,
+            "small_s": run.mean_latency_s("small"),
+            "large_s": run.mean_latency_s("large"),
+            "total_s": run.total_s,
+            "requests_per_s": len(run.answers) / run.total_s,
+        }
+        for name, run in (("chunked", found.chunked), ("unchunked", found.unchunked))
+    }
+    return {**figures, "same_text": found.same_text}
 
 
 def prefix_hits() -> dict[str, Any]:
