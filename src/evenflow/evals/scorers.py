@@ -73,8 +73,8 @@ def _judge_json(task: JsonSchemaTask, text: str) -> Verdict:
         value = json.loads(without_fence(text))
     except (ValueError, RecursionError) as error:
         return Verdict(False, f"not JSON: {error}")
-    # With an own registry nothing is fetched for a $ref to another place.
-    validator = jsonschema.validators.validator_for(task.reference)(task.reference, registry=referencing.Registry())
+    offline = {"registry": referencing.Registry()}  # nothing is fetched for a $ref to another place
+    validator = jsonschema.validators.validator_for(task.reference)(task.reference, **offline)
     try:
         problem = next(iter(validator.iter_errors(value)), None)
     except referencing.exceptions.Unresolvable as error:
