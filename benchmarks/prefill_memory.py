@@ -21,7 +21,7 @@ from evenflow.host import available_memory
 _HEADS = 9
 _COPIES_OF_SCORES = 2.25  # eager: measured with a prompt of 8,000 tokens
 _USABLE_SHARE = 0.6
-RUNS = ("whole", "chunked")
+_RUNS = ("whole", "chunked")
 
 
 def expected_bytes(attention: str, run: str, length: int) -> float:
@@ -88,7 +88,7 @@ def main() -> None:
         return
     for length in TABLE_TOKENS:
         for attention in ("sdpa", "eager"):
-            for run in RUNS:
+            for run in _RUNS:
                 row = {"tokens": length, "attention": attention, "run": run}
                 print(json.dumps({**row, **in_its_own_process(attention, run, length)}), flush=True)
 
