@@ -72,7 +72,7 @@ def demo(
     scheduling: SchedulingOptions,
     report: ReportOptions,
 ) -> None:
-    """Show what a latency target does for small requests beside large ones.
+    """Show what a latency target does for small requests.
 
     simple: four prompts of mixed length. async: a large request, three small ones right behind it, and another large
     one while they are answered; unchunked, with a fixed chunk, and under a target that this machine keeps. --policy or

@@ -53,7 +53,7 @@ def evaluate(
     options: EvalOptions,
     model: ModelOptions,
 ) -> None:
-    """Score a model's answers to tasks, on one endpoint or compared on two.
+    """Score a model's answers to tasks, on one endpoint or on two.
 
     Every answer goes into a journal at once, so that --resume goes on after a crash. For servers, --model is the name
     of a served model, and $EVENFLOW_API_KEY the key.

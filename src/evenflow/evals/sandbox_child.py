@@ -69,7 +69,6 @@ def confine_files(libc: Any, folder: str) -> bool:
 
 def lower_limits(job: dict[str, Any]) -> None:
     limits = {
-        resource.RLIMIT_CPU: job["cpu_s"],
         resource.RLIMIT_AS: job["memory_bytes"],
         resource.RLIMIT_FSIZE: job["file_bytes"],
         resource.RLIMIT_NOFILE: job["open_files"],
@@ -78,6 +77,8 @@ def lower_limits(job: dict[str, Any]) -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+    # At the first of these limits a signal says what it is about, at the second the kernel kills.
+    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"] + 1))
 
 
 def make_guard(folder: str) -> Callable[[str, tuple[Any, ...]], None]:
