@@ -123,6 +123,16 @@ class Steering:
     def is_active(self) -> bool:
         return self._planner is not None
 
+    def log_start(self, host: str, why_no_target: str | None) -> None:
+        """Say what this does in the host, which is named with its version."""
+        logger = self._host.logger
+        if self.target is None:
+            logger.info("evenflow: no latency target on %s; steps are only reported", host)
+        elif why_no_target is None:
+            logger.info("evenflow: latency target %g ms on %s", 1000 * self.target, host)
+        else:
+            logger.warning("evenflow: no latency target is kept: %s", why_no_target)
+
     # ---- before a step ----
 
     def follow_policy_file(self) -> None:

@@ -156,12 +156,7 @@ class _Leader(SglangSteering):
         self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
         self._is_saved = True
         self._can_chunk = scheduler.chunked_prefill_size is not None
-        if self.core.target is None:
-            logger.info("evenflow: no latency target on SGLang %s; steps are only reported", sglang.__version__)
-        elif self._can_chunk:
-            logger.info("evenflow: latency target %g ms on SGLang %s", 1000 * self.core.target, sglang.__version__)
-        else:
-            logger.warning("evenflow: no latency target is kept: chunked prefill is off")
+        self.core.log_start(f"SGLang {sglang.__version__}", None if self._can_chunk else "chunked prefill is off")
 
     # ---- before a step ----
 

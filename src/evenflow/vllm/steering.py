@@ -67,12 +67,8 @@ class VllmSteering:
         self.core = Steering(host, settings)
         self._next = InFlightStep()  # the one being scheduled
         self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
-        if self.core.target is None:
-            logger.info("evenflow: no latency target on vLLM %s; steps are only reported", vllm.__version__)
-        elif self._can_chunk:
-            logger.info("evenflow: latency target %g ms on vLLM %s", 1000 * self.core.target, vllm.__version__)
-        else:
-            logger.warning("evenflow: vLLM does not chunk this model's prompts; no latency target is kept")
+        obstacle = None if self._can_chunk else "vLLM does not chunk this model's prompts"
+        self.core.log_start(f"vLLM {vllm.__version__}", obstacle)
 
     # ---- before a step ----
 
