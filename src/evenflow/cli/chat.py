@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from evenflow.cli.chat_partners import EmbeddedPartner, Partner, ServedPartner
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings, option, takes_options
 from evenflow.cli.output import loading
+from evenflow.cli.sides import server_arguments
 from evenflow.core.request import SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.errors import EndpointFailed, InvalidInput, InvalidRequest
@@ -77,12 +77,10 @@ async def _partner(
             yield EmbeddedPartner(llm, sampling, options.max_tokens), f"{llm.config.model} ({llm.policy})"
         return
     fields = {"temperature": options.temperature, "max_tokens": options.max_tokens, "seed": options.seed}
-    model = None if settings["model"] == "default" else settings["model"]
-    address = options.url.rstrip("/").removesuffix("/v1")
-    server = ServedPartner(address, model, os.environ.get("EVENFLOW_API_KEY"))
+    server = ServedPartner(*server_arguments(options.url, settings["model"]))
     server.sampling = {name: value for name, value in fields.items() if value is not None}
     async with server.open():
-        yield server, f"{server.model} at {address}"
+        yield server, f"{server.model} at {server.name}"
 
 
 async def _talk(partner: Partner, options: ChatOptions) -> None:

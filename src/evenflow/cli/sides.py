@@ -87,5 +87,10 @@ def _endpoint(side: str, model: str, llm: AsyncLLM | None) -> Endpoint:
     if is_policy(side):
         assert llm is not None
         return PolicyEndpoint(policy_of(side), llm)
-    address = side.rstrip("/").removesuffix("/v1")
-    return HttpEndpoint(address, None if model == "default" else model, os.environ.get("EVENFLOW_API_KEY"))
+    return HttpEndpoint(*server_arguments(side, model))
+
+
+def server_arguments(url: str, model: str) -> tuple[str, str | None, str | None]:
+    """The address, model and key of a server, in the order in which an HttpEndpoint takes them."""
+    address = url.rstrip("/").removesuffix("/v1")
+    return address, None if model == "default" else model, os.environ.get("EVENFLOW_API_KEY")

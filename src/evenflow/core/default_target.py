@@ -8,7 +8,7 @@ from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.step_time import StepTimeModel
 
-READER_S = 0.1  # between tokens: more than people read; shorter gaps would only slow prefill down
+READER_S = 0.1  # between tokens: faster than people read, so that less would only slow prefill down
 _ROOM = 1.5  # above the least feasible target: at that one, prefill would run at its minimum
 _NUM_STREAMS, _CONTEXT = 8, 512  # that the target is meant to be kept for
 _ROUND_S = 0.01

@@ -72,11 +72,11 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         max_steps_in_flight=config.max_steps_in_flight,
         grammars=grammars,
     )
-    step_time = None
-    if policy.target is not None or config.chosen_policy is None:
+    step_time, chooses_target = None, config.chosen_policy is None
+    if chooses_target or policy.target is not None:
         step_time = _known_step_times(config, model.config, executor, num_blocks)
-    if step_time is not None and config.chosen_policy is None:
-        policy = PolicySpec.for_target(default_target(step_time, executor.caps, config.max_num_seqs))
+        if chooses_target:
+            policy = PolicySpec.for_target(default_target(step_time, executor.caps, config.max_num_seqs))
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         policy=policy,
