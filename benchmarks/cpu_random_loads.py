@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
+from outcomes import Outcome, Stream, outcome_of
 from random_loads import Client, Load, random_load
 from replay_loads import print_table, verdict_of
-from virtual_host import Outcome, Stream, outcome_of
 
 from evenflow import LLM, SamplingParams
 from evenflow.core.policies import PolicySpec

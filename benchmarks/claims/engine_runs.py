@@ -13,17 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.append(str(Path(__file__).parents[1]))
 
 from scheduler_cost import decoding_scheduler, step
+from torch_runs import chunk_costs
 
 from evenflow import LLM, SamplingParams
 from evenflow.bench.demo import compare_policies, mixed_prompts
 from evenflow.bench.demo_run import DemoRunner
 from evenflow.bench.figures import percentile
-from evenflow.core.blocks import BlockPool
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request
 from evenflow.engine.outputs import RequestOutput
@@ -98,19 +96,12 @@ def step_parts() -> dict[str, Any]:
             report = llm.engine.step()
             assert report is not None
             outside.append(time.perf_counter() - started - report.seconds)
-    pool = BlockPool(4096)
-    allocating = []
-    for _ in range(100):
-        started = time.perf_counter()
-        pool.allocate(_CHUNK // 16)
-        allocating.append(time.perf_counter() - started)
     return {
         "chunk": _CHUNK,
-        "coordination_ms": 1e3
-        * statistics.median(outside),  # all that a step takes beside the model, planning included
+        # All that a step takes beside the model, planning included.
+        "coordination_ms": 1e3 * statistics.median(outside),
         "scheduling_ms": 1e3 * _scheduling_seconds(),
-        "allocation_ms": 1e3 * statistics.median(allocating),
-        "kv_write_ms": 1e3 * _kv_write_seconds(),
+        **chunk_costs(_CHUNK),
     }
 
 
@@ -125,20 +116,6 @@ def _scheduling_seconds() -> float:
     while not prompt.is_finished:
         started = time.perf_counter()
         step(scheduler)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def _kv_write_seconds() -> float:
-    """Copies the keys and values of a chunk into a cache of the default model's shape, all layers."""
-    layers, heads, width = 30, 3, 64
-    cache = torch.zeros(layers, 2, heads, _LONG, width)
-    chunk = torch.randn(layers, 2, heads, _CHUNK, width)
-    times = []
-    for start in range(0, _LONG, _CHUNK):
-        started = time.perf_counter()
-        for layer in range(layers):
-            cache[layer, :, :, start : start + _CHUNK] = chunk[layer]
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 

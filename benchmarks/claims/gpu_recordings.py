@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from evenflow.bench.figures import percentile
 _CHUNK = 2048
 _FEW_DECODES = 8  # beside a chunk: what its step takes is the chunk's
 _FEWEST_STEPS = 5
+_LONGEST_WAIT_MS = 50.0  # between two steps: beyond it there was nothing to run
 
 
 def experiments() -> dict[str, Any]:
@@ -76,6 +78,8 @@ def _stalls(steps: list[Step]) -> dict[str, Any]:
 
 
 def _step_parts(steps: list[Step]) -> dict[str, Any]:
-    """vLLM's own scheduler, on the host."""
+    """vLLM's own scheduler, on the host; and how long the GPU waits after a step with chunks for the next one."""
     scheduling = [(step.scheduled_us - step.schedule_us) / 1e3 for step in steps if step.chunks]
-    return {"scheduling_ms": median(scheduling)}
+    idle = [(after.gpu_begin_us - before.gpu_end_us) / 1e3 for before, after in pairwise(steps) if before.chunks]
+    waits = [wait for wait in idle if 0 <= wait < _LONGEST_WAIT_MS]
+    return {"scheduling_ms": median(scheduling), "coordination_ms": median(waits)}

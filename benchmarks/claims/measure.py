@@ -4,7 +4,8 @@
     python benchmarks/claims/measure.py --run cpu memory stalls      only these; the others keep their figures
 
 The figures go to benchmarks/claims/runs/RUN.json; `make claims` turns all runs into the page. Where there is CUDA,
-`memory` and `short_calls` run on it; `--recordings` takes the rest from vLLM's recorded steps on an H200.
+`memory`, `short_calls` and a part of `step_parts` run on it; `--recordings` takes more from vLLM's recorded steps on an
+H200, and `--served` from a server that `gpu/serve_loads.py` ran.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import engine_runs
 import gpu_recordings
 import torch
 import torch_runs
 
 RUNS = Path(__file__).with_name("runs")
-EXPERIMENTS: dict[str, Callable[[], dict[str, Any] | None]] = {
-    run.__name__: run
-    for run in (
-        torch_runs.memory,
-        torch_runs.short_calls,
-        torch_runs.vllm_defaults,
+Experiment = Callable[[], dict[str, Any] | None]
+
+
+def experiments() -> dict[str, Experiment]:
+    """Those that can run here: evenflow's engine needs a CPU and its own dependencies."""
+    found: dict[str, Experiment] = {
+        run.__name__: run for run in (torch_runs.memory, torch_runs.short_calls, torch_runs.vllm_defaults)
+    }
+    if torch.cuda.is_available():
+        return found | {"step_parts": torch_runs.step_parts_on_cuda}
+    import engine_runs
+
+    on_the_engine = (
         engine_runs.chunk_times,
         engine_runs.speeds,
         engine_runs.stalls,
@@ -38,7 +45,7 @@ EXPERIMENTS: dict[str, Callable[[], dict[str, Any] | None]] = {
         engine_runs.prefix_hits,
         engine_runs.data_parallel,
     )
-}
+    return found | {run.__name__: run for run in on_the_engine}
 
 
 def machine() -> str:
@@ -51,22 +58,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, help="the name of this machine's figures")
     parser.add_argument("--recordings", action="store_true", help="only read the recorded steps of an H200")
-    parser.add_argument("experiments", nargs="*", help=", ".join(EXPERIMENTS))
+    parser.add_argument("--served", type=Path, help="only read this file, written by gpu/serve_loads.py claims=FILE")
+    available = experiments()
+    parser.add_argument("experiments", nargs="*", help=", ".join(available))
     options = parser.parse_args()
-    if unknown := set(options.experiments) - EXPERIMENTS.keys():
-        parser.error(f"no such experiment: {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
+    if unknown := set(options.experiments) - available.keys():
+        parser.error(f"no such experiment: {', '.join(sorted(unknown))}; there are {', '.join(available)}")
     path = RUNS / f"{options.run}.json"
     run: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"experiments": {}}
     if options.recordings:
-        run["experiments"] |= gpu_recordings.experiments()
+        _take(run, gpu_recordings.experiments())
+    elif options.served is not None:
+        _take(run, json.loads(options.served.read_text()))
     else:
         run["machine"] = machine()
-        for name in options.experiments or EXPERIMENTS:
+        for name in options.experiments or available:
             print(name, file=sys.stderr, flush=True)
-            if (figures := EXPERIMENTS[name]()) is not None:
-                run["experiments"][name] = figures
+            if (figures := available[name]()) is not None:
+                _take(run, {name: figures})
                 path.write_text(json.dumps(run, indent=1) + "\n")
     path.write_text(json.dumps(run, indent=1) + "\n")
+
+
+def _take(run: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Figures that were not measured this time keep their values."""
+    for name, figures in found.items():
+        run["experiments"].setdefault(name, {}).update(figures)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evenflow.compile import ChunkedPrefillOptimizer, ChunkedPrefillWrapper
+from evenflow.core.blocks import BlockPool
 
 _BENCHMARKS = Path(__file__).parents[1]
 sys.path += [str(_BENCHMARKS), str(_BENCHMARKS / "gpu")]
@@ -27,7 +29,8 @@ def memory() -> dict[str, Any]:
     if torch.cuda.is_available():
         from compile_h200 import ONE_BILLION, memory_table
 
-        return {"model": "16 layers, 1B weights", "rows": memory_table(ONE_BILLION, "cuda", LENGTHS)}
+        with torch.inference_mode():
+            return {"model": "16 layers, 1B weights", "rows": memory_table(ONE_BILLION, "cuda", LENGTHS)}
     from prefill_memory import in_its_own_process
 
     rows: list[dict[str, Any]] = []
@@ -67,12 +70,50 @@ def short_calls() -> dict[str, Any]:
     return {"tokens": 47} | {f"{name}_s": statistics.median(times) for name, times in seconds.items()}
 
 
+def step_parts_on_cuda() -> dict[str, Any]:
+    """What can be told without an engine; the recordings say the rest."""
+    return {"chunk": 512} | chunk_costs(512)
+
+
+def chunk_costs(chunk: int) -> dict[str, float]:
+    """Milliseconds to take a chunk's blocks from the pool, and to write its keys and values."""
+    pool = BlockPool(4096)
+    allocating = []
+    for _ in range(100):
+        started = time.perf_counter()
+        pool.allocate(chunk // 16)
+        allocating.append(time.perf_counter() - started)
+    return {
+        "allocation_ms": 1e3 * statistics.median(allocating),
+        "kv_write_ms": 1e3 * statistics.median(_kv_write_seconds(chunk)),
+    }
+
+
+def _kv_write_seconds(chunk: int) -> list[float]:
+    """Copies into a cache, all layers: of the default model's shape on a CPU, of an 8B Llama's on a GPU."""
+    is_cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if is_cuda else ("cpu", torch.float32)
+    layers, heads, width = (32, 8, 128) if is_cuda else (30, 3, 64)
+    cache = torch.zeros(layers, 2, heads, 12 * chunk, width, device=device, dtype=dtype)
+    keys_and_values = torch.randn(layers, 2, heads, chunk, width, device=device, dtype=dtype)
+    times = []
+    for start in range(0, 12 * chunk, chunk):
+        started = time.perf_counter()
+        for layer in range(layers):
+            cache[layer, :, :, start : start + chunk] = keys_and_values[layer]
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return times
+
+
 def vllm_defaults() -> dict[str, Any] | None:
-    """What the vLLM in .venv-vllm does by default; None if there is none."""
+    """What the vLLM in .venv-vllm, or else in this environment, does by default; None if there is none."""
     python = _BENCHMARKS.parent / ".venv-vllm" / "bin" / "python"
-    if not python.exists():
+    if not python.exists() and find_spec("vllm") is None:
         return None
-    done = subprocess.run([str(python), "-c", _DEFAULTS], capture_output=True, text=True, check=True)
+    command = [str(python) if python.exists() else sys.executable, "-c", _DEFAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
 

@@ -19,9 +19,10 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
 
+from outcomes import Outcome, outcome_of
 from random_loads import random_load
 from recorded_device import RECORDINGS, RecordedDevice
-from virtual_host import Outcome, VirtualHost, outcome_of
+from virtual_host import VirtualHost
 
 from evenflow.core.roofline import ModelWork, known_device, roofline
 from evenflow.core.step_costs import StepCosts

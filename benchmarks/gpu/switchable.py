@@ -1,18 +1,16 @@
 """A scheduler for benchmarks: vLLM's own with a budget, or steered to a target, switched between runs by a file.
 
-All runs then share one engine and differ in nothing else. The file holds `fixed:N` or `target:MSms`.
+All runs then share one engine and differ in nothing else. The file holds `fixed:N` or a mode with a target.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-from mode_file import MODE_VARIABLE
+from mode_file import ModeFile, with_target
 
-from evenflow.core.policies import PolicySpec
 from evenflow.vllm import plugin
+from evenflow.vllm.steering import VllmSteering
 
 
 class Switchable:
@@ -30,21 +28,20 @@ def _switchable(steered: type[Any]) -> type[Any]:
     class Switching(steered):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.mode_path = Path(os.environ[MODE_VARIABLE])
-            self.mode_read_at = 0
+            self.mode_file = ModeFile()
             self.is_plain = False
+            self.num_in_flight = 0  # steps; those of aborted requests too
             self.vllm_budget: int = self.max_num_scheduled_tokens
 
         def read_mode(self) -> None:
-            written_at = self.mode_path.stat().st_mtime_ns
-            if written_at == self.mode_read_at or self.requests:
+            if self.requests or self.num_in_flight or (mode := self.mode_file.read_if_changed()) is None:
                 return
-            self.mode_read_at = written_at
-            mode = self.mode_path.read_text()
             self.is_plain = mode.startswith("fixed:")
             self.max_num_scheduled_tokens = int(mode.removeprefix("fixed:")) if self.is_plain else self.vllm_budget
             if not self.is_plain:
-                self.steering.core.set_policy(PolicySpec.parse(mode))
+                config = self.vllm_config.additional_config
+                self.steering = with_target(self.steering, mode, config, lambda made: VllmSteering(self, made))
+            self.mode_file.confirm()
 
         def add_request(self, request: Any) -> None:
             self.read_mode()
@@ -54,9 +51,11 @@ def _switchable(steered: type[Any]) -> type[Any]:
                 super().add_request(request)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.num_in_flight += 1
             return plain.schedule(self, *args, **kwargs) if self.is_plain else super().schedule(*args, **kwargs)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            self.num_in_flight -= 1
             if self.is_plain:
                 return plain.update_from_output(self, scheduler_output, model_runner_output)
             return super().update_from_output(scheduler_output, model_runner_output)

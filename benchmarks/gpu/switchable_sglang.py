@@ -1,18 +1,16 @@
 """An SGLang plug-in for benchmarks: SGLang's own scheduler, or steered to a target, switched between runs by a file.
 
 All runs then share one engine and differ in nothing else. The file holds `default`, `fixed:N` (decodes mixed into
-chunks of N), `unmixed:N` or `target:MSms`.
+chunks of N), `unmixed:N` or a mode with a target.
 """
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mode_file import MODE_VARIABLE
-
-from evenflow.core.policies import PolicySpec
+from mode_file import ModeFile, with_target
 
 ENTRY_POINT = "[sglang.srt.plugins]\nevenflow_bench = switchable_sglang:load\n"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -38,7 +36,7 @@ def load() -> None:
 
 
 def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.bench_switch = Switch(scheduler, Path(os.environ[MODE_VARIABLE]))
+    scheduler.bench_switch = Switch(scheduler)
 
 
 def _before_add(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,25 +46,30 @@ def _before_add(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 class Switch:
     """Of one scheduler, between its runs."""
 
-    def __init__(self, scheduler: Any, mode_path: Path) -> None:
-        self._scheduler, self._mode_path = scheduler, mode_path
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._mode_file = ModeFile()
         self._steering = scheduler.evenflow
         self._own = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
-        self._read_at = 0
 
     def read_mode(self) -> None:
-        """Steps in flight belong to the mode that scheduled them: switch only when there are none."""
-        written_at = self._mode_path.stat().st_mtime_ns
-        if written_at == self._read_at or not self._scheduler.is_fully_idle():
+        if not self._scheduler.is_fully_idle() or (mode := self._mode_file.read_if_changed()) is None:
             return
-        self._read_at = written_at
-        self.apply(self._mode_path.read_text())
+        self.apply(mode)
+        self._mode_file.confirm()
 
     def apply(self, mode: str) -> None:
         scheduler, (kind, _, size) = self._scheduler, mode.partition(":")
-        scheduler.evenflow = self._steering if kind == "target" else None
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = self._own
-        if kind == "target":
-            self._steering.core.set_policy(PolicySpec.parse(mode))
+        scheduler.evenflow = None
+        if kind.endswith("target"):
+            make = partial(self._make, scheduler)
+            scheduler.evenflow = self._steering = with_target(self._steering, mode, None, make)
         elif kind != "default":
             scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = int(size), kind == "fixed"
+
+    @staticmethod
+    def _make(scheduler: Any, settings: Any) -> Any:
+        from evenflow.sglang.steering import make_steering
+
+        return make_steering(scheduler, settings)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from statistics import fmean
 
+from outcomes import Stream
 from random_loads import Client, Load
 from recorded_device import RecordedDevice, StepWork
 
@@ -34,26 +33,6 @@ _MAX_RUNNING = 256
 # Host seconds around a launch, medians of the recordings.
 _SCHEDULE_S = 0.0004
 _OUTPUT_S = 0.0006  # from the end on the device to the host's hands
-
-
-@dataclass(slots=True)
-class Stream:
-    """One request, and when its tokens came out."""
-
-    id: str
-    client: Client
-    turn: int
-    due: float  # when the client sends it
-    is_long: bool
-    num_prompt_tokens: int
-    max_tokens: int
-    num_computed: int = 0
-    num_sampled: int = 0  # scheduled, in flight or out
-    token_times: list[float] = field(default_factory=list)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed < self.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -227,39 +206,3 @@ class VirtualHost:
             tokens = {stream.id: [0] for stream in flying.samples}
             still_open = {stream.id: stream for stream in (*self._running, *self._waiting)}
             self.steering.emitted(step, tokens, still_open, HostLoad(len(self._running), len(self._waiting), 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the clients of one run saw."""
-
-    gaps: list[float]  # between the tokens of every stream, ascending
-    long_ttft: list[float]  # of prompts sent outside chats, ascending; one cut off counts until the end
-    chat_ttft: list[float]
-    mean_error: float
-
-    def gap(self, quantile: float) -> float:
-        return _quantile(self.gaps, quantile)
-
-    @property
-    def mean_ttft(self) -> float:
-        return fmean((*self.long_ttft, *self.chat_ttft))
-
-    def ttft(self, quantile: float = 0.5) -> float:
-        return _quantile(self.long_ttft, quantile)
-
-
-def outcome_of(streams: Iterable[Stream], errors: Sequence[float], now: float) -> Outcome:
-    """`errors`: of the predictions of mixed steps, relative. A prompt without an answer has waited until `now`."""
-    gaps: list[float] = []
-    ttft: dict[bool, list[float]] = {True: [], False: []}
-    for stream in streams:
-        times = stream.token_times
-        gaps.extend(after - before for before, after in pairwise(times))
-        ttft[stream.is_long].append((times[0] if times else now) - stream.due)
-    mean_error = fmean(map(abs, errors)) if errors else math.nan
-    return Outcome(sorted(gaps), sorted(ttft[True]), sorted(ttft[False]), mean_error)
-
-
-def _quantile(ordered: list[float], quantile: float) -> float:
-    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] if ordered else math.nan

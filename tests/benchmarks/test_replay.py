@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from outcomes import Outcome, outcome_of
 from random_loads import Client, Load, Turn, random_load
 from recorded_device import RecordedDevice, StepWork
 from replay_loads import prior, run
 from step_recording import Chunk, RecordedLoad, Recording, Step
-from virtual_host import Outcome, VirtualHost, outcome_of
+from virtual_host import VirtualHost
 
 RECORDING = "h200_vllm026_graphs2048"
 

@@ -1,7 +1,7 @@
-"""SGLang on one GPU under the stall load: its default, fixed chunks with and without mixing, and latency targets.
+"""SGLang on one GPU under several loads: its default, fixed chunks with and without mixing, and latency targets.
 
-All on one engine in one process, as `vllm_stall_gpu.py` does with vLLM. Then greedy answers under the target are
-compared with SGLang's own; a fixed chunk shows how many differ by rounding alone. Needs SGLang with CUDA.
+All on one engine in one process, as `vllm_loads.py` does with vLLM. First, greedy answers under the target are compared
+with SGLang's own; a fixed chunk shows how many differ by rounding alone. Needs SGLang with CUDA.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import sys
 import tempfile
 import time
@@ -19,20 +20,28 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from host_bench import (  # noqa: E402
+    HostBench,
+    RunFigures,
+    environment,
+    make_parser,
+    planned_runs,
+    table,
+    write_model,
+)
 from mode_file import MODE_VARIABLE  # noqa: E402
-from stall_bench import StallBench, environment, make_parser, report, write_model  # noqa: E402
+from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
 from switchable_sglang import write_entry_point  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
 
 PLAIN = "default"
-MODES = "target:50ms,default,fixed:1024,target:25ms,unmixed:1024,fixed:512,target:50ms,unmixed:512,target:25ms"
+RUNS = ("32k,65k=new+target:50ms,new+target:25ms,default,fixed:512,fixed:1024,unmixed:512,unmixed:1024",)
 ANSWER_TOKENS = 32
-# More than a run takes. SGLang reserves memory for all of them where the end of text is ignored.
-CHAT_TOKENS = 6000
+_PROMPTS_TO_COMPARE = (*[1024] * 8, *[2000] * 8)
 
 
-class Bench(StallBench):
+class Bench(HostBench):
     """SGLang's engine, with the plug-in of `switchable_sglang`."""
 
     async def generate(self, ask: Ask, answer: Answer) -> None:
@@ -56,8 +65,10 @@ class Bench(StallBench):
         """How many greedy answers of each mode equal those of the first, of prompts sent one by one."""
         answers: dict[str, list[Any]] = {}
         for mode in modes:
-            self._switch(mode)
-            for prompt in (*self.load.chat_prompts[:8], *(long[:2000] for long in self.load.long_prompts)):
+            await self.switch(mode)
+            drawn = random.Random(0)
+            for length in _PROMPTS_TO_COMPARE:
+                prompt = drawn.choices(range(100, self._vocab_size - 100), k=length)
                 output = await self._send(Ask(prompt, ANSWER_TOKENS))
                 answers.setdefault(mode, []).append(output["output_ids"])
         expected = answers[modes[0]]
@@ -66,10 +77,10 @@ class Bench(StallBench):
         return same
 
 
-async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
     import sglang
 
-    load = write_model(folder, args, CHAT_TOKENS)
+    config = write_model(folder, options.tiny)
     mode_path = Path(os.environ[MODE_VARIABLE])
     mode_path.write_text(PLAIN)
     started = time.perf_counter()
@@ -78,9 +89,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.85,
         "max_running_requests": 256,
-        "context_length": 49152,
+        "context_length": MAX_MODEL_LEN,
     }
-    if args.tiny:
+    if options.tiny:
         settings = {"attention_backend": "torch_native", "device": "cpu", "chunked_prefill_size": 1024}
         settings |= {"max_total_tokens": 40_000, "max_running_requests": 8}
     engine = sglang.Engine(
@@ -93,21 +104,23 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         **settings,
     )
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
-    bench, modes = Bench(engine, load, mode_path), args.modes.split(",")
-    target = next((mode for mode in modes if mode.startswith("target:")), "target:50ms")
-    same = await bench.compare_answers((PLAIN, target, "fixed:512"))
-    return await bench.measure(modes, (modes[0], PLAIN), args.tiny) | {"equal_answers": same}
+    bench = Bench(engine, mode_path, config["vocab_size"])
+    if options.compare:
+        await bench.compare_answers((PLAIN, "target:50ms", "fixed:512"))
+    return await bench.measure(planned_runs(options.runs, options.tiny), options.steps)
 
 
 def main() -> None:
-    args = make_parser(__doc__, MODES).parse_args()
+    parser = make_parser(__doc__, RUNS)
+    parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave out the answers")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_entry_point(folder / "packages")
         sys.path.insert(0, str(folder / "packages"))  # SGLang's processes get this one's search path
         os.environ |= environment(folder, HERE) | {"SGLANG_PLUGINS": "evenflow_bench"}
-        figures = asyncio.run(measure(args, folder))
-    report(figures, args.json)
+        figures = asyncio.run(measure(options, folder))
+    print(table(figures))
 
 
 if __name__ == "__main__":
