@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
+from recorded_device import WAVES
 from replay_loads import prior
 from step_recording import RecordedLoad, Step, read_recording
 
@@ -111,13 +112,14 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "no cost of context": without_figure(5),
     "no cost of calls": without_figure(6),
     "no cost of launches": without_figure(7),
+    "no cost of waves": without_figure(8),
 }
 
 
 def evaluate(job: tuple[str, str]) -> str:
     name, variant = job
     recording = read_recording(RECORDINGS / name)
-    caps = ExecutorCaps(row_buckets=tuple(sorted(recording.header["capture_sizes"])))
+    caps = ExecutorCaps(row_buckets=tuple(sorted(recording.header["capture_sizes"])), attention_waves=WAVES)
     known = None if variant == "no prior" else prior()
     cells = []
     with VARIANTS[variant]():  # type: ignore[attr-defined]

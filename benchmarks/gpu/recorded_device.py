@@ -18,12 +18,16 @@ from statistics import median
 from step_recording import Recording, Step, read_recording
 
 from evenflow.core.least_squares import fit_nonnegative
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.roofline import DEVICES, attention_waves
 
 RECORDINGS = Path(__file__).parent / "recordings"
 _KNEES = (32, 64, 128, 256, 512, 1024)  # row counts from which a row may cost more
 _FEWEST_NEIGHBOURS = 4
 _WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
 _MAX_FITTED = 6000
+WAVES = attention_waves(32, 8, DEVICES["H200"])  # of Llama 3.1 8B
+_CAPS = ExecutorCaps(attention_waves=WAVES)
 
 # Positions that a chunk starts at and its length.
 Chunk = tuple[int, int]
@@ -101,6 +105,7 @@ class RecordedDevice:
             float(rows > self.graph_sizes[-1]),
             *(float(max(0, rows - knee)) for knee in _KNEES),
             float(_attention(work.chunks)),
+            float(_CAPS.step_shape(chunks=work.chunks).wave_attention),
             float(sum(start + length for start, length in work.chunks)),
             float(len(work.chunks)),
             float(work.num_decodes),

@@ -21,7 +21,7 @@ from statistics import fmean, median
 
 from outcomes import Outcome, outcome_of
 from random_loads import random_load
-from recorded_device import RECORDINGS, RecordedDevice
+from recorded_device import RECORDINGS, WAVES, RecordedDevice
 from virtual_host import VirtualHost
 
 from evenflow.core.roofline import ModelWork, known_device, roofline
@@ -70,7 +70,7 @@ def device(recording: str) -> RecordedDevice:
 def prior() -> StepCosts:
     known = known_device("NVIDIA H200")
     assert known is not None
-    return roofline(_MODEL, known)
+    return roofline(_MODEL, known, WAVES)
 
 
 def run(recording: str, seed: int, policy: str) -> Outcome:

@@ -28,6 +28,7 @@ def _switchable(steered: type[Any]) -> type[Any]:
     class Switching(steered):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self.steering: VllmSteering
             self.mode_file = ModeFile()
             self.is_plain = False
             self.num_in_flight = 0  # steps; those of aborted requests too

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from outcomes import Stream
 from random_loads import Client, Load
-from recorded_device import RecordedDevice, StepWork
+from recorded_device import WAVES, RecordedDevice, StepWork
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
@@ -77,7 +77,9 @@ class VirtualHost:
         if spec.target is None:
             self._budget = spec.max_step_tokens or _BUDGET
         else:
-            caps = ExecutorCaps(max_prefill_sequences=_MAX_PREFILLS, row_buckets=device.graph_sizes)
+            caps = ExecutorCaps(
+                max_prefill_sequences=_MAX_PREFILLS, row_buckets=device.graph_sizes, attention_waves=WAVES
+            )
             host = Host(caps, _BUDGET, _MAX_RUNNING, step_times, logging.getLogger("replay"), prior)
             self.steering = VirtualSteering(host, Settings(spec, None, None))
         for client in (*load.chats, *load.long_prompts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenflow.core.plan import ExecutorCaps
-from evenflow.core.roofline import DEVICES, ModelWork, known_device, roofline
+from evenflow.core.roofline import DEVICES, ModelWork, attention_waves, known_device, roofline
 from evenflow.core.step_costs import figures_of
 
 LLAMA_8B = ModelWork(
@@ -60,3 +60,40 @@ def test_a_row_beyond_the_knee_takes_as_long_as_measured() -> None:
 def test_a_long_prefill_takes_about_as_long_as_measured() -> None:
     seconds = H200.seconds(figures_of(CAPS.prefill_shape(0, 32_768)))
     assert 1.19 / 1.3 < seconds < 1.19 * 1.3
+
+
+@pytest.mark.parametrize(
+    ("rows", "padded"),
+    [
+        (1, 32),
+        (32, 32),
+        (100, 128),
+        (130, 170),
+        (192, 256),
+        (256, 256),
+        (257, 512),
+        (512, 512),
+        (513, 1024),
+    ],
+)
+def test_attention_takes_whole_waves_of_tiles(rows: int, padded: int) -> None:
+    """On an H200, 32 heads that share 8 of keys and values: 16 tiles of 32 rows at a time."""
+    waves = attention_waves(32, 8, DEVICES["H200"])
+    assert waves is not None
+    assert waves.padded_rows(rows) == padded
+    shape = ExecutorCaps(attention_waves=waves).step_shape(chunks=[(1000, rows)])
+    assert shape.wave_attention == padded * (2 * 1000 + rows + 1) // 2
+    assert shape.prefill_attention == rows * (2 * 1000 + rows + 1) // 2
+
+
+def test_waves_are_known_of_hopper_gpus_alone() -> None:
+    assert attention_waves(32, 8, DEVICES["A100"]) is None
+    assert attention_waves(160, 160, DEVICES["H200"]) is None
+    assert CAPS.step_shape(chunks=[(0, 100)]).wave_attention == 0
+
+
+def test_the_prior_prices_attention_once() -> None:
+    waves = attention_waves(32, 8, DEVICES["H200"])
+    in_waves = roofline(LLAMA_8B, DEVICES["H200"], waves)
+    assert (in_waves.attention, in_waves.wave_attention) == (0.0, H200.attention)
+    assert H200.wave_attention == 0.0

@@ -453,7 +453,7 @@ def test_an_empty_record_leaves_the_prior() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 7 but expected 5"):
+    with pytest.raises(InvalidInput, match="version 7 but expected 6"):
         StepTimeModel.from_record({"version": 7})
 
 

@@ -26,6 +26,21 @@ class ChunkReason(StrEnum):
     WARM_UP = "warm_up"  # twice the largest step seen so far: beyond it, step times are guesses
 
 
+class AttentionWaves(NamedTuple):
+    """How an attention kernel fills a GPU: a chunk's rows in tiles, and a number of tiles at a time."""
+
+    tile_rows: int
+    num_tiles: int  # at a time
+
+    def padded_rows(self, rows: int) -> int:
+        """The rows of whole waves that take as long. Tiles that fill a part of one are split along the context."""
+        tiles = -(-rows // self.tile_rows)
+        wave_rows = self.tile_rows * self.num_tiles
+        if tiles >= self.num_tiles:
+            return wave_rows * -(-tiles // self.num_tiles)
+        return wave_rows // (self.num_tiles // tiles)
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorCaps:
     """An executor's limits and preferences."""
@@ -34,6 +49,7 @@ class ExecutorCaps:
     max_prefill_sequences: int = 16  # chunks in one step
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
+    attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
@@ -47,11 +63,13 @@ class ExecutorCaps:
         prefill_logit_rows: int = 0,
     ) -> StepShape:
         """The figures of such a step on this executor. A decode with speculative tokens counts once for each."""
-        num_chunks = prefill_rows = attention = 0
+        num_chunks = prefill_rows = attention = wave_attention = 0
         for start, length in chunks:
             num_chunks += 1
             prefill_rows += length
             attention += length * (2 * start + length + 1) // 2
+            if self.attention_waves is not None:
+                wave_attention += self.attention_waves.padded_rows(length) * (2 * start + length + 1) // 2
         rows = num_decodes + prefill_rows
         return StepShape(
             total_rows=rows,
@@ -63,6 +81,7 @@ class ExecutorCaps:
             attention_calls=num_chunks + (1 if num_decodes else 0),
             logit_rows=num_decodes + prefill_logit_rows,
             is_launched=bool(self.row_buckets) and rows > self.row_buckets[-1],
+            wave_attention=wave_attention,
         )
 
     def prefill_shape(self, start: int, length: int) -> StepShape:
@@ -146,6 +165,7 @@ class StepShape:
     attention_calls: int
     logit_rows: int
     is_launched: bool = False  # op by op, at a cost to the host: it has more rows than any captured graph
+    wave_attention: int = 0  # `prefill_attention`, each chunk padded to whole waves
 
 
 @dataclass(frozen=True, slots=True)

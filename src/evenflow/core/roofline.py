@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenflow.core.plan import AttentionWaves
 from evenflow.core.step_costs import StepCosts
 
 # What large matrix products and plain reads reach of the figures that a vendor states: on an H200 787 of 989 TFLOP/s,
@@ -16,6 +17,7 @@ _ARITHMETIC_EFFICIENCY = 0.8
 _MEMORY_EFFICIENCY = 0.86
 # Host seconds to launch one layer op by op: some 20 kernels, and the Python around them.
 _LAYER_LAUNCH_S = 0.0008
+_TILE_ROWS = 128  # of FlashAttention 3, over all heads that share keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Device:
 
     bytes_per_second: float
     flops_per_second: float  # 16-bit, dense
+    num_processors: int | None = None  # where attention was seen to run in waves on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,11 @@ class ModelWork:
 # By a part of the name that the driver gives; the first match counts. From the vendors' data sheets.
 DEVICES = {
     "B200": Device(8.0e12, 2250e12),
-    "GH200": Device(4.0e12, 989e12),
-    "H200": Device(4.8e12, 989e12),
-    "H100 PCIe": Device(2.0e12, 756e12),
-    "H100 NVL": Device(3.9e12, 835e12),
-    "H100": Device(3.35e12, 989e12),
+    "GH200": Device(4.0e12, 989e12, 132),
+    "H200": Device(4.8e12, 989e12, 132),
+    "H100 PCIe": Device(2.0e12, 756e12, 114),
+    "H100 NVL": Device(3.9e12, 835e12, 132),
+    "H100": Device(3.35e12, 989e12, 132),
     "H20": Device(4.0e12, 148e12),
     "A100-PCIE-40GB": Device(1.555e12, 312e12),
     "A100-SXM4-40GB": Device(1.555e12, 312e12),
@@ -67,16 +70,26 @@ def known_device(name: str) -> Device | None:
     return next((device for part, device in DEVICES.items() if part in name), None)
 
 
-def roofline(model: ModelWork, device: Device) -> StepCosts:
+def attention_waves(num_heads: int, num_kv_heads: int, device: Device) -> AttentionWaves | None:
+    """Of FlashAttention 3 on Hopper GPUs. A tile has the rows of all heads that share keys and values."""
+    if device.num_processors is None or num_kv_heads > device.num_processors:
+        return None
+    tile_rows = max(1, _TILE_ROWS * num_kv_heads // num_heads)
+    return AttentionWaves(tile_rows, device.num_processors // num_kv_heads)
+
+
+def roofline(model: ModelWork, device: Device, waves: AttentionWaves | None = None) -> StepCosts:
     arithmetic = _ARITHMETIC_EFFICIENCY * device.flops_per_second
     memory = _MEMORY_EFFICIENCY * device.bytes_per_second
     seconds_of_weights = model.weight_bytes / memory
     seconds_of_row = 2 * model.num_weights / arithmetic
+    seconds_of_position = 4 * model.num_layers * model.attention_width / arithmetic
     return StepCosts(
         knee=round(seconds_of_weights / seconds_of_row),
         step=seconds_of_weights,
         row=seconds_of_row,
-        attention=4 * model.num_layers * model.attention_width / arithmetic,
+        attention=0.0 if waves else seconds_of_position,
+        wave_attention=seconds_of_position if waves else 0.0,
         context=model.cache_bytes / memory,
         launch=_LAYER_LAUNCH_S * model.num_layers,
     )

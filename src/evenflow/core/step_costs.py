@@ -35,6 +35,7 @@ def figures_of(shape: StepShape) -> Figures:
         shape.decode_context,
         shape.attention_calls,
         int(shape.is_launched),
+        shape.wave_attention,
     )
 
 
@@ -49,13 +50,15 @@ class StepCosts(NamedTuple):
     context: float = 0.0
     call: float = 0.0
     launch: float = 0.0
+    wave_attention: float = 0.0
     knee: int = 0
 
     def seconds(self, figures: Figures) -> float:
         """Written out for speed: planning a step takes dozens."""
-        a, b, c, d, e, f, g, h, knee = self
-        step, prefill, rows, attention, logits, context, calls, launched = figures
+        a, b, c, d, e, f, g, h, i, knee = self
+        step, prefill, rows, attention, logits, context, calls, launched, waves = figures
         linear = a * step + b * prefill + d * attention + e * logits + f * context + g * calls + h * launched
+        linear += i * waves
         return linear + c * (rows - knee) if rows > knee else linear
 
 

@@ -17,7 +17,7 @@ from evenflow.core.plan import StepShape
 from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_costs
 from evenflow.errors import InvalidInput
 
-_VERSION = 5
+_VERSION = 6
 
 _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
@@ -32,7 +32,7 @@ _MIN_MIXED_STEPS = 12  # to be calibrated
 
 def _kind(sample: Sample) -> tuple[int, ...]:
     """Samples of one kind agree within a factor of 2 in rows and of 4 in attention."""
-    steps, _, rows, attention, logits, context, _, launched = map(sum, zip(*sample.steps, strict=True))
+    steps, _, rows, attention, logits, context, _, launched, _ = map(sum, zip(*sample.steps, strict=True))
     bits = rows.bit_length(), attention.bit_length() // 2, logits.bit_length(), context.bit_length() // 2
     return steps, *bits, launched
 

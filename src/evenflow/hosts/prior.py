@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from evenflow.core.roofline import ModelWork, known_device, roofline
+from evenflow.core.plan import AttentionWaves
+from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
 
 _FIELDS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def prior_of(text_config: Any, device_name: str, num_ranks: int, weight_bytes: float) -> StepCosts | None:
-    """The roofline of one tensor-parallel rank; None if the device is unknown, or the model is not a dense decoder.
+class Prior(NamedTuple):
+    """What is known of steps before any has run."""
 
-    `weight_bytes` is the size of one weight.
+    costs: StepCosts | None = None
+    waves: AttentionWaves | None = None
+
+
+def prior_of(
+    text_config: Any, device_name: str, num_ranks: int, weight_bytes: float, *, has_waves: bool = True
+) -> Prior:
+    """The roofline of one tensor-parallel rank; nothing if the device is unknown, or the model is not a dense decoder.
+
+    `weight_bytes` is the size of one weight. `has_waves`: attention may be FlashAttention 3.
     """
     device = known_device(device_name)
     if device is None or any(getattr(text_config, name, None) for name in _FIELDS_OF_EXPERTS):
-        return None
+        return Prior()
     try:
         hidden, num_heads = text_config.hidden_size, text_config.num_attention_heads
         num_layers, intermediate = text_config.num_hidden_layers, text_config.intermediate_size
         num_rows = text_config.vocab_size
     except AttributeError:
-        return None
+        return Prior()
     head_size = getattr(text_config, "head_dim", None) or hidden // num_heads
     num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
     width, kv_width = num_heads * head_size, 2 * num_kv_heads * head_size
@@ -35,4 +45,6 @@ def prior_of(text_config: Any, device_name: str, num_ranks: int, weight_bytes: f
         attention_width=width // num_ranks,
         cache_bytes=2.0 * num_layers * kv_width / num_ranks,  # 16 bits each
     )
-    return roofline(work, device)
+    ranks_kv_heads = max(1, num_kv_heads // num_ranks)
+    waves = attention_waves(num_heads // num_ranks, ranks_kv_heads, device) if has_waves else None
+    return Prior(roofline(work, device, waves), waves)

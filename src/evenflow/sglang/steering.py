@@ -22,9 +22,8 @@ from sglang.srt.utils import broadcast_pyobj
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
-from evenflow.core.step_costs import StepCosts
 from evenflow.hosts.in_flight import InFlightStep
-from evenflow.hosts.prior import prior_of
+from evenflow.hosts.prior import Prior, prior_of
 from evenflow.hosts.settings import Settings, own_target
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.sglang.plugin import logger
@@ -133,16 +132,18 @@ class _Leader(SglangSteering):
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         super().__init__(scheduler)
+        prior = _prior(scheduler)
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
                 row_buckets=_graph_sizes(scheduler.server_args),
+                attention_waves=prior.waves,
             ),
             budget=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
             max_num_seqs=scheduler.max_running_requests,
             step_times_path=step_times_path("sglang", *_step_time_key(scheduler)),
             logger=logger,
-            prior=_prior(scheduler),
+            prior=prior.costs,
             own_policy=_own_policy(scheduler),
         )
         self.core = Steering(host, settings)
@@ -386,11 +387,12 @@ def _graph_sizes(args: Any) -> tuple[int, ...]:
     return tuple(sorted({size for phase in phases if phase.backend != _GRAPHS_OFF for size in phase.bs or ()}))
 
 
-def _prior(scheduler: Any) -> StepCosts | None:
+def _prior(scheduler: Any) -> Prior:
     if not torch.cuda.is_available():
-        return None
-    model = scheduler.model_config
-    return prior_of(model.hf_text_config, torch.cuda.get_device_name(), scheduler.ps.tp_size, model.dtype.itemsize)
+        return Prior()
+    model, device = scheduler.model_config, torch.cuda.get_device_name()
+    has_waves = scheduler.server_args.attention_backend == "fa3"  # FlashInfer shares out the work by itself
+    return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, has_waves=has_waves)
 
 
 def _step_time_key(scheduler: Any) -> tuple[str, ...]:
