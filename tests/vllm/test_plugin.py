@@ -360,3 +360,33 @@ def plugin_status() -> Any:
     from vllm.v1.request import RequestStatus
 
     return RequestStatus.FINISHED_ABORTED
+
+
+def test_a_long_prompt_takes_no_tokens_meant_for_others() -> None:
+    """More short prompts wait before the long one than a step considers. Their tokens cost less than the long one's."""
+    driver, chats = warmed_up()
+    driver.add(make_request(60_000, 1))
+    driver.run(num_steps=40)  # from here on a token of it takes long
+    driver.times.clear()
+    short = [make_request(1_000, 2) for _ in range(40)]
+    driver.add(*short)
+    while not all(request.request_id in driver.times for request in short):
+        driver.step()
+    gaps = driver.gaps(*chats)
+    assert max(gaps) <= 1.1 * TARGET
+
+
+def test_a_waiting_prompt_that_vllm_does_not_start_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, _ = warmed_up()
+    scheduler = driver.scheduler
+    driver.add(long := make_request(20_000, 1))
+    driver.run(num_steps=3)
+    manager = scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def refuse_new(request: Any, *args: Any, **kwargs: Any) -> Any:
+        return allocate(request, *args, **kwargs) if request is long or request.num_output_tokens else None
+
+    monkeypatch.setattr(manager, "allocate_slots", refuse_new)
+    driver.add(make_request(100, 1))
+    run_until_answered(driver, long)

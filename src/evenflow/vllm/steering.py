@@ -45,27 +45,28 @@ class VllmSteering:
         self._budget: int = scheduler.max_num_scheduled_tokens
         model = scheduler.vllm_config.model_config
         is_chunked = scheduler.scheduler_config.enable_chunked_prefill
-        caps = ExecutorCaps(
-            max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
-            row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
-        )
+        num_ranks = scheduler.parallel_config.tensor_parallel_size
+        device = current_platform.get_device_name()
+        prior = prior_of(model.hf_text_config, device, num_ranks, model.dtype.itemsize)
         host = Host(
-            caps=caps,
+            caps=ExecutorCaps(
+                max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
+                row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
+                attention_waves=prior.waves,
+            ),
             budget=self._budget,
             max_num_seqs=scheduler.max_num_running_reqs,
             step_times_path=_step_times_path(scheduler.vllm_config),
             logger=logger,
-            prior=prior_of(
-                model.hf_text_config,
-                current_platform.get_device_name(),
-                scheduler.parallel_config.tensor_parallel_size,
-                model.dtype.itemsize,
-            ),
+            prior=prior.costs,
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
             own_policy=PolicySpec("fixed", self._budget) if is_chunked else PolicySpec("unchunked"),
         )
         self.core = Steering(host, settings)
         self._next = InFlightStep()  # the one being scheduled
+        self._held: list[tuple[Any, int]] = []  # requests left out of it, and the step from which vLLM would run them
+        self._awaited: set[str] = set()  # waiting requests that these make way for
+        self._is_blocked = False  # vLLM did not start any of them: the next step is for those that run
         self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
         obstacle = None if self._can_chunk else "vLLM does not chunk this model's prompts"
         self.core.log_start(f"vLLM {vllm.__version__}", obstacle)
@@ -121,6 +122,9 @@ class VllmSteering:
         finally:
             scheduler.max_num_scheduled_tokens = self._budget
             scheduler.policy, config.long_prefill_token_threshold = before
+            for request, eligible_step in self._held:
+                request.next_decode_eligible_step = eligible_step
+            self._held = []
 
     def _steer(self, now: float, decodes: Sequence[Any]) -> None:
         scheduler = self._scheduler
@@ -135,10 +139,9 @@ class VllmSteering:
             free_tokens=self._num_free_blocks * scheduler.block_size,
             long_prefill_token_threshold=scheduler.scheduler_config.long_prefill_token_threshold,
         )
-        num_tokens = sum(quota.tokens for quota in quotas)
+        num_tokens = self._make_way(prefilling, prefills, quotas)
         if prefills:
             scheduler.max_num_scheduled_tokens = min(self._budget, num_decode_rows + self._aligned(num_tokens))
-            self._make_way(prefills, quotas, num_tokens)
         if self._may_preempt(num_tokens):
             # vLLM would preempt the last of its list, which now is a prefill, however old, that would never finish. By
             # this policy it preempts the request that arrived last.
@@ -160,24 +163,38 @@ class VllmSteering:
         """Prompts to continue and to start, in serving order, up to what a step takes."""
         found = [_Prefill(_candidate(request, request.num_computed_tokens), request, True) for request in prefilling]
         limit = min(_MAX_PREFILL_SEQUENCES, self._scheduler.max_num_running_reqs - len(self._scheduler.running))
-        for request in islice(self._waiting(), max(0, limit)):
+        for request in () if self._is_blocked else islice(self._waiting(), max(0, limit)):
             start = request.num_computed_tokens or self._num_cached(request)
             found.append(_Prefill(_candidate(request, start), request, False))
         if self._is_first_come_first_served:
             found.sort(key=lambda prefill: self._rank(prefill.request) if self._fits(prefill) else math.inf)
         return found[:_MAX_PREFILL_SEQUENCES]
 
-    def _make_way(self, prefills: Sequence[_Prefill], quotas: Sequence[Quota], num_tokens: int) -> None:
-        """vLLM serves running requests before waiting ones: if a waiting one ranks first, leave room for it."""
-        order = [(prefills[quota.candidate].is_running, quota.tokens) for quota in quotas]
-        order += [(prefill.is_running, 0) for prefill in prefills[len(quotas) :]]
-        if (False, True) not in pairwise(is_running for is_running, _ in order):
-            return
-        first_waiting = next(i for i, (is_running, _) in enumerate(order) if not is_running)
-        allowed = max(tokens for is_running, tokens in order[first_waiting:] if is_running)
+    def _make_way(self, prefilling: Sequence[Any], prefills: Sequence[_Prefill], quotas: Sequence[Quota]) -> int:
+        """vLLM serves running requests before waiting ones: hold back those that would take more than their quota.
+
+        Returns the tokens of the others.
+        """
+        allowed = {prefills[quota.candidate].request.request_id: quota.tokens for quota in quotas}
+        running = {request.request_id for request in prefilling}
+        if allowed.keys() <= running:
+            return sum(allowed.values())
         config, least = self._scheduler.scheduler_config, 1 + self._scheduler.num_spec_tokens
-        most = config.long_prefill_token_threshold or num_tokens
-        config.long_prefill_token_threshold = min(most, max(allowed, num_tokens // 2, least))
+        most = max(least, *allowed.values())
+        config.long_prefill_token_threshold = min(config.long_prefill_token_threshold or most, most)
+        for request in prefilling:
+            wanted = min(config.long_prefill_token_threshold, request.num_tokens - request.num_computed_tokens)
+            if allowed.get(request.request_id, 0) < wanted:
+                allowed.pop(request.request_id, None)
+                self._hold(request)
+        if self._held:
+            self._awaited = {request_id for request_id in allowed if request_id not in running}
+        return sum(allowed.values())
+
+    def _hold(self, request: Any) -> None:
+        """Have vLLM leave a running request out of the next step."""
+        self._held.append((request, request.next_decode_eligible_step))
+        request.next_decode_eligible_step = self._scheduler.current_step + 2
 
     def _waiting(self) -> Iterator[Any]:
         """All waiting requests, blocked ones too: vLLM looks at those only in steps that have tokens to give."""
@@ -229,6 +246,8 @@ class VllmSteering:
     def scheduled(self, output: Any) -> None:
         """vLLM scheduled this."""
         step, requests = self._next, self._scheduler.requests
+        self._is_blocked = bool(self._awaited) and self._awaited.isdisjoint(output.num_scheduled_tokens)
+        self._awaited = set()
         step.key = output
         num_rows = context = num_ended = 0
         for request_id, length in output.num_scheduled_tokens.items():
