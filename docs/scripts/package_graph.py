@@ -1,4 +1,4 @@
-"""Draws a graph written for mermaid (`graph TD`, lines `a --> b`) as SVG, so that readers of the site load no script."""
+"""Draws a graph written for mermaid (`graph TD`, lines `a --> b`) as SVG: readers of the site then load no script."""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
 """Draws the pictures of docs/chunked_prefill.md: `make pictures`, or `python docs/scripts/pictures.py FOLDER`.
 
-The steps are those of evenflow's scheduler, on an executor without a model, in virtual time: a step takes 15 ms, 1 ms for
-each token of prefill or decode, and a little for each position that they attend to.
+The steps are those of evenflow's scheduler, on an executor without a model, in virtual time: a step takes 15 ms, 1 ms
+for each token of prefill or decode, and a little for each position that they attend to.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import pyplot
 
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
@@ -23,10 +25,6 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
 from evenflow.executors.fake import FakeExecutor
 from evenflow.minimal import chunked_attention_mask
-
-matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "evenflow", "svg.fonttype": "none", "font.size": 10})
-from matplotlib import pyplot
 
 DECODE, CHUNK, LATE = "#9aa5b1", "#009485", "#d64545"
 CHUNK_COLOURS = ("#009485", "#e08e2b", "#6a5acd")
@@ -97,7 +95,7 @@ def _draw_run(axis: Any, policy: str, reports: Sequence[StepReport]) -> None:
             axis.barh(0, seconds, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.8)
             start += seconds
     tokens = [report.at - began for report in reports if "chat" in report.ids]
-    gap, at = max((later - earlier, later) for earlier, later in zip(tokens, tokens[1:], strict=False))
+    gap, at = max((later - earlier, later) for earlier, later in pairwise(tokens))
     axis.plot(tokens, [0.85] * len(tokens), "|", color="black", markersize=9)
     axis.annotate("", (at - gap, 1.25), (at, 1.25), arrowprops={"arrowstyle": "<->", "color": LATE})
     axis.text(at, 1.4, f"longest wait for a token: {gap:.2f} s ", color=LATE, ha="right" if gap > 1 else "left")
@@ -143,7 +141,7 @@ def draw_attention(folder: Path) -> None:
         _draw_mask(axes[number], own, f"chunk {number + 1}")
     _draw_mask(axes[count], whole, "together")
     axes[0].set_ylabel("computed token")
-    figure.supxlabel("token that it attends to", fontsize=10, y=-0.02)
+    figure.supxlabel("token that it attends to", fontsize=10, y=0.06)
     _save(figure, folder / "chunk_attention.svg")
 
 
@@ -162,6 +160,9 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def main(folder: Path = IMAGES) -> None:
+    matplotlib.use("svg")
+    # The same ids in each run, and text that stays text.
+    matplotlib.rcParams.update({"svg.hashsalt": "evenflow", "svg.fonttype": "none", "font.size": 10})
     draw_steps(folder)
     draw_chunk_sizes(folder)
     draw_attention(folder)

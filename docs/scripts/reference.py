@@ -18,6 +18,9 @@ from typer.main import get_command
 
 from evenflow.cli.main import app
 
+_LINE = 78
+_LONG_DEFAULT = 40  # characters; such a default is an object with many fields
+
 
 def commands() -> str:
     """Every command with its arguments and options, as its --help has them."""
@@ -32,7 +35,7 @@ def _command_lines(command: Any, name: str, parent: Any) -> Iterator[str]:
     records = [record for parameter in command.get_params(context) if (record := parameter.get_help_record(context))]
     yield "| argument or option | meaning |\n|---|---|"
     for names, meaning in records:
-        yield f"| `{_cell(names)}` | {_cell(meaning.replace('<', '&lt;'))} |"
+        yield f"| `{names}` | {_cell(meaning.replace('<', '&lt;'))} |"
     for subcommand in getattr(command, "commands", {}).values():
         yield from _command_lines(subcommand, subcommand.name, context)
 
@@ -44,7 +47,7 @@ def fields(name: str) -> str:
     comments = _field_comments(cls)
     for field in dataclasses.fields(cls):
         default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        lines.append(f"| `{field.name}` | `{_cell(str(field.type))}` | {default} | {_cell(comments[field.name])} |")
+        lines.append(f"| `{field.name}` | `{field.type}` | {default} | {_cell(comments[field.name])} |")
     return "\n".join(lines)
 
 
@@ -81,16 +84,27 @@ def _find(name: str) -> Any:
 def _signature(thing: Any, name: str) -> str:
     if dataclasses.is_dataclass(thing):
         return ""
-    parameters = inspect.signature(thing).parameters.values()
-    shown = [parameter for parameter in parameters if parameter.name not in ("self", "cls")]
-    text = str(inspect.Signature(shown)).replace("'", "") if shown else "()"
-    if len(name + text) > 100:
-        kinds = [parameter.kind for parameter in shown]
-        texts = [str(parameter) for parameter in shown]
-        if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-        text = "(\n" + "".join(f"    {line},\n" for line in texts).replace("'", "") + ")"
-    return f"```py\n{name}{text}\n```\n"
+    shown = [parameter for parameter in inspect.signature(thing).parameters.values() if parameter.name != "self"]
+    texts = [_parameter(parameter) for parameter in shown]
+    kinds = [parameter.kind for parameter in shown]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    text = ", ".join(texts)
+    if len(name + text) > _LINE:
+        text = "\n" + "".join(f"    {line},\n" for line in texts)
+    return f"```py\n{name}({text})\n```\n"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
+    hint = parameter.annotation  # a text, or a class where the module does not postpone its annotations
+    text = f"{stars}{parameter.name}"
+    if hint is not inspect.Parameter.empty:
+        text += f": {hint if isinstance(hint, str) else inspect.formatannotation(hint)}"
+    if parameter.default is inspect.Parameter.empty:
+        return text
+    default = repr(parameter.default)
+    return f"{text} = {default if len(default) < _LONG_DEFAULT else '...'}"
 
 
 def _docstring(thing: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"<!-- generated: (\w+)((?: [\w.]+)*) -->")
 _OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 _MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
-_MAKERS = {"commands": reference.commands, "fields": reference.fields, "api": reference.api}
+_MAKERS: dict[str, Callable[..., str]] = {
+    "commands": reference.commands,
+    "fields": reference.fields,
+    "api": reference.api,
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -50,7 +55,8 @@ def on_post_build(config: Any) -> None:
 
 
 def _generate(found: re.Match[str]) -> str:
-    return "\n\n".join(_MAKERS[found[1]](*([name] if name else [])) for name in found[2].split() or [""])
+    make, names = _MAKERS[found[1]], found[2].split()
+    return "\n\n".join(make(name) for name in names) if names else make()
 
 
 def _copy_of(name: str) -> str:

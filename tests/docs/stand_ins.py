@@ -38,18 +38,20 @@ SHORTER = {
     "ab": "--requests 2 --pairs 2 --max-tokens 4 --rate 50",
     "eval": "-n 2",
     "bench stall": "--repeat 1 --chats 2 --chat-tokens 8 --long-prompts 1 --long-tokens 300 --threads 1",
-    "bench agents": "--repeat 1 --misses 1 --agents 1 --scale 0.01 --think 10ms --miss-pause 10ms --requests 2 --speed 1000",
-    "bench mixed": "--repeat 1 --threads 1",
+    "bench agents": "--repeat 1 --misses 1 --agents 1 --scale 0.01 --think 10ms --miss-pause 10ms --requests 2",
 }
 
 # Commands, by how they begin, that are not run, and why.
 NOT_RUN = {
+    "make install": "sets up the environment that the tests run in",
+    "source .venv/bin/activate": "the tests run in an environment already",
     "make test": "is what runs this",
     "pip install": "fetches packages",
     "python -m vllm.": "needs vLLM; tests/vllm parses it with vLLM's own parser",
     "evenflow serve --engine vllm": "needs vLLM; tests/vllm parses it with vLLM's own parser, and serves so",
     "evenflow serve --engine sglang": "needs SGLang",
     "EVENFLOW_TBT_TARGET=50ms python -m sglang.": "needs SGLang",
+    "EVENFLOW_TBT_TARGET=50ms python -m vllm.": "needs vLLM; tests/vllm parses it with vLLM's own parser",
     "evenflow ab http://127.0.0.1:8001 http://127.0.0.1:8002": "needs vLLM on both sides",
     "lm_eval": "`make test-clients CLIENTS=lm-eval` runs it",
     "python benchmarks/": "is a benchmark",
@@ -59,9 +61,12 @@ NOT_RUN = {
 SLOW = {
     "docs/ab.md": "two servers",
     "docs/agents.md": "two servers",
+    "docs/choose_target.md": "a server and two benchmarks",
     "docs/compile.md": "compiles a model",
     "docs/eval.md": "three evaluations and a server",
     "docs/metrics.md": "a server",
+    "docs/operations.md": "a server",
+    "docs/quickstart.md": "two servers",
     "docs/server.md": "two servers",
     "docs/structured_output.md": "a server",
 }

@@ -1,8 +1,8 @@
 """Every command and snippet of README.md, CONTRIBUTING.md and docs/*.md runs as it stands.
 
-Convention: a fenced block has a language. `python` blocks run in order, in one namespace for a page. In `console` blocks
-each line that begins with `$` is a command and the others are output. `json` and `yaml` are read. `stand_ins.py` says
-what stands for models, ports and files, and which commands are not run, and why.
+Convention: a fenced block has a language. `python` blocks run in order, in one namespace for a page. In `console`
+blocks each line that begins with `$` is a command and the others are output. `json` and `yaml` are read. `stand_ins.py`
+says what stands for models, ports and files, and which commands are not run, and why.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, parse, words
+from tests.docs.pages import PAGES, ROOT, blocks, commands, evenflow_arguments, inline_commands, parse, words
 from tests.docs.running import PageRun, typed
 from tests.docs.stand_ins import (
     LANGUAGES_NOT_RUN,
     NOT_RUN,
+    SHORTER,
     SLOW,
     TEXTS,
     make_default_model,
@@ -26,14 +27,18 @@ from tests.docs.stand_ins import (
     why_not_run,
 )
 
-CONSOLE = [(page, command) for page in PAGES for block in blocks(page) for command in commands(block) if block.language == "console"]
+CONSOLE = [
+    (page, command)
+    for page in PAGES
+    for block in blocks(page)
+    for command in commands(block)
+    if block.language == "console"
+]
 RUNNABLE = [page for page in PAGES if any(block.language not in LANGUAGES_NOT_RUN for block in blocks(page))]
 
 
 @pytest.fixture
-def page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[PageRun]:
+def page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[PageRun]:
     make_default_model(tmp_path / "cache")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -45,7 +50,9 @@ def page_run(
         yield PageRun(folder, capsys, stack)
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in RUNNABLE])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in RUNNABLE]
+)
 def test_a_page_runs(page: str, page_run: PageRun) -> None:
     page_run.run(page)
 
@@ -75,6 +82,11 @@ def test_nothing_is_declared_in_vain() -> None:
     used = {why_not_run(command) for _, command in CONSOLE}
     assert NOT_RUN.keys() - used == set()
     assert SLOW.keys() - set(RUNNABLE) == set()
+    run = [" ".join(evenflow_arguments(command) or ()) for _, command in CONSOLE]
+    assert [start for start in SHORTER if not any(command.startswith(start) for command in run)] == ["demo"]  # by make
     whole = "\n".join(PAGES.values())
     assert [text for text in TEXTS if text not in whole] == []
-    assert LANGUAGES_NOT_RUN.keys() == {block.language for page in PAGES for block in blocks(page)} & LANGUAGES_NOT_RUN.keys()
+    assert (
+        LANGUAGES_NOT_RUN.keys()
+        == {block.language for page in PAGES for block in blocks(page)} & LANGUAGES_NOT_RUN.keys()
+    )
