@@ -75,7 +75,7 @@ SLOW = {
 LANGUAGES_NOT_RUN = {
     "text": "output, or a drawing",
     "mermaid": "tests/test_packages.py compares it with the code",
-    "javascript": "`make test-clients CLIENTS=openai-node` runs the same calls with OpenAI's package",
+    "javascript": "`make test-clients CLIENTS=openai-node` runs it, with OpenAI's package",
 }
 
 

@@ -78,12 +78,19 @@ def test_make_has_the_targets(page: str) -> None:
         assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), target
 
 
+def test_pages_with_javascript_are_run_by_its_client() -> None:
+    client = (ROOT / "tests/clients/openai_node.mjs").read_text(encoding="utf-8")
+    pages = [page for page in PAGES if any(block.language == "javascript" for block in blocks(page))]
+    assert pages
+    assert [page for page in pages if f'"{page}"' not in client] == []
+
+
 def test_nothing_is_declared_in_vain() -> None:
     used = {why_not_run(command) for _, command in CONSOLE}
     assert NOT_RUN.keys() - used == set()
     assert SLOW.keys() - set(RUNNABLE) == set()
     run = [" ".join(evenflow_arguments(command) or ()) for _, command in CONSOLE]
-    assert [start for start in SHORTER if not any(command.startswith(start) for command in run)] == ["demo"]  # by make
+    assert [start for start in SHORTER if not any(command.startswith(start) for command in run)] == []
     whole = "\n".join(PAGES.values())
     assert [text for text in TEXTS if text not in whole] == []
     assert (
