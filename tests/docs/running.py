@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -163,8 +162,3 @@ def _recipe(target: str) -> str:
     found = re.search(rf"^{target}:.*\n\t\$\(BIN\)/(evenflow .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found, f"make {target} is no command of evenflow: say in NOT_RUN why it is not run"
     return re.sub(r"\$\(\w+\)", "", found[1])
-
-
-def typed(text: str) -> io.StringIO:
-    """Standard input of commands that read from a terminal."""
-    return io.StringIO(text)

@@ -7,6 +7,7 @@ says what stands for models, ports and files, and which commands are not run, an
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, blocks, commands, evenflow_arguments, inline_commands, parse, words
-from tests.docs.running import PageRun, typed
+from tests.docs.running import PageRun
 from tests.docs.stand_ins import (
     LANGUAGES_NOT_RUN,
     NOT_RUN,
@@ -45,7 +46,7 @@ def page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     make_files(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sys.stdin", typed("Hello\n/exit\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/exit\n"))
     with ExitStack() as stack:
         yield PageRun(folder, capsys, stack)
 

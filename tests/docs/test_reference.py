@@ -50,6 +50,16 @@ def test_methods_with_their_signatures(reference: object) -> None:
     assert 'LLM("default", policy="fixed:256")\n' in text.partition("```py")[2]
 
 
+def test_a_graph_has_every_arrow_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import package_graph
+
+    drawn = package_graph.svg("graph TD\n  a --> b\n  b --> c\n  a --> c\n")
+    assert drawn.count("marker-end") == 3
+    places = {name: float(y) for y, name in re.findall(r'y="(\d+)" text-anchor[^>]*>(\w)<', drawn)}
+    assert places["a"] < places["b"] < places["c"]  # arrows point down
+
+
 def test_names_to_generate_exist(reference: object) -> None:
     for page in PAGES.values():
         for kind, names in re.findall(r"<!-- generated: (\w+)((?: [\w.]+)*) -->", page):
