@@ -7,8 +7,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG := $(VLLM_VENV)/sglang
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format bench claims clean
+.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format docs pictures bench claims clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -73,6 +74,17 @@ format: $(STAMP)  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(DOCS_STAMP)  ## Build the documentation into site/; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open site/index.html."
+
+$(DOCS_STAMP): $(STAMP) .ci/docs-requirements.txt
+	$(BIN)/python -m pip install --quiet -r .ci/docs-requirements.txt
+	@touch $@
+
+pictures: $(STAMP)  ## Draw the pictures of docs/chunked_prefill.md
+	$(BIN)/python docs/scripts/pictures.py
+
 bench: $(STAMP)  ## What planning costs, and raw speed beside other engines
 	$(BIN)/python benchmarks/scheduler_cost.py
 	$(BIN)/python benchmarks/cpu_peers.py
@@ -81,4 +93,4 @@ claims: $(STAMP)  ## Write docs/claims.md from the recorded runs; benchmarks/cla
 	$(BIN)/python benchmarks/claims/write_page.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ from tests.shared_data import shared_path
 
 __all__ = [
     "ARCHITECTURES",
+    "CHAT_TEMPLATE",
     "VARIED_TEXTS",
     "byte_level_tokenizer",
     "default_model_path",
@@ -56,7 +57,7 @@ VARIED_TEXTS = (
 )
 
 _SPECIAL_TOKENS = ("<unk>", "<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -93,7 +94,7 @@ def byte_level_tokenizer(
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json, with a chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": _CHAT_TEMPLATE}
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

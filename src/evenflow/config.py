@@ -20,16 +20,16 @@ class EngineConfig:
     tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
     max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
-    max_num_seqs: int = 256
+    max_num_seqs: int = 256  # most requests that run at a time
     max_model_len: int | None = None  # None: the model's context
     gpu_memory_utilization: float = 0.9  # of the available memory; on a CPU see `kv_cache_memory`
     kv_cache_memory: int | None = None  # bytes; None on a CPU: what utilization leaves, at most 4 GiB
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
-    weights: Literal["float32", "int4"] = "float32"
+    weights: Literal["float32", "int4"] = "float32"  # float32 is exact, int4 is fast
     threads: int | None = None  # None: torch's choice
-    max_steps_in_flight: int = 1
-    block_size: int = 16
+    max_steps_in_flight: int = 1  # planned before the first of them has ended
+    block_size: int = 16  # tokens of a KV block
     seed: int | None = None  # for requests without one; None: drawn anew for each
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 // The official JavaScript client of OpenAI's API.
 import assert from "node:assert/strict";
+import { readFile, writeFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -70,6 +71,20 @@ const checks = {
     const names = [];
     for await (const card of client.models.list()) names.push(card.id);
     assert.ok(names.includes(model));
+  },
+  async "the documentation's snippets run"() {
+    let number = 0;
+    for (const page of ["README.md", "docs/server.md"]) {
+      const text = await readFile(new URL(`../../${page}`, import.meta.url), "utf-8");
+      for (const [, code] of text.matchAll(/```javascript\n(.*?)```/gs)) {
+        // Beside the packages, so that it finds them.
+        const file = join(process.env.EVENFLOW_PACKAGES, `snippet-${number++}.mjs`);
+        const here = code.replaceAll("http://127.0.0.1:8000", process.env.EVENFLOW_ADDRESS);
+        await writeFile(file, here.replaceAll('"default"', JSON.stringify(model)));
+        await import(pathToFileURL(file));
+      }
+    }
+    assert.ok(number >= 2);
   },
 };
 

@@ -84,3 +84,16 @@ class ObservedEngine(SteppedEngine):
         if not name.startswith("process_"):
             labels = {"model_name": "a-model", "engine": "0", **labels}
         return self.observer.collectors.get_sample_value(name, labels)
+
+
+def samples() -> dict[str, set[str]]:
+    """The name of every sample that a server shows after a request and a refusal, with its labels."""
+    observed = ObservedEngine("target:40")
+    observed.add("one", 30, tenant="someone")
+    observed.run()
+    observed.observer.on_request_rejected("queue_full")
+    return {
+        sample.name: set(sample.labels)
+        for family in observed.observer.collectors.collect()
+        for sample in family.samples
+    }

@@ -7,26 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.server.stepping import ObservedEngine
+from tests.server.stepping import samples
 
 DASHBOARD = Path(__file__).parents[3] / "dashboards" / "grafana.json"
 
 
 def panels() -> list[dict[str, Any]]:
     return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
-
-
-def samples() -> dict[str, set[str]]:
-    """The name of every sample that a server shows after a request and a refusal, with its labels."""
-    observed = ObservedEngine("target:40")
-    observed.add("one", 30, tenant="someone")
-    observed.run()
-    observed.observer.on_request_rejected("queue_full")
-    return {
-        sample.name: set(sample.labels)
-        for family in observed.observer.collectors.collect()
-        for sample in family.samples
-    }
 
 
 def test_every_query_is_answered() -> None:
