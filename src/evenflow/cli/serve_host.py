@@ -62,13 +62,13 @@ def make_launch(
     kind.check_flags(flags)
     refuse_repeated(flags, own_flags, kind.aliases)
     python = kind.package.find_python(getattr(options, f"{options.engine}_python"))
-    loaded, name = _model_for_host(model.model)
+    loaded, names = _model_for_host(model.model)
     return kind(
         python=python,
         model=loaded,
         policy=policy,
         why_no_target=obstacle,
-        model_names=options.served_model_name or name,
+        model_names=options.served_model_name or names,
         flags=[*(kind.target_flags(python, flags) if has_target else ()), *own_flags, *flags],
         warm_up=options.warm_up,
     )
