@@ -37,6 +37,7 @@ _EXTRAS = {
     "otel": "traces",
 }
 _LEAST_MEMORY = 2 * GIB  # for the default model in float32, with room for its KV cache
+_NOT_INSTALLED = "not installed"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -55,7 +56,7 @@ def run_checks() -> list[Check]:
     extras = _missing_by_extra()
     hosts = [_check_vllm(), _check_sglang()]
     checks = [Check("evenflow", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")]
-    checks += _check_extras(extras, has_host=any(check.state == "ok" for check in hosts))
+    checks += _check_extras(extras, has_host=any(check.found != _NOT_INSTALLED for check in hosts))
     checks += [_check_cores(), _check_memory(), _check_cache()]
     if not extras.get("engine"):
         checks += _check_own_engine()
@@ -209,7 +210,7 @@ def _host_version(host: HostPackage) -> str | Check:
         return Check(host.name, "problem", str(error), f"correct {host.python_variable} or unset it")
     if version is None:
         advice = f"only --engine {host.engine} needs it: {host.install}, or name its Python in {host.python_variable}"
-        return Check(host.name, "note", "not installed", advice)
+        return Check(host.name, "note", _NOT_INSTALLED, advice)
     return version
 
 
