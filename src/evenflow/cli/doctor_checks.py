@@ -106,6 +106,9 @@ def _check_extras(missing: dict[str, list[str]], has_host: bool) -> Iterator[Che
             yield Check(f"extra {name}", "ok", found)
         elif name == "engine" and not has_host:
             yield Check(f"extra {name}", "problem", f"lacks {lacks}; no vLLM or SGLang either", install)
+        elif name == "engine":
+            advice = "for evenflow's own engine. Install it in another environment: it may change vLLM's packages"
+            yield Check(f"extra {name}", "note", f"lacks {lacks}", advice)
         else:
             yield Check(f"extra {name}", "note", f"lacks {lacks}", install)
 
