@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import typer
 import yaml
 
 from evenflow import __version__
 from evenflow.duration import parse_duration
-from evenflow.server import serving as server_serving
-from tests.cli.running import parse_arguments, serving
+from evenflow.server import serving
+from tests.cli.running import parse_arguments
+from tests.server.serving import scripted_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -35,7 +35,7 @@ MANIFESTS = {
 }
 POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
-GRACE_S = server_serving._GRACE_S  # after the drain
+GRACE_S = serving._GRACE_S  # after the drain
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -207,15 +207,17 @@ def probed_paths() -> Iterator[str]:
         yield from re.findall(r"http://127\.0\.0\.1:8000(/\w+)", last(path, "HEALTHCHECK"))
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         yield CONTAINER[name]["httpGet"]["path"]
-    yield MANIFESTS["Deployment"]["spec"]["template"]["metadata"]["annotations"]["prometheus.io/path"]
 
 
 def test_a_server_answers_the_probes() -> None:
     paths = list(probed_paths())
-    assert len(paths) == 6
-    with serving("--policy", "fixed:64") as (_, url):
-        for path in set(paths):
-            assert httpx.get(url + path).status_code == 200
+    assert len(paths) == 5
+    annotations = MANIFESTS["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+    with scripted_server(settings={"api_keys": ["change-me"]}) as server:
+        assert {server.get(path).status_code for path in paths} == {200}  # probes send no key
+        metrics = annotations["prometheus.io/path"]
+        assert server.get(metrics).status_code == 401  # as docs/deploy.md says
+        assert server.get(metrics, headers={"Authorization": "Bearer change-me"}).status_code == 200
 
 
 def test_a_wrong_option_would_be_seen() -> None:
