@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from evenflow.cli.serve_host import make_launch
 from evenflow.engine.llm import LLM
 from evenflow.hosts.launch import HostPackage
 from evenflow.native.build import library
-from tests.cli.running import Finished, run_cli
+from tests.cli.running import Finished, command_line, run_cli
 from tests.gguf_files import write_gguf
 from tests.model.hub_server import COMMIT, HubServer, hub_server
 from tests.models import byte_level_tokenizer, reference_model, tiny_llama
@@ -155,6 +156,8 @@ def test_a_token_opens_private_models(
         ("us/None", "us/None: no such model at http://127.0.0.1"),
         ("us/Tiny@v2", "us/Tiny@v2: no revision 'v2' at"),
         ("not a name!", "no model at not a name!: give a name on a model hub (ORG/NAME), a URL, a folder or a file"),
+        ("./mistyped.gguf", "no model at ./mistyped.gguf"),
+        ("us/mistyped.gguf", "no model at us/mistyped.gguf"),
         ("https://example.org/model.zip", "expected the address of a .gguf or .safetensors file"),
         ("https://example.org/a/model-00001-of-00002.safetensors", "expected a whole model.safetensors"),
     ],
@@ -252,6 +255,17 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def test_a_cache_that_cannot_be_written(
+    hub: HubServer, capsys: CAPSYS, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file" / "hf"))
+    hub.files["/files/tiny.gguf"] = gguf.read_bytes()
+    for source in (gguf, "us/Tiny", f"{hub.address}/files/tiny.gguf"):
+        assert "cannot be written" in failed(run_cli(capsys, "pull", source), 1)
+
+
 def test_names_that_cannot_be_used(capsys: CAPSYS, gguf: Path) -> None:
     for name in ("default", "a/b", "../x", "."):
         assert f"Got the name {name!r}" in failed(run_cli(capsys, "pull", gguf, "--name", name), 2)
@@ -308,3 +322,12 @@ def test_a_host_engine_gets_the_path_and_the_name(capsys: CAPSYS, gguf: Path, mo
     assert named.model_names == ("mine",)
     on_hub = make_launch(options, ModelOptions(model="us/Tiny"), scheduling, [])
     assert (on_hub.model, on_hub.model_names) == ("us/Tiny", ())
+
+
+def test_two_processes_pull_one_address(hub: HubServer, capsys: CAPSYS, gguf: Path) -> None:
+    hub.files["/files/tiny.gguf"] = gguf.read_bytes()
+    line = command_line(["pull", f"{hub.address}/files/tiny.gguf"])
+    processes = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate()[0][:18] for process in processes] == [b"tiny: GGUF F32, ll"] * 2
+    assert len(hub.fetched("tiny.gguf")) == 1
+    assert list(listed(capsys)) == ["tiny"]

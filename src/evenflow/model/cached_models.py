@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from evenflow.errors import ModelNotFound
+from evenflow.errors import InvalidInput, ModelNotFound
 from evenflow.host import cache_folder
 from evenflow.model.default_model import SMOLLM2_135M
 from evenflow.model.hub_cache import CachedRepository, cached_repositories, parse_hub_name
@@ -59,6 +59,13 @@ def note_use(name: str) -> None:
 
 def remove_model(model: CachedModel) -> None:
     """Delete the model's files; of a link, only the link. What other models share stays."""
+    try:
+        _delete(model)
+    except OSError as error:
+        raise InvalidInput(f"{model.name} cannot be removed: {error.filename}: {error.strerror}") from error
+
+
+def _delete(model: CachedModel) -> None:
     _stamp(model.name).unlink(missing_ok=True)
     if (name := parse_hub_name(model.name)) is not None and model.source == "hub":
         CachedRepository(name.repository).remove(name)

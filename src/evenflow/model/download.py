@@ -105,7 +105,7 @@ class Downloader:
         partial = target.with_name(target.name + _PARTIAL_SUFFIX)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(partial) as file:
+            with locked(partial) as file:
                 if not target.is_file():  # else another process has fetched it while this one waited for the lock
                     transfer = _Transfer(self._http, self._refused, remote, file, show)
                     self._persist(remote.url, transfer.num_bytes, transfer.attempt)
@@ -222,7 +222,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
+def locked(path: Path) -> Iterator[IO[bytes]]:
     """The file, open for appending, while no other process has it so."""
     while True:
         with path.open("ab") as file:

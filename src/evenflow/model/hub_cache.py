@@ -34,7 +34,9 @@ class HubName:
 def parse_hub_name(text: str) -> HubName | None:
     """None if no model on a hub can have this name."""
     match = _HUB_NAME.fullmatch(text)
-    return HubName(match[1], match[2], match[3]) if match else None
+    if match is None or ".." in re.split("[/:@]", text):
+        return None
+    return HubName(match[1], match[2], match[3])
 
 
 def huggingface_home() -> Path:
@@ -57,16 +59,13 @@ def match_file(wanted: str, names: list[str]) -> list[str]:
 class CachedRepository:
     """One repository's folder in the cache. It need not exist."""
 
-    def __init__(self, name: str, cache: Path | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.folder = (cache or hub_cache()) / (_REPOSITORY_PREFIX + name.replace("/", "--"))
+        self.folder = hub_cache() / (_REPOSITORY_PREFIX + name.replace("/", "--"))
 
     @property
     def blobs(self) -> Path:
         return self.folder / "blobs"
-
-    def snapshot(self, commit: str) -> Path:
-        return self.folder / "snapshots" / commit
 
     def find(self, name: HubName) -> Path | None:
         """The folder or GGUF file that this name means; None if it is not here."""
@@ -96,9 +95,9 @@ class CachedRepository:
                     seen.add(name)
                     yield name, snapshot / (name.file or "")
 
-    def link(self, commit: str, revision: str, blobs: dict[str, Path]) -> Path:
-        """A snapshot of these files by name. Made when all of them are whole, so that it is never half there."""
-        snapshot = self.snapshot(commit)
+    def link(self, commit: str, revision: str, blobs: dict[str, Path]) -> None:
+        """Make a snapshot of these files by name, when all of them are whole, so that it is never half there."""
+        snapshot = self.folder / "snapshots" / commit
         for name, blob in blobs.items():
             path = snapshot / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +107,6 @@ class CachedRepository:
             ref = self.folder / "refs" / revision
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(commit)
-        return snapshot
 
     def remove(self, name: HubName) -> None:
         """Delete a model of `models()` from every snapshot, with the blobs that nothing else is a link to."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urljoin, urlsplit
 
-from evenflow.errors import InvalidInput, ModelError, ModelNotFound
+from evenflow.errors import EndpointFailed, InvalidInput, ModelError, ModelNotFound
+from evenflow.host import cache_folder
 from evenflow.model.cached_models import CachedModel
 from evenflow.model.default_model import default_model_path
-from evenflow.model.download import Checksum, Downloader, Remote, http_client
+from evenflow.model.download import Checksum, Downloader, Remote, http_client, locked
 from evenflow.model.hub import name_in_url, pull_from_hub
 from evenflow.model.hub_cache import parse_hub_name
 from evenflow.model.inspection import inspect_model
@@ -29,7 +31,13 @@ _OPTIONAL_FILES = (
 
 def pull(source: str, *, name: str | None = None, sha256: str | None = None, progress: bool) -> CachedModel:
     """Fetch, check and name a model. Its name is the one that `--model` takes."""
-    pulled = _pull(source, name, sha256, progress)
+    try:
+        pulled = _pull(source, name, sha256, progress)
+    except OSError as error:
+        raise EndpointFailed(
+            f"{error.filename or cache_folder()} cannot be written ({error.strerror}); set EVENFLOW_CACHE and HF_HOME to "
+            "folders that can be"
+        ) from error
     if pulled == "default":
         return CachedModel(pulled, default_model_path(), "default")
     found = find_cached(pulled)
@@ -40,20 +48,20 @@ def pull(source: str, *, name: str | None = None, sha256: str | None = None, pro
 def _pull(source: str, name: str | None, sha256: str | None, progress: bool) -> str:
     """The name under which it is found."""
     is_url = source.startswith(("http://", "https://"))
-    if is_url and (hub_name := name_in_url(source)) is None:
+    hub_name = name_in_url(source) if is_url else parse_hub_name(source)
+    if is_url and hub_name is None:
         return _pull_url(source, name, sha256, progress)
     if sha256 is not None:
         raise InvalidInput("Got --sha256 but only a URL outside the model hub takes one: the hub has checksums.")
-    if not is_url:
-        if source != "default" and Path(source).expanduser().exists():
-            return name_path(Path(source), name)
-        hub_name = None if source == "default" else parse_hub_name(source)
+    if source != "default" and not is_url and Path(source).expanduser().exists():
+        return name_path(Path(source), name)
     if name is not None:
         raise InvalidInput(f"Got --name {name} but {source} has a name: only URLs, folders and files get another.")
     if source == "default":
         default_model_path(progress=progress)
         return source
-    if hub_name is None or source.endswith(SAFETENSORS):
+    is_path = hub_name is not None and hub_name.file is None and source.endswith((GGUF, SAFETENSORS))
+    if hub_name is None or is_path:
         raise ModelNotFound(f"no model at {source}: give a name on a model hub (ORG/NAME), a URL, a folder or a file")
     return str(pull_from_hub(hub_name, progress=progress))
 
@@ -67,25 +75,34 @@ def _pull_url(url: str, name: str | None, sha256: str | None, progress: bool) ->
     is_file = path.suffix == GGUF
     name = (name or (path.stem if is_file else path.parent.name)).removesuffix(GGUF)
     target = new_path(name, GGUF if is_file else "")
-    scratch = models_folder() / f".{name}.incomplete"
-    source = models_folder() / ".sources" / name
-    if (taken := named_models().get(name)) is not None:
-        if source.is_file() and source.read_text() == url:
-            return name
-        raise name_taken(name, taken)
-    checksum = Checksum("sha256", sha256.lower()) if sha256 else None
-    with http_client() as http, progress_bar(name, None, shown=progress) as show:
-        downloader = Downloader(http)
-        if not is_file:
-            for required in _REQUIRED_FILES:
-                downloader.fetch(Remote(urljoin(url, required)), scratch / required)
-            for optional in _OPTIONAL_FILES:
-                _fetch_if_there(downloader, urljoin(url, optional), scratch / optional)
-        weights = downloader.fetch(Remote(url, checksum=checksum), scratch / path.name, show)
-    _place(weights if is_file else scratch, target, scratch)
-    source.parent.mkdir(exist_ok=True)
-    source.write_text(url)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = models_folder() / f".{name}.lock"
+    with locked(lock):  # another process may be fetching it
+        source = models_folder() / ".sources" / name
+        digest = hashlib.sha256(url.encode()).hexdigest()  # an address may hold a password
+        if (taken := named_models().get(name)) is None:
+            checksum = Checksum("sha256", sha256) if sha256 else None
+            _fetch_url(Remote(url, checksum=checksum), path.name, target, progress)
+            source.parent.mkdir(exist_ok=True)
+            source.write_text(digest)
+        elif not source.is_file() or source.read_text() != digest:
+            raise name_taken(name, taken)
+        lock.unlink()
     return name
+
+
+def _fetch_url(weights: Remote, file_name: str, target: Path, progress: bool) -> None:
+    scratch = target.with_name(f".{target.name}.incomplete")
+    is_folder = file_name.endswith(SAFETENSORS)
+    with http_client() as http, progress_bar(target.name, None, shown=progress) as show:
+        downloader = Downloader(http)
+        if is_folder:
+            for required in _REQUIRED_FILES:
+                downloader.fetch(Remote(urljoin(weights.url, required)), scratch / required)
+            for optional in _OPTIONAL_FILES:
+                _fetch_if_there(downloader, urljoin(weights.url, optional), scratch / optional)
+        fetched = downloader.fetch(weights, scratch / file_name, show)
+    _place(scratch if is_folder else fetched, target, scratch)
 
 
 def _fetch_if_there(downloader: Downloader, url: str, target: Path) -> None:
