@@ -35,8 +35,8 @@ def pull(source: str, *, name: str | None = None, sha256: str | None = None, pro
         pulled = _pull(source, name, sha256, progress)
     except OSError as error:
         raise EndpointFailed(
-            f"{error.filename or cache_folder()} cannot be written ({error.strerror}); set EVENFLOW_CACHE and HF_HOME to "
-            "folders that can be"
+            f"{error.filename or cache_folder()} cannot be written ({error.strerror}); set EVENFLOW_CACHE and HF_HOME "
+            "to folders that can be"
         ) from error
     if pulled == "default":
         return CachedModel(pulled, default_model_path(), "default")
