@@ -12,6 +12,7 @@ import torch
 
 from evenflow import __version__
 from evenflow.cli import doctor_checks
+from evenflow.executors import torch_executor
 from tests.cli.running import Finished, run_cli, run_process
 
 CAPSYS = pytest.CaptureFixture[str]
@@ -101,6 +102,11 @@ def test_another_python_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_threads_that_do_not_match_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str((os.cpu_count() or 1) + 1))
     assert checks(run_cli(capsys, "doctor", "--json", "-"))["cores"]["state"] == "note"
+
+
+def test_threads_in_a_container(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS) -> None:
+    monkeypatch.setattr(torch_executor, "num_cpus", lambda: 1)
+    assert checks(run_cli(capsys, "doctor", "--json", "-"))["threads"]["found"].startswith("1 for a step")
 
 
 def test_little_memory_and_an_idle_gpu(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -322,6 +323,22 @@ def test_a_host_engine_gets_the_path_and_the_name(capsys: CAPSYS, gguf: Path, mo
     assert named.model_names == ("mine",)
     on_hub = make_launch(options, ModelOptions(model="us/Tiny"), scheduling, [])
     assert (on_hub.model, on_hub.model_names) == ("us/Tiny", ())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_removing_asks_at_a_terminal(capsys: CAPSYS, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cli(capsys, "pull", gguf, "--name", "mine")
+    run_cli(capsys, "pull", "us/Tiny")
+    monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
+    finished = run_cli(capsys, "models", "rm", "mine", "us/Tiny")
+    assert finished.code == 0
+    assert "Remove mine (the name)?" in finished.err
+    assert "in Hugging Face's cache, which other programs use too)?" in finished.err
+    assert list(listed(capsys)) == ["mine"]
 
 
 def test_two_processes_pull_one_address(hub: HubServer, capsys: CAPSYS, gguf: Path) -> None:
