@@ -9,7 +9,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG := $(VLLM_VENV)/sglang
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format docs pictures bench claims clean
+.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format docs pictures bench claims wheel clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -92,5 +92,10 @@ bench: $(STAMP)  ## What planning costs, and raw speed beside other engines
 claims: $(STAMP)  ## Write docs/claims.md from the recorded runs; benchmarks/claims/measure.py makes such a run
 	$(BIN)/python benchmarks/claims/write_page.py
 
+wheel: $(STAMP)  ## Build the wheel and the source distribution into dist/, and check their metadata
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

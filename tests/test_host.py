@@ -21,3 +21,54 @@ def test_without_the_systems_word_half_of_all_memory_is_taken_as_available(
 ) -> None:
     monkeypatch.setattr(host, "_MEMINFO", tmp_path / "missing")
     assert host.available_memory() == host.total_memory() // 2
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 8,000 kB available, and no limits yet."""
+    (tmp_path / "meminfo").write_text("MemAvailable: 8000 kB\n")
+    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    return tmp_path / "cgroup"
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+def test_without_limits_the_machine_counts(cgroups: Path) -> None:
+    write(cgroups, memory__max="max", memory__current="1000", cpu__max="max 100000")
+    assert host.available_memory() == 8000 * 1024
+    assert host.num_cpus() == 64
+
+
+def test_a_containers_limits_count(cgroups: Path) -> None:
+    statistics = "anon 2000\ninactive_file 500"
+    write(cgroups, memory__max="4000000", memory__current="3000", memory__stat=statistics, cpu__max="250000 100000")
+    assert host.total_memory() == 4000000
+    assert host.available_memory() == 4000000 - 2500
+    assert host.num_cpus() == 2
+
+
+def test_the_limits_around_a_cgroup_count_too(cgroups: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/pods/mine\n")
+    write(cgroups / "pods", memory__max="2000", memory__current="500", cpu__max="50000 100000")
+    write(cgroups / "pods" / "mine", memory__max="9000", memory__current="100", cpu__max="max 100000")
+    assert host.available_memory() == 1500
+    assert host.num_cpus() == 1
+
+
+def test_cgroups_of_version_1(cgroups: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n")
+    limits = {"memory__limit_in_bytes": "3000", "memory__usage_in_bytes": "1000"}
+    write(cgroups / "memory", **limits, memory__stat="total_inactive_file 10")
+    write(cgroups / "cpu,cpuacct" / "docker" / "abc", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
+    assert host.available_memory() == 3000 - 990
+    assert host.num_cpus() == 3
+    write(cgroups / "cpu,cpuacct" / "docker" / "abc", cpu__cfs_quota_us="-1")
+    assert host.num_cpus() == 64

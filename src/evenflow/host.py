@@ -1,20 +1,27 @@
-"""The machine this process runs on: its memory, where the user's cache lies, processes beside this one."""
+"""The machine this process runs on: its memory and cores, the user's cache, processes beside this one.
+
+In a container, memory and cores are what its cgroups (of version 1 or 2) allow.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def total_memory() -> int:
     """Bytes of memory, whether in use or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [limit for limit, _ in _memory_limits()]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 def available_memory() -> int:
@@ -26,7 +33,56 @@ def available_memory() -> int:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
     except OSError:
         match = None
-    return int(match[1]) * 1024 if match else total_memory() // 2
+    on_machine = int(match[1]) * 1024 if match else total_memory() // 2
+    return min([on_machine, *(max(0, limit - used) for limit, used in _memory_limits())])
+
+
+def num_cpus() -> int:
+    """Cores that this process may keep busy. More threads than a container's share of CPU time would be paused."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cores, *_cpu_limits()])))
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each cgroup of this process, and the bytes in use that the file cache would not give up."""
+    for folder in _cgroup_folders("memory"):
+        for limit_name, used_name, cached_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read_words(folder / limit_name), _read_words(folder / used_name)
+            if limit and limit[0].isdigit() and used:
+                statistics = _read_words(folder / "memory.stat")
+                cached = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cached_name, "0")
+                yield int(limit[0]), int(used[0]) - int(cached)
+
+
+def _cpu_limits() -> Iterator[float]:
+    """The cores that each cgroup of this process allows."""
+    for folder in _cgroup_folders("cpu"):
+        newer = _read_words(folder / "cpu.max")
+        older = _read_words(folder / "cpu.cfs_quota_us") + _read_words(folder / "cpu.cfs_period_us")
+        for words in (newer, older):
+            if len(words) == 2 and words[0].isdigit():
+                yield int(words[0]) / int(words[1])
+
+
+def _cgroup_folders(controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroups, and of those around them. A container sees its own as the root."""
+    for line in _read_words(_OWN_CGROUPS):
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controllers if controllers else _CGROUPS
+        inner = root / path.lstrip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
 
 
 def cache_folder() -> Path:

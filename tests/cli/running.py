@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from typer.main import get_command
 
-from evenflow.cli.main import main
+from evenflow.cli.main import app, main
 from tests.models import tiny_hf_folder, tiny_llama
 
 
@@ -43,6 +44,16 @@ def run_process(*arguments: object, before: str = "", stdin: bytes = b"") -> Fin
 def command_line(arguments: Iterable[object], before: str = "") -> list[str]:
     code = f"import sys\n{before}\nfrom evenflow.cli.main import main\nsys.exit(main())"
     return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def parse_arguments(arguments: list[str]) -> dict[str, Any]:
+    """What the last command in these arguments takes them for; an error if it does not take them. Nothing runs."""
+    command: Any = get_command(app)
+    while True:
+        with command.make_context("evenflow", arguments) as context:  # closes files
+            if not getattr(command, "commands", None):
+                return dict(context.params)
+            _, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
 
 
 def restore_interrupts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.main import get_command
 
 from evenflow import __version__
@@ -72,20 +70,6 @@ def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(capsys, "--version") == (0, f"evenflow {__version__}\n", "")
-
-
-def test_doctor_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
-    monkeypatch.setenv("EVENFLOW_NATIVE", "0")
-    finished = run_process("doctor", "--json", "-")
-    found = json.loads(finished.out)
-    assert finished.code == 0
-    assert found["evenflow"] == __version__
-    assert found["torch"] == torch.__version__
-    assert found["cores"] >= 1
-    assert found["default_model"].startswith("not fetched")
-    assert found["native_kernels"] == "not used: EVENFLOW_NATIVE=0 turns them off"
-    assert found["torch"] in finished.err
 
 
 def test_the_slow_path_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_a_name_on_a_hub_is_told_what_to_do(name: str) -> None:
         LLM(name)
     message = str(raised.value)
     assert f"no model at {name}: give a Hugging Face folder, a .gguf file, or 'default'" in message
-    assert f"hf download {name}" in message
+    assert f"evenflow pull {name}" in message
     assert "evenflow's own engine runs Llama, Mistral, Qwen2, Qwen3 and SmolLM models" in message
     assert f"evenflow serve --engine vllm --model {name}" in message
     assert "\n" not in message
@@ -64,7 +64,7 @@ def test_commands_say_it_in_one_line(command: list[str], empty_hub_cache: Path) 
     finished = run_process(*command, "--model", "microsoft/DialoGPT-medium")
     assert (finished.code, finished.out) == (2, "")
     assert finished.err.startswith("evenflow: no model at microsoft/DialoGPT-medium")
-    assert "hf download microsoft/DialoGPT-medium" in finished.err
+    assert "evenflow pull microsoft/DialoGPT-medium" in finished.err
     assert finished.err.count("\n") == 1
 
 

@@ -25,15 +25,18 @@ from evenflow.cli.eval import evaluate
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
 from evenflow.cli.interrupts import INTERRUPTED
+from evenflow.cli.models import models
 from evenflow.cli.output import log_warnings_only
+from evenflow.cli.pull import pull
 from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, demo, serve, ab, analyze, explain, doctor):
+for command in (generate, chat, demo, serve, ab, analyze, explain, pull, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench)
+app.add_typer(models)
 
 # The base class of typer's errors about a command line. It has no public name, and its module differs by version.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)

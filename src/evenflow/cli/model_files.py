@@ -69,7 +69,7 @@ def read_shape(model: str) -> ModelShape:
 
 
 def _hf_config(folder: Path) -> tuple[Mapping[str, Any], int]:
-    from evenflow.model.hf_tokenizer import read_json
+    from evenflow.model.hf_files import read_json
 
     file = read_json(folder, "config.json")
     if file is None:

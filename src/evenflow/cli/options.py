@@ -92,7 +92,7 @@ class ModelOptions:
     """What runs, and in how much memory. None stands for EngineConfig's default."""
 
     model: str = option(
-        "default, a Hugging Face folder or downloaded name, or a .gguf file.", default="default", metavar="MODEL"
+        "default, a pulled name, a Hugging Face folder, or a .gguf file.", default="default", metavar="MODEL"
     )
     weights: str = option("float32 is exact, int4 is fast.", default="float32", metavar="float32|int4")
     threads: int | None = option("Compute threads.", show_default="torch's choice")

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
@@ -14,6 +15,8 @@ from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
 from evenflow.hosts.launch import HostLaunch, refuse_repeated
+from evenflow.model.cached_models import note_use
+from evenflow.model.locate import find_cached
 from evenflow.sglang.launch import SglangLaunch
 from evenflow.vllm.launch import VllmLaunch
 
@@ -59,15 +62,25 @@ def make_launch(
     kind.check_flags(flags)
     refuse_repeated(flags, own_flags, kind.aliases)
     python = kind.package.find_python(getattr(options, f"{options.engine}_python"))
+    loaded, names = _model_for_host(model.model)
     return kind(
         python=python,
-        model=model.model,
+        model=loaded,
         policy=policy,
         why_no_target=obstacle,
-        model_names=options.served_model_name or (),
+        model_names=options.served_model_name or names,
         flags=[*(kind.target_flags(python, flags) if has_target else ()), *own_flags, *flags],
         warm_up=options.warm_up,
     )
+
+
+def _model_for_host(model: str) -> tuple[str, Sequence[str]]:
+    """What the host engine loads, and the name it serves that under, if it is another. It finds hub names by itself."""
+    found = None if Path(model).expanduser().exists() else find_cached(model)
+    if found is None or (found.source == "hub" and found.path.is_dir()):
+        return model, ()
+    note_use(found.name)
+    return str(found.path), (model,)
 
 
 def _policy(config: EngineConfig, engine: str) -> PolicySpec | None:

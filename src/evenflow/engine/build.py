@@ -24,7 +24,7 @@ from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
-from evenflow.host import available_memory
+from evenflow.host import available_memory, num_cpus
 from evenflow.step_time_store import load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _known_step_times(config: EngineConfig, model: ModelConfig, executor: Execut
     """What a step costs on this machine, from an earlier start or measured now."""
     from evenflow.native.build import library
 
-    machine = platform.processor(), os.cpu_count(), library() is not None
+    machine = platform.processor(), num_cpus(), library() is not None
     path = step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
     known = load_step_times(path)
     if known is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.errors import InvalidConfig, OutOfMemory
-from evenflow.host import total_memory
+from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder, MakeLinear
@@ -98,7 +98,7 @@ class TorchExecutor:
         self._last_end = 0.0
         # Torch's number of threads belongs to the calling thread: set it on the one that runs the steps.
         self._worker = ThreadPoolExecutor(
-            1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
+            1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or default_threads(),)
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -216,6 +216,11 @@ class TorchExecutor:
                 for row, token in zip(logprobs, targets, strict=True)
             ]
         return tuple(found)
+
+
+def default_threads() -> int:
+    """torch's choice, which counts the machine's cores, or less in a container that may not use them all."""
+    return min(torch.get_num_threads(), num_cpus())
 
 
 def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:

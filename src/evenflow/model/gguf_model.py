@@ -1,24 +1,13 @@
 """A Llama-family model from a GGUF file of llama.cpp: its configuration and tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from evenflow.model.config import (
-    SUPPORTED_FAMILIES,
-    FrequencyFactors,
-    LinearScaling,
-    ModelConfig,
-    RopeConfig,
-    RopeScaling,
-    YarnScaling,
-    checked_num_layers,
-    unsupported,
-    yarn_attention_factor,
-)
+from evenflow.model.config import ModelConfig, unsupported
+from evenflow.model.gguf_config import ROPE_FACTORS, GgufArchitecture, read_gguf_config, supported_architecture
 from evenflow.model.gguf_file import GgufFile
 from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
 from evenflow.model.tokenizer import Tokenizer
@@ -42,111 +31,25 @@ _OTHER_TENSORS = {
     "output_norm.weight": "norm.weight",
     "output.weight": "lm_head.weight",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """Properties that llama.cpp does not write into the file.
-
-    `interleaves_rope`: query and key rows are stored with rotary pairs side by side.
-    `rope_free_every`: every n-th layer attends without positions; 0: none.
-    """
-
-    interleaves_rope: bool = False
-    qk_norm: bool = False
-    rope_free_every: int = 0
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture(interleaves_rope=True),
-    "smollm3": _Architecture(interleaves_rope=True, rope_free_every=4),
-    "qwen2": _Architecture(),
-    "qwen3": _Architecture(qk_norm=True),
-}
 
 
 def read_gguf_model(path: Path) -> tuple[ModelConfig, Tokenizer, dict[str, StoredTensor]]:
     """The configuration, tokenizer and tensors of a GGUF file."""
     file = GgufFile(path)
-    name = file.get("general.architecture", str)
-    if name not in _ARCHITECTURES:
-        raise unsupported(f"the architecture {name!r} (supported: {SUPPORTED_FAMILIES})")
-    if file.get("split.count", int, 1) > 1:
-        raise unsupported("a model split over several GGUF files")
-    if file.get(f"{name}.expert_count", int, 0) > 0:
-        raise unsupported("a mixture of experts")
+    architecture = supported_architecture(file)
     tokenizer = read_gguf_tokenizer(file)
-    config = _read_config(file, name, _ARCHITECTURES[name], tokenizer)
-    if _ARCHITECTURES[name].interleaves_rope and config.rope.rotary_dim != config.head_dim:
-        raise unsupported(f"{name} with positions on {config.rope.rotary_dim} of {config.head_dim} head values")
-    return config, tokenizer, _stored_tensors(file, config, _ARCHITECTURES[name])
+    config = read_gguf_config(file, architecture, tokenizer)
+    if architecture.interleaves_rope and config.rope.rotary_dim != config.head_dim:
+        raise unsupported(
+            f"{config.architecture} with positions on {config.rope.rotary_dim} of {config.head_dim} head values"
+        )
+    return config, tokenizer, _stored_tensors(file, config, architecture)
 
 
-def _read_config(file: GgufFile, name: str, architecture: _Architecture, tokenizer: Tokenizer) -> ModelConfig:
-    hidden_size = file.get(f"{name}.embedding_length", int)
-    num_layers = checked_num_layers(file.get(f"{name}.block_count", int))
-    num_heads = file.get(f"{name}.attention.head_count", int)
-    head_dim = file.get(f"{name}.attention.key_length", int, hidden_size // max(num_heads, 1))
-    window = file.get(f"{name}.attention.sliding_window", int, 0) or None
-    return ModelConfig(
-        architecture=name,
-        vocab_size=file.get(f"{name}.vocab_size", int, tokenizer.vocab_size),
-        hidden_size=hidden_size,
-        intermediate_size=file.get(f"{name}.feed_forward_length", int),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=file.get(f"{name}.attention.head_count_kv", int, num_heads),
-        head_dim=head_dim,
-        max_position=file.get(f"{name}.context_length", int),
-        rms_norm_eps=file.get(f"{name}.attention.layer_norm_rms_epsilon", float),
-        attention_scale=file.get(f"{name}.attention.scale", float, 0.0) or max(head_dim, 1) ** -0.5,
-        rope=RopeConfig(
-            theta=file.get(f"{name}.rope.freq_base", float, 10000.0),
-            rotary_dim=file.get(f"{name}.rope.dimension_count", int, head_dim),
-            scaling=_read_rope_scaling(file, name),
-        ),
-        layer_windows=(window,) * num_layers,
-        layer_uses_rope=tuple(_uses_rope(layer, architecture) for layer in range(num_layers)),
-        tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm=architecture.qk_norm,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=tokenizer.eos_token_ids,
-    )
-
-
-def _uses_rope(layer: int, architecture: _Architecture) -> bool:
-    return architecture.rope_free_every == 0 or (layer + 1) % architecture.rope_free_every != 0
-
-
-def _read_rope_scaling(file: GgufFile, name: str) -> RopeScaling | None:
-    if _ROPE_FACTORS in file.tensors:
-        return FrequencyFactors(tuple(file.read(_ROPE_FACTORS).tolist()), attention_factor=1.0)
-    kind = file.get(f"{name}.rope.scaling.type", str, "none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise unsupported(f"the rope scaling {kind!r}")
-    factor = file.get(f"{name}.rope.scaling.factor", float)
-    if kind == "linear":
-        return LinearScaling(factor)
-    return YarnScaling(
-        factor=factor,
-        original_max_position=file.get(f"{name}.rope.scaling.original_context_length", int),
-        beta_fast=file.get(f"{name}.rope.scaling.yarn_beta_fast", float, 32.0),
-        beta_slow=file.get(f"{name}.rope.scaling.yarn_beta_slow", float, 1.0),
-        attention_factor=file.get(f"{name}.rope.scaling.attn_factor", float, 1.0) * yarn_attention_factor(factor),
-        truncate=True,
-    )
-
-
-def _stored_tensors(file: GgufFile, config: ModelConfig, architecture: _Architecture) -> dict[str, StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig, architecture: GgufArchitecture) -> dict[str, StoredTensor]:
     stored = {}
     for gguf_name, tensor in file.tensors.items():
-        if gguf_name == _ROPE_FACTORS:
+        if gguf_name == ROPE_FACTORS:
             continue
         name = _canonical_name(gguf_name)
         read = partial(file.read, gguf_name)

@@ -10,12 +10,11 @@ from safetensors import SafetensorError, safe_open
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import ModelConfig, unsupported
 from evenflow.model.hf_config import read_config, supported_architecture
-from evenflow.model.hf_tokenizer import read_hf_tokenizer, read_json
+from evenflow.model.hf_files import read_json, weight_files
+from evenflow.model.hf_tokenizer import read_hf_tokenizer
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import StoredTensor
 
-_SINGLE_FILE = "model.safetensors"
-_SHARD_INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -31,16 +30,9 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, Tokenizer, dict[str, Stor
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    if (folder / _SINGLE_FILE).exists():
-        return _tensors_of(folder, _SINGLE_FILE)
-    index = read_json(folder, _SHARD_INDEX)
-    if index is None:
-        raise BrokenModel(f"neither {_SINGLE_FILE} nor {_SHARD_INDEX} is there")
     stored: dict[str, StoredTensor] = {}
-    for shard in sorted(set(index.get("weight_map", dict).values())):
-        if not (folder / shard).is_file():
-            raise BrokenModel(f"the shard {shard} is missing")
-        stored |= _tensors_of(folder, shard)
+    for name in weight_files(folder):
+        stored |= _tensors_of(folder, name)
     return stored
 
 

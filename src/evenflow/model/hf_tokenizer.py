@@ -1,6 +1,5 @@
 """The tokenizer of a Hugging Face folder, and the token ids that end an answer; reads no weights and needs no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import tokenizers
 
 from evenflow.errors import BrokenModel
 from evenflow.model.chat_template import ChatTemplate
+from evenflow.model.hf_files import read_json, read_text
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
 from evenflow.model.typed_values import TypedValues
 
@@ -36,31 +36,8 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
-def read_json(folder: Path, name: str) -> TypedValues | None:
-    """The object in a JSON file, or None if there is no such file."""
-    text = _read_text(folder, name)
-    if text is None:
-        return None
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise BrokenModel(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
-    return TypedValues(name, content)
-
-
-def _read_text(folder: Path, name: str) -> str | None:
-    try:
-        return (folder / name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BrokenModel(f"{name} cannot be read: {error}") from error
-
-
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    text = _read_text(folder, "tokenizer.json")
+    text = read_text(folder, "tokenizer.json")
     if text is None:
         raise BrokenModel("tokenizer.json is missing")
     try:
@@ -98,7 +75,7 @@ def _eos_token_ids(
 
 
 def _chat_template(folder: Path, settings: TypedValues, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    source = _read_text(folder, "chat_template.jinja")
+    source = read_text(folder, "chat_template.jinja")
     if source is None:
         source = settings.content.get("chat_template")
     if isinstance(source, str):

@@ -22,7 +22,7 @@ class LoadedModel:
 
 
 def load_model(model: str | Path) -> LoadedModel:
-    """Open a model: `default`, a Hugging Face folder or the name of a downloaded one, or a .gguf file."""
+    """Open a model: `default`, a Hugging Face folder, a .gguf file, or the name of one that was pulled."""
     path = find_model(model)
     read = read_hf_folder if path.is_dir() else read_gguf_model
     try:

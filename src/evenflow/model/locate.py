@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 
 from evenflow.errors import ModelNotFound
+from evenflow.model.cached_models import CachedModel, note_use
 from evenflow.model.config import SUPPORTED_FAMILIES
 from evenflow.model.default_model import default_model_path
+from evenflow.model.hub_cache import CachedRepository, parse_hub_name
+from evenflow.model.named_models import named_model
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 _FILE_SUFFIXES = (".gguf", ".json", ".safetensors")
 
 
 def find_model(model: str | Path) -> Path:
-    """The folder or file of a model: `default`, a path, or a name in Hugging Face's cache."""
-    if str(model) == "default":
+    """The folder or file of a model: `default`, a path, or the name of one that was pulled or downloaded."""
+    name = str(model)
+    if name == "default":
+        note_use(name)
         return default_model_path()
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if (downloaded := _in_hub_cache(str(model))) is None:
-        raise _not_found(str(model))
-    return downloaded
+    if (found := find_cached(name)) is None:
+        raise _not_found(name)
+    note_use(found.name)
+    return found.path
 
 
-def _in_hub_cache(name: str) -> Path | None:
-    """The newest snapshot of a model that was downloaded under this name."""
-    if not _HUB_NAME.fullmatch(name):
+def find_cached(name: str) -> CachedModel | None:
+    """The model that was pulled, or is in Hugging Face's cache, under this name."""
+    if (named := named_model(name)) is not None:
+        return CachedModel(name.removesuffix(".gguf"), named, "link" if named.is_symlink() else "url")
+    if (hub_name := parse_hub_name(name)) is None:
         return None
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    return found[-1].parent if found else None
+    repository = CachedRepository(hub_name.repository)
+    found = repository.find(hub_name)
+    return None if found is None else CachedModel(repository.name_of(found), found, "hub")
 
 
 def _not_found(model: str) -> ModelNotFound:
     message = f"no model at {model}: give a Hugging Face folder, a .gguf file, or 'default'"
-    if _HUB_NAME.fullmatch(model) and not model.endswith(_FILE_SUFFIXES):
+    hub_name = parse_hub_name(model)
+    if hub_name is not None and (hub_name.file or not model.endswith(_FILE_SUFFIXES)):
         message += (
-            f". If it is a name on a model hub, download it first (hf download {model}); evenflow's own engine runs "
+            f". If it is a name on a model hub, fetch it first (evenflow pull {model}); evenflow's own engine runs "
             f"{SUPPORTED_FAMILIES}. vLLM downloads by itself and runs most models: "
-            f"evenflow serve --engine vllm --model {model} --tbt-target 50ms"
+            f"evenflow serve --engine vllm --model {hub_name.repository} --tbt-target 50ms"
         )
     return ModelNotFound(message)

@@ -45,6 +45,12 @@ def why_unavailable() -> str | None:
     return _loaded()[1]
 
 
+def find_compiler() -> str | None:
+    """The path of the C++ compiler that is used."""
+    named = filter(None, (os.environ.get("CXX"), *_COMPILERS))
+    return next((path for name in named if (path := shutil.which(name))), None)
+
+
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
@@ -82,7 +88,9 @@ def _torch_openmp() -> Path:
 def _compiled() -> Path:
     """The library's path for these sources, this compiler and this CPU; compiles it if it is not cached."""
     sources = sorted(_FOLDER.glob("*.cpp"))
-    compiler = _compiler()
+    compiler = find_compiler()
+    if compiler is None:
+        raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; install one, or set CXX to its path")
     cpu_flag, macros = _target(compiler)
     flags = (*_FLAGS, cpu_flag)
     key = hashlib.sha256(repr((compiler, flags, macros)).encode())
@@ -93,13 +101,6 @@ def _compiled() -> Path:
         logger.info("Compiling the CPU kernels, once for this machine.")
         _compile(compiler, flags, sources, target)
     return target
-
-
-def _compiler() -> str:
-    for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
-        if path := shutil.which(name):
-            return path
-    raise Unavailable("no C++ compiler (g++, c++ or clang++) was found; install one, or set CXX to its path")
 
 
 def _target(compiler: str) -> tuple[str, str]:
