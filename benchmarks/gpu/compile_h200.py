@@ -35,6 +35,7 @@ ONE_BILLION: dict[str, Any] = {
 _TINY: dict[str, Any] = {**ONE_BILLION, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 _NEW_TOKENS = 128
+_TIMED_RUNS = 2
 _PROMPT_TOKENS = 128
 
 
@@ -58,11 +59,17 @@ def tokens_of(model: Any, length: int) -> torch.Tensor:
 
 
 def prefill(run: Callable[..., Any], tokens: torch.Tensor) -> dict[str, Any]:
-    """Seconds and peak additional memory, KV cache included."""
+    """Peak additional memory, KV cache included, and seconds: the first run loads kernels and takes memory anew."""
+    figures = measured_prefill(run, tokens)
+    if "seconds" in figures:
+        figures["seconds"] = min(measured_prefill(run, tokens)["seconds"] for _ in range(_TIMED_RUNS))
+    return figures
+
+
+def measured_prefill(run: Callable[..., Any], tokens: torch.Tensor) -> dict[str, Any]:
     device = tokens.device.type
     try:
         if device == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         started = time.perf_counter()

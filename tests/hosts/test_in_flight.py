@@ -48,6 +48,17 @@ def test_a_step_alone_is_timed_from_its_plan_to_its_end() -> None:
     assert host.observed == ([1], 20)
 
 
+def test_the_devices_clock_is_believed_but_for_idle_time() -> None:
+    host = Host()
+    host.add(100, 130)
+    assert host.steps.end(1, 131 * MS, 500 * MS).seconds == pytest.approx(31 * MS)  # it was idle before
+    host.add(132, 150)
+    host.add(151, 170)
+    ended = host.steps.end(2, 170.5 * MS, 12 * MS)  # the host did not have to wait
+    assert ended.is_own_time
+    assert host.observed == ([2], 12)
+
+
 def test_steps_behind_each_other_are_timed_from_end_to_end_while_the_host_waits() -> None:
     host = Host()
     host.add(100, 101)

@@ -50,10 +50,12 @@ class _Device:
 
     now: float = 0.0
     free_at: float = 0.0
+    ends: list[float] = field(default_factory=list)  # of all batches
 
     def run(self, num_rows: int) -> Callable[[], None]:
         """Returns the call that waits for the batch's end."""
         self.free_at = ends_at = max(self.now, self.free_at) + STEP_S + num_rows * ROW_S
+        self.ends.append(ends_at)
 
         def wait() -> None:
             self.now = max(self.now, ends_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ from evenflow.core.plan import ChunkReason
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.hosts.policy_file import PolicyFile
+from evenflow.hosts.reporter import Reporter
 from evenflow.hosts.settings import Settings
 from tests.sglang.driving import CHUNK, ROW_S, STEP_S, Driver, SeenStep, request
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TARGET_S = 0.02
+LAUNCH_S = 0.004
 MOST_ROWS = int((TARGET_S - STEP_S) / ROW_S)
 
 
@@ -69,6 +72,39 @@ def test_reports_hold_every_token(driver: Driver, monkeypatch: pytest.MonkeyPatc
     assert sum(chunk.length for report in reports for chunk in report.chunks) == 1520
     assert all(report.seconds > 0 for report in reports)
     assert core.num_streams == 0
+
+
+@dataclass
+class End:
+    """The end of a batch by the device's clock, as a CUDA event has it."""
+
+    driver: Driver
+    number: int
+
+    def elapsed_time(self, later: End) -> float:
+        ends = self.driver.device.ends
+        return 1000 * (ends[later.number] - ends[self.number])
+
+
+def test_the_devices_clock_counts_where_it_has_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang launches a step only when the one before has ended, and looks for that one's result afterwards."""
+    device = driver.device
+
+    def record_end(self: Any) -> End:
+        device.now = max(device.now, device.free_at) + LAUNCH_S
+        return End(driver, len(device.ends))
+
+    driver.steer("20ms")
+    monkeypatch.setattr(type(driver.scheduler.evenflow), "_record_end", record_end)
+    reports: list[Any] = []
+    monkeypatch.setattr(Reporter, "report", lambda self, report: reports.append(report))
+    driver.run(stall_script())
+    mixed = [report for report in reports if report.is_mixed]
+    assert len(mixed) > 3
+    for report in mixed[1:]:  # the first follows a time without work
+        num_rows = report.num_decodes + report.num_prefill_tokens
+        assert report.is_own_time
+        assert report.seconds == pytest.approx(LAUNCH_S + STEP_S + num_rows * ROW_S)
 
 
 def test_short_prompts_pass_waiting_long_ones(driver: Driver) -> None:

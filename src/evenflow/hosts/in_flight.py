@@ -67,8 +67,11 @@ class InFlightSteps:
         step.launched_at = now
         return step if step is not self._steps[0] and self._last_end <= step.planned_at else None
 
-    def end(self, key: object, now: float) -> InFlightStep:
-        """The step of this key has ended; the time since it began, or since the previous one ended, is its own."""
+    def end(self, key: object, now: float, device_seconds: float | None = None) -> InFlightStep:
+        """The step of this key has ended; the time since it began, or since the previous one ended, is its own.
+
+        `device_seconds`: the same by the device's clock, which knows better; after an idle time it counts that too.
+        """
         step = self._steps.popleft()
         while step.key is not key:
             step = self._steps.popleft()
@@ -76,6 +79,9 @@ class InFlightSteps:
         step.seconds = now - step.began_at
         self._last_end = now
         has_waited = not self._steps or now - self._steps[0].launched_at > _LAUNCH_OF_SAMPLING
+        if device_seconds is not None:
+            step.seconds, has_waited = min(device_seconds, now - step.planned_at), True
+            step.began_at, self._open = now - step.seconds, []
         step.is_own_time = has_waited and not self._open
         if step.shape is not None:
             self._open.append(step)

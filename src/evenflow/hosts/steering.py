@@ -244,9 +244,9 @@ class Steering:
         if step is not None and step.shape is not None:
             self.step_time.observe_launch(step.shape, step.launched_at - step.planned_at)
 
-    def ended(self, key: object) -> InFlightStep:
-        """The host has the output of the step with this key."""
-        return self._in_flight.end(key, self.clock())
+    def ended(self, key: object, device_seconds: float | None = None) -> InFlightStep:
+        """The host has the output of the step with this key; `device_seconds` as in `InFlightSteps.end`."""
+        return self._in_flight.end(key, self.clock(), device_seconds)
 
     def emitted(
         self,

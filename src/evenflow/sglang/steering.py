@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -154,6 +155,8 @@ class _Leader(SglangSteering):
         self._partial: Any = None  # the request whose prompt was computed in part
         self._passing: list[Any] = []  # waiting requests that should pass it in the step being scheduled
         self._may_pass = True
+        self._ends: deque[Any] = deque()  # events at the ends of steps in flight, oldest first
+        self._last_end: Any = None  # that of the step whose result came last
         self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
         self._is_saved = True
         self._can_chunk = scheduler.chunked_prefill_size is not None
@@ -311,7 +314,29 @@ class _Leader(SglangSteering):
         self.core.scheduled(step, len(decoding), context, len(ended))
 
     def launched(self) -> None:
+        self._ends.append(self._record_end())
         self.core.launched(None)
+
+    def _record_end(self) -> Any:
+        """An event at the end of what was launched; None without CUDA, or if SGLang has no stream for forward passes.
+
+        The host's clock says little: FlashInfer's planning waits for the step before, so that SGLang sees each end
+        only once it has launched the next step.
+        """
+        stream = getattr(self._scheduler, "forward_stream", None)
+        if stream is None or not torch.cuda.is_available():
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def _device_seconds(self) -> float | None:
+        """From the end of the last step to that of the one whose result has come, by the device's clock."""
+        before, self._last_end = self._last_end, self._ends.popleft() if self._ends else None
+        if before is None or self._last_end is None:
+            return None
+        seconds: float = before.elapsed_time(self._last_end) / 1000
+        return seconds
 
     @contextmanager
     def result_of(self, batch: Any, result: Any) -> Iterator[None]:
@@ -319,9 +344,10 @@ class _Leader(SglangSteering):
         step, num_before = None, [len(request.output_ids) for request in batch.reqs]
         if result.copy_done is not None:
             result.copy_done.synchronize()  # as SGLang does next
-            step = self.core.ended(None)
+            step = self.core.ended(None, self._device_seconds())
         yield
-        step = step or self.core.ended(None)  # without overlap, only SGLang's own look at the tokens waits for them
+        # Without overlap, only SGLang's own look at the tokens waits for them.
+        step = step or self.core.ended(None, self._device_seconds())
         tokens = {
             request.rid: list(request.output_ids[before:])
             for request, before in zip(batch.reqs, num_before, strict=True)
