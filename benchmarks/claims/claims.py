@@ -337,13 +337,14 @@ UNMEASURED = (
         "Coordination costs 5-10 ms a chunk",
         "step_parts",
         _step_part("coordination_ms", 5, 10),
-        "All host time of a step beside the model: planning, committing, reporting.",
+        "All host time of a step beside the model: planning, committing, reporting. A host that plans ahead hides it: on "
+        "the GPU, it is what the device waits between two steps.",
     ),
     Claim(
         "The KV cache costs 2-5 ms a chunk",
         "step_parts",
         _step_part("kv_write_ms", 2, 5),
-        "Writing the keys and values of a chunk of 512 tokens, 30 layers.",
+        "Writing the keys and values of a chunk of 512 tokens, 30 layers (32 on the GPU).",
     ),
     Claim(
         "Allocation costs 1-3 ms a chunk",

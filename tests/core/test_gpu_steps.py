@@ -1,6 +1,6 @@
 """Steps on a device like a large GPU: attention computed in tiles, a clock that falls under load.
 
-The figures are those of an H200 with an 8B model under vLLM, as measured by `benchmarks/gpu/vllm_stall_gpu.py`.
+The figures are those of an H200 with an 8B model under vLLM, as measured by `benchmarks/gpu/vllm_loads.py`.
 """
 
 from __future__ import annotations
