@@ -337,8 +337,8 @@ UNMEASURED = (
         "Coordination costs 5-10 ms a chunk",
         "step_parts",
         _step_part("coordination_ms", 5, 10),
-        "All host time of a step beside the model: planning, committing, reporting. A host that plans ahead hides it: on "
-        "the GPU, it is what the device waits between two steps.",
+        "All host time of a step beside the model: planning, committing, reporting. A host that plans ahead hides it: "
+        "on the GPU, it is what the device waits between two steps.",
     ),
     Claim(
         "The KV cache costs 2-5 ms a chunk",

@@ -47,13 +47,18 @@ def command_line(arguments: Iterable[object], before: str = "") -> list[str]:
 
 
 def parse_arguments(arguments: list[str]) -> dict[str, Any]:
-    """What the last command in these arguments takes them for; an error if it does not take them. Nothing runs."""
+    """What the last command in these arguments takes them for; an error if it does not take them. Nothing runs.
+
+    Files to read must exist. The name of a command alone only has to exist.
+    """
     command: Any = get_command(app)
     while True:
-        with command.make_context("evenflow", arguments) as context:  # closes files
+        with command.make_context("evenflow", list(arguments)) as context:  # closes files
             if not getattr(command, "commands", None):
                 return dict(context.params)
             _, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+            if not arguments:
+                return {}
 
 
 def restore_interrupts() -> None:

@@ -7,12 +7,11 @@ import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
-from typer.main import get_command
 
-from evenflow.cli.main import app
+from tests.cli.running import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -73,20 +72,9 @@ def inline_commands(page: str) -> list[str]:
 
 
 def parse(arguments: list[str]) -> None:
-    """Raises an error if `evenflow` does not take these arguments. Files to read must exist; nothing runs.
-
-    The name of a command alone only has to exist.
-    """
+    """Raises an error if `evenflow` does not take these arguments."""
     with suppress(typer.Exit):  # --help
-        _parse(get_command(app), arguments)
-
-
-def _parse(command: Any, arguments: list[str]) -> None:
-    with command.make_context("evenflow", list(arguments)) as context:  # closes the files
-        if getattr(command, "commands", None):
-            _, chosen, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-            if rest:
-                _parse(chosen, rest)
+        parse_arguments(arguments)
 
 
 def _is_open(command: str) -> bool:

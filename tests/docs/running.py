@@ -104,10 +104,13 @@ class PageRun:
         folder = self.folder / ".programs"
         if not folder.exists():
             folder.mkdir()
-            (folder / "python").symlink_to(sys.executable)
-            program = folder / "evenflow"
-            program.write_text(f"#!{sys.executable}\nfrom evenflow.cli.main import main\nraise SystemExit(main())\n")
-            program.chmod(0o755)
+            texts = {
+                "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',  # a link would leave its environment
+                "evenflow": f"#!{sys.executable}\nfrom evenflow.cli.main import main\nraise SystemExit(main())\n",
+            }
+            for name, text in texts.items():
+                (folder / name).write_text(text)
+                (folder / name).chmod(0o755)
         return folder
 
     def _serve(self, arguments: list[str]) -> None:
