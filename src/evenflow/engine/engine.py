@@ -6,7 +6,6 @@ All of it belongs to the thread that steps. Text is made of its reports elsewher
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,11 +109,10 @@ class Engine:
         plan = self.scheduler.schedule(now)
         if (feasible := self.scheduler.policy.infeasibility_warning()) is not None:
             logger.warning(
-                "Policy %s is infeasible: with the streams that decode now, a step takes %.0f ms even with the least "
-                "prefill. The lowest feasible target is %.0f ms. Prefill continues at its minimum.",
+                "Policy %s is infeasible: with the streams that decode now, a step takes longer even with the least "
+                "prefill. The lowest feasible target is %.4g ms. Prefill continues at its minimum.",
                 self.policy,
                 1000 * feasible,
-                math.ceil(1000 * feasible),
             )
         return plan
 
