@@ -82,13 +82,17 @@ def make_load(limits: LoadLimits, prefill_rate: float, nonce: str, send_s: float
     ]
     prompts = [
         LoadRequest(at, f"[{nonce}-{number}]\n{text}", _PROMPT_ANSWER_TOKENS)
-        for number, at in enumerate(_times(1.0, _PROMPT_PAUSE_S, send_s))
+        for number, at in enumerate(_times(min(1.0, send_s / 2), _PROMPT_PAUSE_S, send_s))
     ]
     about = (limits.count_tokens or _estimate_tokens)(text)
     title = (
         f"{num_chats} {'chat' if num_chats == 1 else 'chats'} at a time, and beside them prompts of {about:,} tokens"
     )
     return Load(title, send_s, send_s + _STOP_AFTER_S - SEND_S, [*chats, LoadSession("prompt", prompts)])
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _times(first: float, pause: float, end: float) -> list[float]:
@@ -133,6 +137,20 @@ class LoadRun:
     def gaps(self) -> Spread:
         """Seconds between two pieces of a chat's answer."""
         return Spread.of(gap for answer in self.answers["chat"] for gap in answer.gaps_s)
+
+    def progress(self) -> str:
+        """Where it stands, in a few words."""
+        longest = f", longest gap so far {1000 * gaps.max:.0f} ms" if (gaps := self.gaps()).count else ""
+        return f"{self.seconds:.0f} s: {_plural(self.num_open, 'request')} open{longest}"
+
+    def summary(self) -> str:
+        """What was sent and what the chats felt, in one or two sentences."""
+        chats, prompts = (len(self.answers[kind]) for kind in ("chat", "prompt"))
+        sent = f"Sent {_plural(chats, 'chat')} and {_plural(prompts, 'long prompt')} in {self.seconds:.0f} s."
+        if not (gaps := self.gaps()).count:
+            return sent
+        p50, p99, longest = (f"{1000 * gap:.0f} ms" for gap in (gaps.p50, gaps.p99, gaps.max))
+        return f"{sent} Between two tokens of a chat: {p50} (p50), {p99} (p99), {longest} at most."
 
     async def run(self) -> None:
         """Send all; return when the answers have ended. The first error ends the load: a server may have no room."""
