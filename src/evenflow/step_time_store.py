@@ -15,6 +15,8 @@ from evenflow.host import cache_folder
 
 logger = logging.getLogger("evenflow")
 
+SAVE_INTERVAL_S = 300.0
+
 
 def step_times_path(*key: object) -> Path:
     """The file for everything that a step's time depends on."""
@@ -29,7 +31,7 @@ def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel
         return None
 
 
-def save_step_times(model: StepTimeModel, path: Path) -> None:
+def save_step_times(model: StepTimeModel, path: Path) -> bool:
     """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,3 +44,31 @@ def save_step_times(model: StepTimeModel, path: Path) -> None:
             "set EVENFLOW_CACHE to a folder that can be.",
             *(path.parent, error.strerror),
         )
+        return False
+    return True
+
+
+class StepTimeKeeper:
+    """Saves a model that learns every few minutes and at the end: what the first start measured may be wrong by far, if
+    the machine was busy then."""
+
+    def __init__(self, model: StepTimeModel, path: Path) -> None:
+        self._model = model
+        self._path = path
+        self._saved_at: float | None = None
+        self._has_news = False
+        self._can_save = True
+
+    def after_step(self, now: float) -> None:
+        self._has_news = True
+        if self._saved_at is None:
+            self._saved_at = now
+        elif now - self._saved_at >= SAVE_INTERVAL_S:
+            self._saved_at = now
+            self.save()
+
+    def save(self) -> None:
+        """If there is anything new. After a failure it does not try again: one warning is enough."""
+        if self._has_news and self._can_save:
+            self._can_save = save_step_times(self._model, self._path)
+        self._has_news = False

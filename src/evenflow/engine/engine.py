@@ -21,6 +21,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
+from evenflow.step_time_store import StepTimeKeeper
 
 logger = logging.getLogger("evenflow")
 
@@ -35,6 +36,7 @@ class Engine:
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.perf_counter
     has_grammars: bool = False  # can the executor constrain output?
+    keeper: StepTimeKeeper | None = None  # of what the scheduler learns
     stats: Stats = field(default_factory=Stats)
     gc_timer: GcTimer = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
@@ -131,6 +133,8 @@ class Engine:
         committed = self.scheduler.commit(result, now)
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
+        if self.keeper is not None:
+            self.keeper.after_step(now)
         report = self._report(committed, now)
         self.stats.observe(report)
         return report
@@ -196,3 +200,5 @@ class Engine:
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.keeper is not None:
+            self.keeper.save()

@@ -1,0 +1,58 @@
+"""Step times are saved now and then and at the end, in virtual time; a folder that cannot be written costs one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.step_time import StepTimeModel
+from evenflow.step_time_store import SAVE_INTERVAL_S, StepTimeKeeper, load_step_times
+
+
+def learn(model: StepTimeModel) -> None:
+    for number in range(20):
+        shape = ExecutorCaps().step_shape(num_decodes=4, decode_context=400, chunks=[(0, 16 + number)])
+        model.observe(shape, 0.05 + 0.001 * number)
+
+
+def test_a_busy_engine_saves_every_few_minutes(tmp_path: Path) -> None:
+    model, path = StepTimeModel(), tmp_path / "times" / "one.json"
+    keeper = StepTimeKeeper(model, path)
+    learn(model)
+    keeper.after_step(1000.0)
+    keeper.after_step(1000.0 + SAVE_INTERVAL_S - 1)
+    assert not path.exists()
+    keeper.after_step(1000.0 + SAVE_INTERVAL_S)
+    first = load_step_times(path)
+    assert first is not None
+    assert first.to_record() == model.to_record()
+    learn(model)
+    keeper.after_step(1001.0 + SAVE_INTERVAL_S)
+    again = load_step_times(path)
+    assert again is not None
+    assert again.to_record() == first.to_record()
+
+
+def test_the_end_saves_only_what_is_new(tmp_path: Path) -> None:
+    model, path = StepTimeModel(), tmp_path / "one.json"
+    keeper = StepTimeKeeper(model, path)
+    learn(model)
+    keeper.save()
+    assert not path.exists()  # no step ran
+    keeper.after_step(1.0)
+    keeper.save()
+    assert path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    model = StepTimeModel()
+    learn(model)
+    keeper = StepTimeKeeper(model, tmp_path / "file" / "one.json")
+    for number in range(4):
+        keeper.after_step(number * SAVE_INTERVAL_S)
+    keeper.save()
+    assert len(caplog.records) == 1
+    assert "cannot be written" in caplog.text
