@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from evenflow.core.step_costs import StepCosts
@@ -16,6 +17,7 @@ from evenflow.host import cache_folder
 logger = logging.getLogger("evenflow")
 
 SAVE_INTERVAL_S = 300.0
+_NUM_STARTS = 8  # that decide the default target: a machine that has become slower is believed then
 
 
 def step_times_path(*key: object) -> Path:
@@ -46,6 +48,22 @@ def save_step_times(model: StepTimeModel, path: Path) -> bool:
         )
         return False
     return True
+
+
+def least_target(path: Path, target_s: float) -> float:
+    """The lowest of this start's target and those of the last starts, which are kept beside the step times.
+
+    A machine that is busy now, or was when its steps were last measured, can still do what it did before.
+    """
+    kept = path.with_suffix(".targets")
+    try:
+        earlier = [float(seconds) for seconds in json.loads(kept.read_text())]
+    except (OSError, ValueError, TypeError):
+        earlier = []
+    targets = [*earlier, target_s][-_NUM_STARTS:]
+    with suppress(OSError):  # that the folder cannot be written is said when step times are saved
+        kept.write_text(json.dumps(targets))
+    return min(targets)
 
 
 class StepTimeKeeper:

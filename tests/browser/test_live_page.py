@@ -151,7 +151,7 @@ STOP_AT_FIRST_TEXT = """
   }).observe(answer, { childList: true, characterData: true, subtree: true });
 }
 """
-IS_STOPPED = "/^Stopped: first token after/.test(document.getElementById('chat-note').textContent)"
+IS_STOPPED = "/^Stopped: first token after/.test(document.querySelector('.assistant small')?.textContent)"
 
 
 def test_a_chat_streams_and_can_be_stopped(pages: Pages, address: str) -> None:

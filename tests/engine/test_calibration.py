@@ -46,24 +46,31 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "step-times"
 
 
-def test_a_slow_first_start_does_not_decide_the_second_ones_target(store: Path) -> None:
-    with LLM(tiny_llama()) as llm:
-        assert llm.engine.policy.target is not None
-    [path] = store.iterdir()
+def slow_down(store: Path, slowness: float) -> float:
+    """Make the stored step times those of a slower machine; returns the default target by them."""
+    [path] = store.glob("*.json")
     record = json.loads(path.read_text())
-    slowness = 10_000
     record["costs"] = [*(slowness * cost for cost in record["costs"][:-1]), record["costs"][-1]]
     record["samples"] = [[steps, slowness * seconds] for steps, seconds in record["samples"]]
     path.write_text(json.dumps(record))
-    slow_s = target(StepTimeModel.from_record(record))
+    return target(StepTimeModel.from_record(record))
+
+
+def test_a_slow_first_start_does_not_decide_the_second_ones_target(store: Path) -> None:
+    with LLM(tiny_llama()) as llm:
+        assert llm.engine.policy.target is not None
+    slow_s = slow_down(store, 10_000)
+    [targets] = store.glob("*.targets")
+    targets.write_text(json.dumps([slow_s]))
     with LLM(tiny_llama()) as llm:
         assert llm.engine.policy.target is not None
         assert READER_S <= llm.engine.policy.target < slow_s / 10
+        assert json.loads(targets.read_text()) == [slow_s, llm.engine.policy.target]
 
 
 def test_what_an_engine_has_learned_is_there_at_the_next_start(store: Path) -> None:
     with LLM(tiny_llama(), tbt_target=0.5) as llm:
-        [path] = store.iterdir()
+        [path] = store.glob("*.json")
         measured = path.read_text()
         llm.generate(["hello"] * 3, SamplingParams(max_tokens=8))
         learned = llm.engine.scheduler.step_time.to_record()

@@ -25,7 +25,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
 from evenflow.host import available_memory
-from evenflow.step_time_store import StepTimeKeeper, load_step_times, save_step_times, step_times_path
+from evenflow.step_time_store import StepTimeKeeper, least_target, load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
@@ -75,10 +75,13 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
     step_time = keeper = None
     if config.chosen_policy is None or policy.target is not None:
         path = _step_times_path(config, model.config)
-        step_time, default_s = _known_step_times(config, _calibration(config, model.config, executor, num_blocks), path)
+        calibration = _calibration(config, model.config, executor, num_blocks)
+        step_time, is_new = _known_step_times(calibration, path)
         keeper = StepTimeKeeper(step_time, path)
         if config.chosen_policy is None:
-            policy = PolicySpec.for_target(default_s)
+            now = step_time if is_new else calibration.check(step_time)
+            target_s = default_target(now, executor.caps, config.max_num_seqs)
+            policy = PolicySpec.for_target(least_target(path, target_s))
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         policy=policy,
@@ -147,20 +150,15 @@ def _step_times_path(config: EngineConfig, model: ModelConfig) -> Path:
     return step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
 
 
-def _known_step_times(config: EngineConfig, calibration: Calibration, path: Path) -> tuple[StepTimeModel, float]:
-    """What a step costs on this machine, from an earlier start or measured now; and the default target."""
-    caps, max_num_seqs = calibration.executor.caps, config.max_num_seqs
+def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeModel, bool]:
+    """What a step costs on this machine, from an earlier start or measured now; and whether it was measured now."""
     known = load_step_times(path)
-    if known is None:
-        logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
-        known = calibration.measure()
-        save_step_times(known, path)
-        return known, default_target(known, caps, max_num_seqs)
-    default_s = default_target(known, caps, max_num_seqs)
-    if config.chosen_policy is None:
-        # What is known may come from a busy hour. That the machine is busy now is no reason for a higher target.
-        default_s = min(default_s, default_target(calibration.check(known), caps, max_num_seqs))
-    return known, default_s
+    if known is not None:
+        return known, False
+    logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
+    measured = calibration.measure()
+    save_step_times(measured, path)
+    return measured, True
 
 
 def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:

@@ -17,22 +17,24 @@ from evenflow.server.errors import ApiError
 from evenflow.server.metrics.observer import Listener, Observer
 
 _MAX_CHUNKS = 64  # that the speed is the mean of
+_MIN_CHUNK_TOKENS = 128  # shorter ones take as long as a step takes anyway
 _MAX_SEND_S = 600.0
 
 
 class PrefillSpeed(Listener):
-    """How fast prompts were computed lately, in tokens per second."""
+    """How fast recent prompts were computed, in tokens per second."""
 
     def __init__(self, observer: Observer) -> None:
         self._chunks: deque[tuple[int, float]] = deque(maxlen=_MAX_CHUNKS)
         observer.listen(self)
 
     def on_step(self, report: StepReport) -> None:
-        self._chunks.extend((chunk.length, chunk.seconds) for chunk in report.chunks)
+        long = (chunk for chunk in report.chunks if chunk.length >= _MIN_CHUNK_TOKENS)
+        self._chunks.extend((chunk.length, chunk.seconds) for chunk in long)
 
     @property
     def tokens_per_s(self) -> float:
-        """The usual speed if no chunk has been seen."""
+        """The usual speed if no long chunk has been seen."""
         seconds = sum(seconds for _, seconds in self._chunks)
         return sum(length for length, _ in self._chunks) / seconds if seconds else USUAL_RATE
 

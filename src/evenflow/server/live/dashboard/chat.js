@@ -94,7 +94,7 @@ export class Chat {
     figures.textContent = `${word}: ${completion.summary}.`;
     turn.append(figures);
     this.scroll();
-    return figures.textContent;
+    return `${word}.`; // for those who cannot see it
   }
 
   body(messages) {

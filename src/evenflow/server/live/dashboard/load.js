@@ -25,6 +25,7 @@ export class Load {
     this.stopper = null;
     this.button = element("load");
     this.note = element("load-note");
+    this.state = element("load-state");
     this.bar = element("load-progress");
     this.button.addEventListener("click", () => (this.stopper === null ? this.run() : this.stopper.abort()));
   }
@@ -43,8 +44,7 @@ export class Load {
     this.stopper.abort(); // what is still open
     this.stopper = null;
     clearInterval(this.timer);
-    this.bar.hidden = true;
-    element("load-figures").textContent = "";
+    this.state.hidden = true;
     this.button.textContent = "Put a load on it";
     this.note.textContent = this.began === null ? outcome : `${outcome} ${this.summary()}`;
   }
@@ -58,7 +58,8 @@ export class Load {
     this.began = performance.now();
     this.note.textContent = `Sending ${load.title}. Change the target meanwhile.`;
     this.bar.max = load.send_s;
-    this.bar.hidden = false;
+    this.show();
+    this.state.hidden = false;
     this.timer = setInterval(() => this.show(), SHOW_MS);
     const isOver = pause(load.stop_after_s, signal).then(() => "Time is over; what was open was stopped.");
     const isAnswered = Promise.all(load.sessions.map((session) => this.runSession(session, load.send_s, signal)));
