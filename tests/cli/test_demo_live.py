@@ -49,7 +49,8 @@ def test_an_interrupt_ends_it_cleanly(live_demo: subprocess.Popen[str]) -> None:
     assert httpx.get(address).status_code == 200
     live_demo.send_signal(signal.SIGINT)
     out, err = live_demo.communicate(timeout=60)
-    assert (live_demo.returncode, out) == (0, "Stopped.\n")
+    assert live_demo.returncode == 0
+    assert re.fullmatch(r"Stopped\.( Sent .*)?\n", out)
     assert "Traceback" not in err
 
 

@@ -26,7 +26,7 @@ _PROMPT_ANSWER_TOKENS = 16
 _PROMPT_S = 2.0  # of prefill, for one prompt: a stall that nobody overlooks if it is not cut
 _MIN_PROMPT_TOKENS, _MAX_PROMPT_TOKENS = 512, 16_384
 _TEMPLATE_TOKENS = 64  # room for the chat template and the prompt's first line
-USUAL_RATE = 700.0  # prefill tokens per second of a small model on two cores, before any is measured
+USUAL_RATE = 350.0  # prefill tokens per second of a small model on two slow cores, before any is measured
 _QUESTIONS = (
     "Tell me a story about a fox.",
     "How does rain form?",

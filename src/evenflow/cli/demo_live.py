@@ -56,7 +56,8 @@ class _LiveDemo:
         self._server = server
         self._address = address
         self._console = console
-        self._work: asyncio.Future[LoadRun] | None = None
+        self._work: asyncio.Future[None] | None = None
+        self._load: LoadRun | None = None
         self._is_interrupted = False
 
     async def run(self, load_s: float) -> None:
@@ -69,13 +70,14 @@ class _LiveDemo:
         self._console.print(f"The live page is at {self._address}/. {advice}")
         self._work = asyncio.ensure_future(self._put_load(load_s))
         try:
-            self._say_end(await self._work)
+            await self._work
+            self._say_end()
             while self._server.num_pages and not self._is_interrupted:
                 await asyncio.sleep(_CHECK_S)
         except asyncio.CancelledError:
             if not self._is_interrupted:
                 raise
-            self._console.print("Stopped.")
+            self._console.print("Stopped." if self._load is None else f"Stopped. {self._load.summary()}")
         finally:
             self._server.should_exit = True
 
@@ -85,12 +87,12 @@ class _LiveDemo:
         if self._work is not None:
             self._work.cancel()
 
-    async def _put_load(self, load_s: float) -> LoadRun:
+    async def _put_load(self, load_s: float) -> None:
         load = await self._fetch_load(load_s)
         self._console.print(f"Sending {load.title}. The target ({self._policy}) can be changed on the page meanwhile.")
         endpoint = HttpEndpoint(self._address)
         async with endpoint.open():
-            run = LoadRun(load, endpoint)
+            run = self._load = LoadRun(load, endpoint)
             with progress("Sending") as say:
                 running = asyncio.ensure_future(run.run())
                 try:
@@ -98,7 +100,6 @@ class _LiveDemo:
                         say(run.progress())
                 finally:
                     running.cancel()
-            return run
 
     async def _fetch_load(self, load_s: float) -> Load:
         async with httpx.AsyncClient(base_url=self._address, trust_env=False) as client:
@@ -107,7 +108,9 @@ class _LiveDemo:
             raise EndpointFailed(response.json()["error"]["message"])
         return msgspec.json.decode(response.content, type=Load)
 
-    def _say_end(self, run: LoadRun) -> None:
+    def _say_end(self) -> None:
+        run = self._load
+        assert run is not None
         stopped = f" Time was over for {run.num_stopped} of them." if run.num_stopped else ""
         failed = f" The load was ended: {run.error}" if run.error is not None else ""
         stays = " The page stays up until Ctrl-C." if self._server.num_pages else ""
