@@ -69,4 +69,5 @@ def test_one_fast_start_is_believed_at_once_and_slowness_after_many(tmp_path: Pa
 def test_targets_that_cannot_be_read_are_forgotten(tmp_path: Path, content: str) -> None:
     (tmp_path / "one.targets").write_text(content)
     assert least_target(tmp_path / "one.json", 0.3) == 0.3
-    assert least_target(tmp_path / "no" / "folder.json", 0.4) == 0.4
+    (tmp_path / "file").write_text("")
+    assert least_target(tmp_path / "file" / "one.json", 0.4) == 0.4  # nothing can be written there

@@ -36,10 +36,7 @@ def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel
 def save_step_times(model: StepTimeModel, path: Path) -> bool:
     """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
-        scratch.write_text(json.dumps(model.to_record()))
-        scratch.replace(path)
+        _write(path, model.to_record())
     except OSError as error:
         logger.warning(
             "Step times were not kept for the next start, which measures them again: %s cannot be written (%s); "
@@ -48,6 +45,13 @@ def save_step_times(model: StepTimeModel, path: Path) -> bool:
         )
         return False
     return True
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
+    scratch.write_text(json.dumps(content))
+    scratch.replace(path)
 
 
 def least_target(path: Path, target_s: float) -> float:
@@ -62,7 +66,7 @@ def least_target(path: Path, target_s: float) -> float:
         earlier = []
     targets = [*earlier, target_s][-_NUM_STARTS:]
     with suppress(OSError):  # that the folder cannot be written is said when step times are saved
-        kept.write_text(json.dumps(targets))
+        _write(kept, targets)
     return min(targets)
 
 
