@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from evenflow.core.step_costs import StepCosts
@@ -14,6 +15,9 @@ from evenflow.errors import InvalidInput
 from evenflow.host import cache_folder
 
 logger = logging.getLogger("evenflow")
+
+SAVE_INTERVAL_S = 300.0
+_NUM_STARTS = 8  # that decide the default target: a machine that has become slower is believed then
 
 
 def step_times_path(*key: object) -> Path:
@@ -29,16 +33,64 @@ def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel
         return None
 
 
-def save_step_times(model: StepTimeModel, path: Path) -> None:
+def save_step_times(model: StepTimeModel, path: Path) -> bool:
     """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
-        scratch.write_text(json.dumps(model.to_record()))
-        scratch.replace(path)
+        _write(path, model.to_record())
     except OSError as error:
         logger.warning(
             "Step times were not kept for the next start, which measures them again: %s cannot be written (%s); "
             "set EVENFLOW_CACHE to a folder that can be.",
             *(path.parent, error.strerror),
         )
+        return False
+    return True
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
+    scratch.write_text(json.dumps(content))
+    scratch.replace(path)
+
+
+def least_target(path: Path, target_s: float) -> float:
+    """The lowest of this start's target and those of the last starts, which are kept beside the step times.
+
+    A machine that is busy now, or was when its steps were last measured, can still do what it did before.
+    """
+    kept = path.with_suffix(".targets")
+    try:
+        earlier = [float(seconds) for seconds in json.loads(kept.read_text())]
+    except (OSError, ValueError, TypeError):
+        earlier = []
+    targets = [*earlier, target_s][-_NUM_STARTS:]
+    with suppress(OSError):  # that the folder cannot be written is said when step times are saved
+        _write(kept, targets)
+    return min(targets)
+
+
+class StepTimeKeeper:
+    """Saves a model that learns every few minutes and at the end: what the first start measured may be wrong by far, if
+    the machine was busy then."""
+
+    def __init__(self, model: StepTimeModel, path: Path) -> None:
+        self._model = model
+        self._path = path
+        self._saved_at: float | None = None
+        self._has_news = False
+        self._can_save = True
+
+    def after_step(self, now: float) -> None:
+        self._has_news = True
+        if self._saved_at is None:
+            self._saved_at = now
+        elif now - self._saved_at >= SAVE_INTERVAL_S:
+            self._saved_at = now
+            self.save()
+
+    def save(self) -> None:
+        """If there is anything new. After a failure it does not try again: one warning is enough."""
+        if self._has_news and self._can_save:
+            self._can_save = save_step_times(self._model, self._path)
+        self._has_news = False

@@ -39,7 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         ]
         if body.get("prompt") == "broken":
             events[2] = {"error": {"message": "the engine stopped"}}
-        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        if body.get("prompt") == "odd":
+            events[0]["choices"][0]["text"] = "on\u2028\x85\r"  # a line ends there for some, but not for JSON
+        data = (json.dumps(event, ensure_ascii=False) for event in events)
+        lines = "".join(f"data: {one}\n\n" for one in data) + "data: [DONE]\n\n"
         self._send(200, lines.encode(), "text/event-stream")
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
@@ -79,6 +82,10 @@ def test_pieces_text_and_tokens_of_an_answer(address: str) -> None:
     body, authorization = Handler.seen[0]
     assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("small", "go", 3, 0)
     assert authorization == "Bearer secret"
+
+
+def test_only_a_newline_ends_an_event(address: str) -> None:
+    assert ask(HttpEndpoint(address), "odd").text == "on\u2028\x85\rce"
 
 
 def test_cached_tokens_are_known_if_the_server_reports_them(address: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import time
 from collections.abc import Callable
@@ -105,6 +107,7 @@ def test_the_slider_changes_chunk_sizes(pages: Pages, address: str) -> None:
 
     def mean_chunk(prompt: str) -> float:
         before = figures(address)
+        page.get_by_role("button", name="New chat").click()
         say(page, prompt, padding="1200", max_tokens=2)
         wait_for_answer(page)
         after = figures(address)
@@ -138,21 +141,18 @@ def wait_for_target(address: str, seconds: float) -> None:
     raise AssertionError(f"the target did not become {seconds}: {httpx.get(f'{address}/v1/target').json()}")
 
 
-# The page itself clicks, once it has seen the answer grow: on a busy machine the answer could end before we look.
-STOP_THE_ANSWER = """
+# The page itself clicks when it sees the first text: on a busy machine the answer could end before we look.
+STOP_AT_FIRST_TEXT = """
 () => {
   const answer = document.getElementById("answer");
-  const lengths = new Set();
   new MutationObserver((_, observer) => {
-    lengths.add(answer.textContent.length);
-    const stop = [...document.querySelectorAll("button")].find((button) => button.textContent === "Stop");
-    if (lengths.size > 3 && stop) {
-      observer.disconnect();
-      stop.click();
-    }
+    if (!answer.querySelector(".assistant span")?.textContent) return;
+    observer.disconnect();
+    document.getElementById("send").click();
   }).observe(answer, { childList: true, characterData: true, subtree: true });
 }
 """
+IS_STOPPED = "/^Stopped: first token after/.test(document.querySelector('.assistant small')?.textContent)"
 
 
 def test_a_chat_streams_and_can_be_stopped(pages: Pages, address: str) -> None:
@@ -162,12 +162,120 @@ def test_a_chat_streams_and_can_be_stopped(pages: Pages, address: str) -> None:
     page.route(
         "**/v1/chat/completions", lambda route: route.continue_(post_data=route.request.post_data_json | endless)
     )
-    page.evaluate(STOP_THE_ANSWER)
+    page.evaluate(STOP_AT_FIRST_TEXT)
     say(page, "hello", max_tokens=3000)
-    until(page, "/^Stopped.*first after/.test(document.getElementById('chat-note').textContent)")
+    until(page, IS_STOPPED)
+    until_seen(page, lambda: figures(address)["vllm:num_requests_running"] == 0)
     until_seen(page, lambda: bool(page.get_by_role("button", name="Send").is_enabled()))
     say(page, "hello again", max_tokens=5)
     wait_for_answer(page)
+
+
+def event(**delta: str) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"
+
+
+def test_an_answer_that_has_arrived_whole_can_be_stopped(pages: Pages, address: str) -> None:
+    """As on a busy machine: the server has sent all before the page reads the first piece."""
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    body = event(content="one ") + event(content="two") + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.evaluate(STOP_AT_FIRST_TEXT)
+    say(page, "hello")
+    until(page, IS_STOPPED)
+
+
+def test_a_conversation_is_sent_whole_until_a_new_one_begins(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    sent: list[Any] = []
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        body = event(content=f"answer {len(sent)}") + "data: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.5")
+    for number, message in enumerate(["first", "second"], start=1):
+        say(page, message)
+        until(page, f"document.querySelectorAll('.assistant small').length === {number}")
+    system = {"role": "system", "content": "Be brief."}
+    first, second = ({"role": "user", "content": text} for text in ("first", "second"))
+    assert [body["messages"] for body in sent] == [
+        [system, first],
+        [system, first, {"role": "assistant", "content": "answer 1"}, second],
+    ]
+    assert sent[0]["temperature"] == 0.5
+    assert page.locator(".turn").all_inner_texts()[2] == "second"
+    page.get_by_label("System prompt").fill("")
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".turn").count() == 0
+    say(page, "third")
+    until(page, "document.querySelectorAll('.assistant small').length === 1")
+    assert sent[2]["messages"] == [{"role": "user", "content": "third"}]
+
+
+def test_a_message_that_is_refused_is_no_part_of_the_conversation(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    say(page, "hello", padding="4000", max_tokens=4096)
+    until(page, "/Your message is back/.test(document.getElementById('chat-note').textContent)")
+    assert "8192" in text_of(page, "#chat-note")
+    assert page.locator(".turn").count() == 0
+    assert page.get_by_label("Message").input_value().endswith("hello")
+    say(page, "hello", max_tokens=5)
+    wait_for_answer(page)
+    pages.complaints = [text for text in pages.complaints if "400" not in text]
+
+
+def short_load(page: Any, address: str, seconds: float) -> None:
+    page.route("**/live/load", lambda route: route.continue_(url=f"{address}/live/load?seconds={seconds:g}"))
+
+
+def test_one_click_puts_a_load_on_the_server(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    short_load(page, address, 3)
+    before = figures(address)
+    page.get_by_role("button", name="Put a load on it").click()
+    until(page, "/^Sending 2 chats at a time/.test(document.getElementById('load-note').textContent)")
+    until_seen(page, lambda: "long prompt" in text_of(page, "#load-figures"))
+    page.get_by_label("Target in milliseconds").fill("400")
+    wait_for_target(address, 0.4)
+    said = "document.getElementById('load-note').textContent"
+    until(page, f"/^The load has ended. Sent \\d+ chats and \\d+ long prompts?/.test({said})")
+    assert "at most" in text_of(page, "#load-note")
+    after = figures(address)
+    assert after["vllm:num_requests_running"] == 0
+    assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] > 1000
+    page.get_by_label("Target in milliseconds").fill("500")
+    wait_for_target(address, 0.5)
+
+
+def test_a_load_can_be_stopped_by_keyboard(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    page.get_by_role("button", name="Put a load on it").press("Enter")
+    until(page, "/^Sending/.test(document.getElementById('load-note').textContent)")
+    until_seen(page, lambda: text_of(page, "#running") in ("1", "2", "3"))
+    page.get_by_role("button", name="Stop the load").press("Enter")
+    until(page, "/^Stopped. Sent/.test(document.getElementById('load-note').textContent)")
+    until_seen(page, lambda: figures(address)["vllm:num_requests_running"] == 0)
+
+
+def test_a_server_without_room_is_left_alone(pages: Pages, model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path / "log.txt", ["--max-tenant-requests", "1"]) as server:
+        page = pages.open(server.address)
+        until(page, IS_LIVE)
+        with streaming(server.address, 1):
+            until_seen(page, lambda: text_of(page, "#running") == "1")
+            page.get_by_role("button", name="Put a load on it").click()
+            until(page, "/no room for a load now: This tenant/.test(document.getElementById('load-note').textContent)")
+        page.close()
+    pages.complaints = [text for text in pages.complaints if "429" not in text]
 
 
 def test_a_step_can_be_chosen_by_pointer_and_by_keyboard(pages: Pages, address: str) -> None:
@@ -184,11 +292,14 @@ def test_a_step_can_be_chosen_by_pointer_and_by_keyboard(pages: Pages, address: 
     page.keyboard.press("Escape")
     assert text_of(page, "#step-detail").startswith("Each bar is one step")
     with streaming(address, 1):
-        page.wait_for_timeout(1500)
-        box = page.locator("#steps").bounding_box()
-        page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 40)
-        page.mouse.move(box["x"] + box["width"] - 30, box["y"] + 40)
-        until(page, "/^Step/.test(document.getElementById('step-detail').textContent)")
+        places = itertools.cycle(range(20, 400, 10))
+
+        def points_at_a_step() -> bool:
+            box = page.locator("#steps").bounding_box()
+            page.mouse.move(box["x"] + box["width"] - next(places), box["y"] + 40)
+            return text_of(page, "#step-detail").startswith("Step ")
+
+        until_seen(page, points_at_a_step)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -252,8 +363,9 @@ def test_everything_has_a_name_and_a_visible_focus(pages: Pages, address: str) -
     assert nameless == []
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map((node) => node.id)")
     assert len(ids) == len(set(ids))
-    focused = []
-    for _ in range(10):
+    focused = [""]
+    while focused[-1] != "send":
+        assert len(focused) < 20
         page.keyboard.press("Tab")
         name, outline = page.evaluate(
             """() => {
@@ -263,7 +375,7 @@ def test_everything_has_a_name_and_a_visible_focus(pages: Pages, address: str) -
         )
         focused.append(name)
         assert outline == "solid", name
-    assert {"target-range", "target-number", "pause", "steps", "message", "send"} <= set(focused)
+    assert {"target-range", "target-number", "load", "pause", "steps", "message", "new-chat"} <= set(focused)
 
 
 def test_motion_is_reduced_for_those_who_ask(pages: Pages, address: str) -> None:

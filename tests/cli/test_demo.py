@@ -73,7 +73,7 @@ def test_both_demos_show_their_tables_and_what_to_do_next(capsys: pytest.Capture
     assert "Total time" in finished.out
     assert "With fixed:128 a small request's first token came after " in finished.out
     assert "The target is" not in finished.out
-    for next_step in ("`evenflow serve`", "http://127.0.0.1:8000/ ", "--engine vllm"):
+    for next_step in ("`evenflow serve`", "`evenflow demo --live`", "--engine vllm"):
         assert next_step in finished.out
     pause, cost = finished.out.splitlines()[-2:]
     assert pause.startswith("Longest pause of a stream between two tokens: ")

@@ -156,7 +156,7 @@ def test_an_infeasible_target_keeps_prefill_at_its_floor_and_names_the_lowest_fe
     while not driver.scheduler.step_time.is_calibrated:
         assert driver.scheduler.policy.feasible_target is None  # there is no evidence yet
         list(busy_steps(driver, 1, prompt=500))
-    steps = list(busy_steps(driver, 200, prompt=500))[60:]
+    steps = list(busy_steps(driver, 600, prompt=500))[60:]
     assert {chunk.reason for step in steps for chunk in step.chunks} == {ChunkReason.FLOOR, ChunkReason.END_OF_PROMPT}
     assert {step.prefill for step in steps} == {FLOOR_TOKENS, 500 % FLOOR_TOKENS}
     feasible = driver.scheduler.policy.feasible_target

@@ -14,7 +14,7 @@ from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 OPEN = ("/health", "/ready", "/version")
-CLOSED = ("/v1/models", "/v1/target", "/metrics", "/live/feed")
+CLOSED = ("/v1/models", "/v1/target", "/metrics", "/live/feed", "/live/load")
 
 
 @pytest.fixture(scope="module")

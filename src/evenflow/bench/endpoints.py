@@ -150,7 +150,7 @@ class HttpEndpoint:
                 if response.status_code != 200:
                     answer.error = _refusal(response.status_code, await response.aread())
                     return
-                async for line in response.aiter_lines():
+                async for line in event_lines(response):
                     _take_line(answer, line)
         except httpx.HTTPError as error:
             answer.error = str(error) or type(error).__name__
@@ -205,6 +205,15 @@ class HttpEndpoint:
                 f"{self.name} does not echo a prompt with its logprobs, as evenflow and vLLM do: {error}"
             ) from error
         return num_tokens, logprobs
+
+
+async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of an event stream. httpx's own would also split at characters such as U+2028, which a token may be."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode().removesuffix("\r")
 
 
 def _refusal(status: int, content: bytes) -> str:

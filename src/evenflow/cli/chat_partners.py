@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from evenflow.bench.endpoints import HttpEndpoint
+from evenflow.bench.endpoints import HttpEndpoint, event_lines
 from evenflow.core.request import SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.engine.loaded_model import Conversation
@@ -51,7 +51,7 @@ class ServedPartner(HttpEndpoint):
                 if response.status_code != 200:
                     content = (await response.aread()).decode(errors="replace")
                     raise EndpointFailed(f"{self.name}: status {response.status_code}: {_message(content)}")
-                async for line in response.aiter_lines():
+                async for line in event_lines(response):
                     if line.startswith("data:") and not line.endswith("[DONE]"):
                         yield _piece(self.name, json.loads(line.removeprefix("data:")))
         except httpx.HTTPError as error:

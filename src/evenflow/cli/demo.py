@@ -17,15 +17,19 @@ from typer import Argument
 
 from evenflow.bench.demo import FIXED_POLICY, Comparison, compare_policies, mixed_prompts, simple_prompts
 from evenflow.bench.demo_run import DemoRun, DemoRunner
+from evenflow.bench.live_load import SEND_S
 from evenflow.bench.plots import draw_streams, pyplot
 from evenflow.bench.timeline import Timeline
+from evenflow.cli.demo_live import run_live
 from evenflow.cli.live_streams import live_streams
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
     SchedulingOptions,
+    duration_option,
     engine_settings,
     file_option,
+    option,
     takes_options,
 )
 from evenflow.cli.output import loading, make_table, progress, text_console, write_json
@@ -40,8 +44,8 @@ _MAX_SECONDS = 55.0  # if all three runs would take longer, the one with a fixed
 _OTHER_COLUMNS = 72  # characters that a row of the comparison takes beside the text
 _MIN_TEXT = 8
 _NEXT_STEPS = """
-Next: `evenflow serve` keeps such a target for OpenAI clients at http://127.0.0.1:8000/v1.
-The page at http://127.0.0.1:8000/ shows every step as it runs, and has a slider for the target.
+Next: `evenflow demo --live` shows every step of such a load on a page, with a slider for the target.
+`evenflow serve` keeps a target for OpenAI clients at http://127.0.0.1:8000/v1, with the same page at /.
 On a GPU, inside vLLM: `evenflow serve --engine vllm --model MODEL --tbt-target 50ms`.
 """
 _FIGURES: dict[str, Callable[[DemoRun], str]] = {
@@ -58,8 +62,10 @@ _FIGURES: dict[str, Callable[[DemoRun], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What else to write."""
+    """What else to show."""
 
+    live: bool = option("Serve, open the live page, and put a load on it.", "--live", default=False)
+    load_time: float = duration_option("With --live: how long to send requests.", default=f"{SEND_S:g}s")
     plot: Path | None = file_option("Plot each stream's tokens, unchunked and under the policy, to this file.")
 
 
@@ -76,10 +82,17 @@ def demo(
 
     simple: four prompts of mixed length. async: a large request, three small ones right behind it, and another large
     one while they are answered; unchunked, with a fixed chunk, and under a target that this machine keeps. --policy or
-    --tbt-target replaces the target.
+    --tbt-target replaces the target. --live: a server instead, whose page shows long prompts beside chats.
     """
     end_by = time.perf_counter() + _MAX_SECONDS
     settings = engine_settings(model, scheduling)
+    if options.live:
+        if which != "both" or options.plot is not None or report.json is not None:
+            raise InvalidConfig(
+                "Got --live with simple, async, --plot or --json, which it has no use for: leave one out."
+            )
+        run_live(EngineConfig(**settings), options.load_time, report.record, text_console(None))
+        return
     if EngineConfig(**settings).resolve_policy(max_model_len=1).name == "unchunked":
         raise InvalidConfig("Got a policy without chunking but the demo compares chunking with none: give another.")
     if options.plot is not None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -148,28 +148,38 @@ def serve(
     with bind(options.host, options.port) as listener:
         if config.model == "default":
             default_model_path()  # fetch it here, where a progress bar can be shown
-        _run(_serve(settings, listener, config, options.record))
+        host, port = listener.getsockname()[:2]
+
+        def say_ready(server: Server) -> None:
+            names, policy = ", ".join(settings.model_names), server.service.client.policy
+            logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
+
+        _run(serve_model(settings, listener, config, options.record, say_ready))
 
 
-async def _serve(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:
+async def serve_model(
+    settings: ServerSettings,
+    listener: socket.socket,
+    config: EngineConfig,
+    record: Path | None,
+    on_ready: Callable[[Server], None],
+) -> None:
+    """Serve a model by evenflow's own engine until a signal comes."""
     from evenflow.server.engine.process import build_served_engine
     from evenflow.server.serving import serve
 
-    host, port = listener.getsockname()[:2]
-
-    def on_ready(server: Server) -> None:
+    def freeze(server: Server) -> None:
         # Keep what is loaded now out of garbage collections: a full one would stall every stream.
         gc.collect()
         gc.freeze()
-        names, policy = ", ".join(settings.model_names), server.service.client.policy
-        logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
+        on_ready(server)
 
     def load_tokenizer() -> Tokenizer:
         from evenflow.model.loader import load_model  # slow: it imports torch
 
         return load_model(config.model).tokenizer
 
-    await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, on_ready)
+    await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, freeze)
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
@@ -184,13 +194,13 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
         await serving
 
     try:
-        with asyncio.Runner(loop_factory=_event_loop) as runner:
+        with asyncio.Runner(loop_factory=event_loop) as runner:
             runner.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(1) from None
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:  # not available on this platform

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
+from evenflow.core.feasibility import Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
 
@@ -21,8 +22,6 @@ SLOW_START = 2
 TRIAL_STEPS = 128
 # How long shorter prompts may overtake a prompt, in units of its own prefill time.
 PATIENCE = 4.0
-# Warn only after this many infeasible steps in a row: fewer may be noise, or costs still being learned.
-_STEPS_TO_WARN = 16
 
 
 class Target(Policy):
@@ -34,7 +33,7 @@ class Target(Policy):
         self.patience = PATIENCE
         self._busy_until = 0.0  # when the last planned step is predicted to end
         self._num_cut_steps = 0  # steps limited by latency
-        self._num_infeasible_steps = 0  # in a row
+        self._feasibility = Feasibility()
         self._has_warned = False
 
     def plan(self, view: StepView) -> Quotas:
@@ -77,14 +76,12 @@ class Target(Policy):
 
     def _judge_target(self, view: StepView, least: float) -> None:
         """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
-        needed = least + view.overhead
-        target = view.tightest_target if view.step_time.is_calibrated else None
-        is_kept = target is None or needed <= target
-        self.feasible_target = None if is_kept else needed
-        self._num_infeasible_steps = 0 if is_kept else self._num_infeasible_steps + 1
+        if view.tightest_target is not None and view.step_time.is_calibrated:
+            self._feasibility.judge(least + view.overhead, view.tightest_target)
+            self.feasible_target = self._feasibility.advised
 
     def infeasibility_warning(self) -> float | None:
-        if self._has_warned or self._num_infeasible_steps < _STEPS_TO_WARN:
+        if self._has_warned or self.feasible_target is None:
             return None
         self._has_warned = True
         return self.feasible_target

@@ -18,14 +18,14 @@ from evenflow.core.default_target import default_target, target_reason
 from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
-from evenflow.engine.calibration import MAX_SECONDS, calibrate
+from evenflow.engine.calibration import MAX_SECONDS, Calibration
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
 from evenflow.host import available_memory, num_cpus
-from evenflow.step_time_store import load_step_times, save_step_times, step_times_path
+from evenflow.step_time_store import StepTimeKeeper, least_target, load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
@@ -72,11 +72,16 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         max_steps_in_flight=config.max_steps_in_flight,
         grammars=grammars,
     )
-    step_time, chooses_target = None, config.chosen_policy is None
-    if chooses_target or policy.target is not None:
-        step_time = _known_step_times(config, model.config, executor, num_blocks)
-        if chooses_target:
-            policy = PolicySpec.for_target(default_target(step_time, executor.caps, config.max_num_seqs))
+    step_time = keeper = None
+    if config.chosen_policy is None or policy.target is not None:
+        path = _step_times_path(config, model.config)
+        calibration = _calibration(config, model.config, executor, num_blocks)
+        step_time, is_new = _known_step_times(calibration, path)
+        keeper = StepTimeKeeper(step_time, path)
+        if config.chosen_policy is None:
+            now = step_time if is_new else calibration.check(step_time)
+            target_s = default_target(now, executor.caps, config.max_num_seqs)
+            policy = PolicySpec.for_target(least_target(path, target_s))
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         policy=policy,
@@ -88,7 +93,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     limits = Limits(max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
-    engine = Engine(scheduler, executor, limits, recorder, has_grammars=True)
+    engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper)
     intake = Intake(
         limits, config.block_size, model.tokenizer, engine.clock, seed=config.seed, check_grammar=grammars.check
     )
@@ -128,24 +133,32 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return min(wanted, capacity)
 
 
-def _known_step_times(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> StepTimeModel:
-    """What a step costs on this machine, from an earlier start or measured now."""
+def _calibration(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> Calibration:
+    return Calibration(
+        executor=executor,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        vocab_size=model.vocab_size,
+        max_position=model.max_position,
+    )
+
+
+def _step_times_path(config: EngineConfig, model: ModelConfig) -> Path:
     from evenflow.native.build import library
 
     machine = platform.processor(), num_cpus(), library() is not None
-    path = step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
+    return step_times_path(model, config.weights, config.threads, config.max_steps_in_flight, *machine)
+
+
+def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeModel, bool]:
+    """What a step costs on this machine, from an earlier start or measured now; and whether it was measured now."""
     known = load_step_times(path)
-    if known is None:
-        logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
-        known = calibrate(
-            executor,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            vocab_size=model.vocab_size,
-            max_position=model.max_position,
-        )
-        save_step_times(known, path)
-    return known
+    if known is not None:
+        return known, False
+    logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
+    measured = calibration.measure()
+    save_step_times(measured, path)
+    return measured, True
 
 
 def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:

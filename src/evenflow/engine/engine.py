@@ -6,7 +6,6 @@ All of it belongs to the thread that steps. Text is made of its reports elsewher
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
+from evenflow.step_time_store import StepTimeKeeper
 
 logger = logging.getLogger("evenflow")
 
@@ -36,6 +36,7 @@ class Engine:
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.perf_counter
     has_grammars: bool = False  # can the executor constrain output?
+    keeper: StepTimeKeeper | None = None  # of what the scheduler learns
     stats: Stats = field(default_factory=Stats)
     gc_timer: GcTimer = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
@@ -110,11 +111,10 @@ class Engine:
         plan = self.scheduler.schedule(now)
         if (feasible := self.scheduler.policy.infeasibility_warning()) is not None:
             logger.warning(
-                "Policy %s is infeasible: with the streams that decode now, a step takes %.0f ms even with the least "
-                "prefill. The lowest feasible target is %.0f ms. Prefill continues at its minimum.",
+                "Policy %s is infeasible: with the streams that decode now, a step takes longer even with the least "
+                "prefill. The lowest feasible target is %.4g ms. Prefill continues at its minimum.",
                 self.policy,
                 1000 * feasible,
-                math.ceil(1000 * feasible),
             )
         return plan
 
@@ -133,6 +133,8 @@ class Engine:
         committed = self.scheduler.commit(result, now)
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
+        if self.keeper is not None:
+            self.keeper.after_step(now)
         report = self._report(committed, now)
         self.stats.observe(report)
         return report
@@ -198,3 +200,5 @@ class Engine:
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.keeper is not None:
+            self.keeper.save()

@@ -22,6 +22,7 @@ from evenflow.core.deadlines import (
     rank_time,
     urgency,
 )
+from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quota, StepView
@@ -204,11 +205,15 @@ class Steering:
         quotas = self._planner.plan(view).chunks
         if (feasible := self._planner.infeasibility_warning()) is not None:
             self._host.logger.warning(
-                "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.0f ms.",
+                "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.4g ms.",
                 1000 * self._pacing.target,
-                1000 * feasible * self._host.num_stages,
+                1000 * self._of_all_stages(feasible),
             )
         return view.num_decodes, quotas
+
+    def _of_all_stages(self, seconds: float) -> float:
+        """A target for streams, from one for the steps that give them each token."""
+        return round_up(self._host.num_stages * seconds)
 
     # ---- after a step ----
 
@@ -294,6 +299,7 @@ class Steering:
         )
         decoded = [request_id for request_id in tokens if request_id in step.decode_ids]
         ids = decoded + [request_id for request_id in tokens if request_id not in step.decode_ids]
+        feasible = self._planner.feasible_target if self._planner is not None else None
         return StepReport(
             step_id=self._num_steps,
             at=step.ended_at,
@@ -311,7 +317,7 @@ class Steering:
             policy=str(self.policy or self._host.own_policy or NO_TARGET),
             budget=self._host.budget,
             target_s=self.target,
-            feasible_target_s=self._planner.feasible_target if self._planner is not None else None,
+            feasible_target_s=None if feasible is None else self._of_all_stages(feasible),
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_cache_usage=load.kv_cache_usage,

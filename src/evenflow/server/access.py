@@ -85,6 +85,11 @@ class Gate:
         self._inside_by_tenant: Counter[str] = Counter()
         self.is_draining = False
 
+    @property
+    def max_tenant_running(self) -> int:
+        """Requests of one tenant that can run at a time."""
+        return min(self._max_running(), self.limits.max_tenant_requests or self._max_running())
+
     @contextmanager
     def enter(self, tenant: str, num_requests: int) -> Iterator[None]:
         """Hold room for this many requests during the context; an ApiError if there is none."""

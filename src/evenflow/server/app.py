@@ -19,6 +19,7 @@ from evenflow.server.api.service import ModelService
 from evenflow.server.errors import add_error_handlers
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.live.feed import router as live_router
+from evenflow.server.live.load import PrefillSpeed, load_routes
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.metrics.observer import router as metrics_router
 from evenflow.server.proxy.response import HostService, metrics_routes, proxy_routes
@@ -52,6 +53,7 @@ def make_app(
         with_key["responses"] = error_responses(401)
     app.include_router(health_routes(service))
     app.include_router(live_router(feed, feed_dependencies=with_key["dependencies"]))
-    for routes in (target_routes(service), request_routes(RecentRequests(observer)), *engine_routes):
+    load = load_routes(PrefillSpeed(observer), service.load_limits)
+    for routes in (load, target_routes(service), request_routes(RecentRequests(observer)), *engine_routes):
         app.include_router(routes, **with_key)
     return app

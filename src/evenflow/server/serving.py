@@ -143,6 +143,11 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
         super().__init__(config)
 
+    @property
+    def num_pages(self) -> int:
+        """Live pages that are open."""
+        return self._feed.num_readers
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)

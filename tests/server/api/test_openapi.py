@@ -92,11 +92,11 @@ def test_tokens_and_text_are_there_and_back(server: RunningServer) -> None:
 
 def test_a_changed_target_is_kept(server: RunningServer) -> None:
     told = server.request("put", "/v1/target", {"tbt_target": "70ms", "paced": True}).json()
-    assert told == {"policy": "target:70ms,paced", "tbt_target": 0.07, "paced": True}
+    assert told == {"policy": "target:70ms,paced", "tbt_target": 0.07, "paced": True, "feasible_target": None}
     assert server.get("/v1/target").json() == told
     assert server.post("/v1/completions", {"prompt": "a", "tbt_target": "20ms", "ttft_target": 1.5}).status_code == 200
     told = server.request("put", "/v1/target", {"tbt_target": "2.5ms"}).json()
-    assert told == {"policy": "target:2.5ms,paced", "tbt_target": 0.0025, "paced": True}
+    assert told == {"policy": "target:2.5ms,paced", "tbt_target": 0.0025, "paced": True, "feasible_target": None}
 
 
 def test_a_target_can_be_taken_back(server: RunningServer) -> None:

@@ -41,7 +41,8 @@ def chunks_of(server: RunningServer, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def test_the_budget_holds_and_steps_are_observed(fixed: RunningServer) -> None:
-    assert fixed.get("/v1/target").json() == {"policy": "fixed:4", "tbt_target": None, "paced": False}
+    own = {"policy": "fixed:4", "tbt_target": None, "paced": False, "feasible_target": None}
+    assert fixed.get("/v1/target").json() == own
     before = figure(fixed, "evenflow:chunk_tokens_count")
     chunks = chunks_of(fixed, 10)
     assert [(chunk["start"], chunk["length"], chunk["reason"]) for chunk in chunks] == [
@@ -70,7 +71,12 @@ def test_a_target_comes_and_goes_while_it_runs(fixed: RunningServer) -> None:
 
     assert put({"tbt_target": "80ms", "paced": True})["policy"] == "target:80ms,paced"
     assert seen(fixed)["policy"] == "target:80ms,paced"
-    assert put({"tbt_target": None}) == {"policy": "fixed:4", "tbt_target": None, "paced": False}
+    assert put({"tbt_target": None}) == {
+        "policy": "fixed:4",
+        "tbt_target": None,
+        "paced": False,
+        "feasible_target": None,
+    }
     assert seen(fixed)["policy"] == "none"
     assert put({"tbt_target": "20ms"})["policy"] == "target:20ms,paced"  # as the one before
     os.kill(seen(fixed)["pid"], signal.SIGKILL)

@@ -68,6 +68,12 @@ def test_requests_pass_both_ways(server: RunningServer) -> None:
     assert "authorization" not in arrived["headers"]
 
 
+def test_the_live_pages_load_fits_the_hosts_context(server: RunningServer) -> None:
+    *_, prompts = server.get("/live/load").json()["sessions"]
+    assert prompts["kind"] == "prompt"
+    assert 100 < len(prompts["requests"][0]["content"]) / 4 < 4096 / 2
+
+
 def test_vllm_is_started_with_the_plug_in_and_the_flags(server: RunningServer) -> None:
     arguments = seen(server)["arguments"]
     assert arguments[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--tensor-parallel-size", "2"]
@@ -94,7 +100,7 @@ def test_a_client_that_goes_away_ends_its_request_in_vllm(server: RunningServer)
 def test_the_target_changes_while_it_runs(server: RunningServer) -> None:
     assert server.get("/v1/target").json()["tbt_target"] == 0.05
     changed = server.request("PUT", "/v1/target", {"tbt_target": "80ms", "paced": True})
-    assert changed.json() == {"policy": "target:80ms,paced", "tbt_target": 0.08, "paced": True}
+    assert changed.json() == {"policy": "target:80ms,paced", "tbt_target": 0.08, "paced": True, "feasible_target": None}
     server.post("/v1/completions", {"prompt": [1], "max_tokens": 2})
     assert seen(server)["policy"] == "target:80ms,paced"
     server.until(lambda: figure(server, "evenflow:tbt_target_seconds") == 0.08)

@@ -135,6 +135,7 @@ class CurrentTarget(_Response):
     policy: str
     tbt_target: float | None
     paced: bool
+    feasible_target: float | None  # the lowest feasible one, while this one is not
 
 
 class PromptChunk(_Response):

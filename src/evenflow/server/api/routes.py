@@ -8,7 +8,6 @@ import logging
 from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
-from evenflow.core.policies import PolicySpec
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_messages
@@ -20,6 +19,7 @@ from evenflow.server.api.request_body import read_body
 from evenflow.server.api.request_models import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
+from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError, overloaded
 
 logger = logging.getLogger("evenflow")
@@ -137,22 +137,26 @@ def target_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/target", summary="The latency target", **described(models.CurrentTarget))
     async def get_target() -> Response:
-        return _json(_target(client.policy))
+        return _json(_target(client))
 
     @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
     async def put_target(request: Request) -> Response:
         body = await read_body(request, TargetBody, service.gate.limits.max_body_bytes)
         client.set_target(body.target_s, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)
-        return _json(_target(client.policy))
+        return _json(_target(client))
 
     return routes
 
 
-def _target(policy: PolicySpec | None) -> dict[str, object]:
-    if policy is None:
-        return {"policy": NO_TARGET, "tbt_target": None, "paced": False}
-    return {"policy": str(policy), "tbt_target": policy.target, "paced": policy.is_paced}
+def _target(client: SupervisedEngine) -> dict[str, object]:
+    policy = client.policy
+    return {
+        "policy": NO_TARGET if policy is None else str(policy),
+        "tbt_target": None if policy is None else policy.target,
+        "paced": policy is not None and policy.is_paced,
+        "feasible_target": client.feasible_target_s,
+    }
 
 
 def _encode(service: ModelService, body: TokenizeBody) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
@@ -48,3 +49,12 @@ class ModelService(Service):
             self.client.limits.check_length(num_prompt_tokens, max_tokens)
         except InvalidRequest as error:
             raise ApiError(400, str(error), code="context_length_exceeded", param=param) from None
+
+    async def load_limits(self) -> LoadLimits:
+        """What the live page's load has to fit in."""
+        return LoadLimits(
+            max_model_len=self.client.limits.max_model_len,
+            max_prompt_tokens=self.gate.limits.max_prompt_tokens,
+            max_requests=self.gate.max_tenant_running,
+            count_tokens=lambda text: len(self.tokenizer.encode(text, add_special_tokens=False)),
+        )

@@ -35,6 +35,11 @@ class SupervisedEngine(ABC):
         self._first_start: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
+    @property
+    def feasible_target_s(self) -> float | None:
+        """The lowest feasible target, while steps show that the current one is infeasible."""
+        return self._observer.feasible_target_s
+
     @abstractmethod
     def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""

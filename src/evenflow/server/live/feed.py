@@ -71,7 +71,7 @@ class LiveFeed(Listener):
         self._next_numbers = count(1)
         self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # time, tokens, cached tokens
         self._stalls: list[dict[str, Any]] = []  # worst first
-        self._num_readers = 0
+        self.num_readers = 0
         self._is_closed = False
         observer.listen(self)
 
@@ -136,10 +136,10 @@ class LiveFeed(Listener):
 
     async def stream(self) -> AsyncIterator[bytes]:
         """One reader's feed: the model, then steps and figures until one side disconnects."""
-        if self._num_readers >= MAX_READERS:
+        if self.num_readers >= MAX_READERS:
             yield _message("full", {"max_readers": MAX_READERS})
             return
-        self._num_readers += 1
+        self.num_readers += 1
         try:
             yield _message("hello", {"model": self._observer.model_name})
             num_sent = max(0, self._num_steps - _STEPS_AT_ONCE)
@@ -153,7 +153,7 @@ class LiveFeed(Listener):
                     yield _message("figures", self._figures())
                 await asyncio.sleep(BATCH_S)
         finally:
-            self._num_readers -= 1
+            self.num_readers -= 1
 
     def _columns(self, num_steps: int) -> dict[str, Any]:
         """The last steps, at most what one message holds, as columns: that is how the page stores them."""

@@ -63,6 +63,15 @@ class HostEngine(SupervisedEngine):
         PolicyFile(self._folder.policy_path).write(self.policy)
         self._publish_state()
 
+    async def max_model_len(self) -> int | None:
+        """The context of the first model that it lists; None if it does not say."""
+        if not self.is_up:
+            raise self.failure
+        try:
+            return int((await self.http.get("/v1/models")).json()["data"][0]["max_model_len"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
+            return None
+
     @contextmanager
     def proxying(self, fail: Callable[[EvenflowError], None]) -> Iterator[None]:
         """A request is open during this context; `fail` ends it if the host dies."""

@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
+from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import cache_salt
 from evenflow.server.api.generation_response import client_disconnected
@@ -42,6 +43,11 @@ class HostService(Service):
     """A model served by a host engine."""
 
     client: HostEngine
+
+    async def load_limits(self) -> LoadLimits:
+        """What the live page's load has to fit in. The host counts tokens, so here they are estimated."""
+        max_model_len = await self.client.max_model_len()
+        return LoadLimits(max_model_len=max_model_len, max_requests=self.gate.max_tenant_running)
 
 
 def proxy_routes(service: HostService) -> APIRouter:

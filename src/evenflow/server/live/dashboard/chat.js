@@ -1,10 +1,10 @@
-// "Try it": one streamed chat, and how long its tokens took.
+// "Try it": a conversation. Each answer says how long its tokens took.
 
-import { EventReader } from "./feed.js";
-import { authorization, refusal } from "./key.js";
-import { duration, plural } from "./words.js";
+import { Completion } from "./completion.js";
+import { count } from "./words.js";
 
 const WORDS = "the river ran slowly past the mill and the old wheel turned with it all day long while".split(" ");
+const element = (id) => document.getElementById(id);
 
 // Random, so that the prefix cache never holds it.
 function padding(numWords) {
@@ -16,34 +16,54 @@ function padding(numWords) {
 export class Chat {
   constructor() {
     this.model = "";
-    this.stopper = null;
-    this.answer = document.getElementById("answer");
-    this.note = document.getElementById("chat-note");
-    this.button = document.getElementById("send"); // also stops the request
-    document.getElementById("chat-form").addEventListener("submit", (event) => {
+    this.stopper = null; // of the answer that runs
+    this.messages = []; // without the system prompt, which may change
+    this.log = element("answer");
+    this.isAtEnd = true; // false: the user has scrolled up
+    this.note = element("chat-note");
+    this.button = element("send"); // also stops the answer
+    this.message = element("message");
+    element("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.stopper === null) this.run();
-      else this.stopper.abort();
+      if (this.stopper === null) this.send();
     });
-    document.getElementById("message").addEventListener("keydown", (event) => {
+    this.button.addEventListener("click", (event) => {
+      if (this.stopper === null) return;
+      event.preventDefault(); // the form's fields need not be valid to stop
+      this.stopper.abort();
+    });
+    this.message.addEventListener("keydown", (event) => {
       const isSending = event.key === "Enter" && (event.ctrlKey || event.metaKey);
       if (isSending && this.stopper === null) event.target.form.requestSubmit();
     });
+    this.log.addEventListener("scroll", () => {
+      this.isAtEnd = this.log.scrollTop + this.log.clientHeight >= this.log.scrollHeight - 8;
+    });
+    element("new-chat").addEventListener("click", () => this.reset());
   }
 
-  async run() {
+  reset() {
+    this.stopper?.abort();
+    this.messages = [];
+    this.log.replaceChildren();
+    this.note.textContent = "A new chat.";
+    this.message.focus();
+  }
+
+  async send() {
+    const { messages } = this; // those of this chat, even if a new one begins meanwhile
+    const text = this.message.value;
+    const numWords = Number(element("padding").value);
+    messages.push({ role: "user", content: padding(numWords) + text });
+    this.addTurn("user", numWords ? `[${count(numWords)} words] ${text}` : text);
+    this.message.value = "";
+    element("padding").value = "0"; // the padded message stays in the conversation
     this.stopper = new AbortController();
     this.setBusy(true);
-    this.times = [performance.now()]; // when it was sent, then when each piece of text came
-    this.answer.textContent = "";
-    try {
-      await this.stream(this.stopper.signal);
-      this.note.textContent = this.summary("Done");
-    } catch (error) {
-      this.note.textContent = error.name === "AbortError" ? this.summary("Stopped") : error.message;
-    }
+    const note = await this.answer(messages, this.stopper.signal);
     this.stopper = null;
     this.setBusy(false);
+    if (messages === this.messages) this.note.textContent = note;
   }
 
   setBusy(isBusy) {
@@ -51,46 +71,67 @@ export class Chat {
     if (isBusy) this.note.textContent = "Waiting for the first token…";
   }
 
-  async stream(signal) {
-    const message = document.getElementById("message").value;
-    const numWords = Number(document.getElementById("padding").value);
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      signal,
-      headers: { "Content-Type": "application/json", ...authorization() },
-      body: JSON.stringify({
-        model: this.model,
-        messages: [{ role: "user", content: padding(numWords) + message }],
-        max_tokens: Number(document.getElementById("max-tokens").value),
-        stream: true,
-      }),
-    });
-    if (!response.ok) throw new Error(await refusal(response));
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    const events = new EventReader();
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      for (const { data } of events.feed(value)) if (data !== "[DONE]") this.take(JSON.parse(data));
+  // Shows the answer as it comes; returns what to say at its end. A message that is refused goes back to its field.
+  async answer(messages, signal) {
+    const completion = new Completion();
+    const turn = this.addTurn("assistant", "");
+    let word = "Done";
+    try {
+      await completion.run(this.body(messages), signal, (text) => this.show(turn, text));
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        const { content } = messages.pop();
+        turn.previousElementSibling?.remove();
+        turn.remove();
+        this.message.value ||= content;
+        return `${error.message} Your message is back in its field; a new chat has more room.`;
+      }
+      word = "Stopped";
     }
+    if (completion.text) messages.push({ role: "assistant", content: completion.text });
+    else messages.pop();
+    const figures = document.createElement("small");
+    figures.textContent = `${word}: ${completion.summary}.`;
+    turn.append(figures);
+    this.scroll();
+    return `${word}.`; // for those who cannot see it
   }
 
-  take(piece) {
-    if (piece.error) throw new Error(piece.error.message);
-    const text = piece.choices?.[0]?.delta?.content;
-    if (!text) return;
-    if (this.times.length === 1) this.note.textContent = "";
-    this.times.push(performance.now());
-    const isAtEnd = this.answer.scrollTop + this.answer.clientHeight >= this.answer.scrollHeight - 8;
-    this.answer.append(text);
-    if (isAtEnd) this.answer.scrollTop = this.answer.scrollHeight;
+  body(messages) {
+    const system = element("system").value.trim();
+    return {
+      model: this.model,
+      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+      temperature: Number(element("temperature").value),
+      max_tokens: Number(element("max-tokens").value),
+    };
   }
 
-  summary(word) {
-    const [sent, first, ...rest] = this.times;
-    if (first === undefined) return `${word} before the first token.`;
-    const gaps = rest.map((time, index) => time - this.times[index + 1]);
-    const longest = gaps.length ? `, longest gap ${duration(Math.max(...gaps) / 1000)}` : "";
-    return `${word}: ${plural(this.times.length - 1, "piece")}, the first after ${duration((first - sent) / 1000)}${longest}.`;
+  addTurn(role, text) {
+    const turn = document.createElement("div");
+    turn.className = `turn ${role}`;
+    const words = document.createElement("span");
+    words.textContent = text;
+    turn.append(words);
+    this.log.append(turn);
+    this.isAtEnd = true;
+    this.scroll();
+    return turn;
+  }
+
+  show(turn, text) {
+    this.note.textContent = "";
+    turn.firstChild.append(text);
+    this.scroll();
+  }
+
+  // To the end, once per frame: reading sizes after every token would keep the page from reading the next one.
+  scroll() {
+    if (this.isScrolling || !this.isAtEnd) return;
+    this.isScrolling = true;
+    requestAnimationFrame(() => {
+      this.isScrolling = false;
+      this.log.scrollTop = this.log.scrollHeight;
+    });
   }
 }

@@ -4,6 +4,7 @@ import { Chat } from "./chat.js";
 import { Feed } from "./feed.js";
 import { askForKey } from "./key.js";
 import { LineChart } from "./lines.js";
+import { Load } from "./load.js";
 import { StepPicture } from "./steps.js";
 import { StepStore } from "./store.js";
 import { TargetControl } from "./target.js";
@@ -16,6 +17,7 @@ const store = new StepStore();
 const picture = new StepPicture(element("steps"), store, showStep);
 const target = new TargetControl();
 const chat = new Chat();
+const load = new Load();
 const quantiles = { series: [{ colour: 0 }, { colour: 1 }], label: duration };
 const shares = { series: [{ colour: 0 }, { colour: 1 }], label: share, top: 1 };
 const charts = {
@@ -96,7 +98,7 @@ const feed = new Feed(
   "live/feed",
   {
     hello({ model }) {
-      chat.model = model;
+      chat.model = load.model = model;
       setText("model", model);
       document.title = `${model} · evenflow`;
     },

@@ -20,6 +20,7 @@ export class TargetControl {
     this.timer = null;
     this.isSending = false;
     this.isTouched = false; // the user's change has not been confirmed yet
+    this.refusal = ""; // why the last change failed
     this.range.addEventListener("input", () => this.change(rounded(toMs(Number(this.range.value)))));
     this.number.addEventListener("input", () => {
       if (this.number.value !== "" && this.number.checkValidity()) this.change(Number(this.number.value));
@@ -47,10 +48,11 @@ export class TargetControl {
         headers: { "Content-Type": "application/json", ...authorization() },
         body: JSON.stringify({ tbt_target: ms / 1000 }),
       });
-      this.say(response.ok ? "" : await refusal(response));
+      this.refusal = response.ok ? "" : await refusal(response);
     } catch {
-      this.say("The target could not be sent.");
+      this.refusal = "The target could not be sent.";
     }
+    this.say(this.refusal);
     this.isTouched = false;
   }
 
@@ -61,7 +63,7 @@ export class TargetControl {
     if (target === null && up) this.say(`The policy ${policy} has no target. Set one here to switch to it.`);
     else if (feasible !== null && feasible !== undefined) {
       this.say(`This target cannot be kept under the current load. The lowest feasible target is ${duration(feasible)}.`);
-    } else this.say("");
+    } else this.say(this.refusal);
   }
 
   say(text) {

@@ -1,0 +1,114 @@
+// One click puts a load on the server: chats, and long prompts beside them, as ordinary requests of this page.
+// The server says what to send, at live/load.
+
+import { Completion, Refused } from "./completion.js";
+import { authorization, refusal } from "./key.js";
+import { duration, plural } from "./words.js";
+
+const SHOW_MS = 250;
+const element = (id) => document.getElementById(id);
+const quantile = (sorted, share) => sorted[Math.max(0, Math.ceil(share * sorted.length) - 1)];
+
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * Math.max(0, seconds));
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    });
+  });
+}
+
+export class Load {
+  constructor() {
+    this.model = "";
+    this.stopper = null;
+    this.button = element("load");
+    this.note = element("load-note");
+    this.state = element("load-state");
+    this.bar = element("load-progress");
+    this.button.addEventListener("click", () => (this.stopper === null ? this.run() : this.stopper.abort()));
+  }
+
+  async run() {
+    this.stopper = new AbortController();
+    this.done = { chat: [], prompt: [] };
+    this.open = { chat: 0, prompt: 0 };
+    this.button.textContent = "Stop the load";
+    let outcome;
+    try {
+      outcome = await this.send();
+    } catch (error) {
+      outcome = this.reason(error);
+    }
+    this.stopper.abort(); // what is still open
+    this.stopper = null;
+    clearInterval(this.timer);
+    this.state.hidden = true;
+    this.button.textContent = "Put a load on it";
+    this.note.textContent = this.began === null ? outcome : `${outcome} ${this.summary()}`;
+  }
+
+  async send() {
+    this.began = null;
+    const { signal } = this.stopper;
+    const response = await fetch("live/load", { headers: authorization(), signal });
+    if (!response.ok) throw new Refused(response.status, await refusal(response));
+    const load = await response.json();
+    this.began = performance.now();
+    this.note.textContent = `Sending ${load.title}. Change the target meanwhile.`;
+    this.bar.max = load.send_s;
+    this.show();
+    this.state.hidden = false;
+    this.timer = setInterval(() => this.show(), SHOW_MS);
+    const isOver = pause(load.stop_after_s, signal).then(() => "Time is over; what was open was stopped.");
+    const isAnswered = Promise.all(load.sessions.map((session) => this.runSession(session, load.send_s, signal)));
+    isOver.catch(() => {}); // the sessions see the same signal
+    return Promise.race([isAnswered.then(() => "The load has ended."), isOver]);
+  }
+
+  get seconds() {
+    return (performance.now() - this.began) / 1000;
+  }
+
+  async runSession({ kind, requests }, sendS, signal) {
+    for (const { at, content, max_tokens } of requests) {
+      await pause(at - this.seconds, signal);
+      if (this.seconds > sendS) return;
+      const completion = new Completion();
+      this.done[kind].push(completion);
+      this.open[kind] += 1;
+      const messages = [{ role: "user", content }];
+      await completion.run({ model: this.model, messages, max_tokens, temperature: 0 }, signal);
+      this.open[kind] -= 1;
+    }
+  }
+
+  reason(error) {
+    if (error.name === "AbortError") return "Stopped.";
+    const isBusy = error instanceof Refused && (error.status === 429 || error.status === 503);
+    return isBusy ? `The server has no room for a load now: ${error.message}` : `The load was ended: ${error.message}`;
+  }
+
+  show() {
+    this.bar.value = this.seconds;
+    const { chat, prompt } = this.open;
+    const gap = this.gaps().at(-1);
+    const longest = gap === undefined ? "" : `, longest gap so far ${duration(gap)}`;
+    element("load-figures").textContent = `${plural(chat, "chat")} and ${plural(prompt, "long prompt")} open${longest}`;
+  }
+
+  // Of the chats, in ascending order.
+  gaps() {
+    return this.done.chat.flatMap((completion) => completion.gaps).sort((a, b) => a - b);
+  }
+
+  summary() {
+    const { chat, prompt } = this.done;
+    const sent = `Sent ${plural(chat.length, "chat")} and ${plural(prompt.length, "long prompt")} in ${duration(this.seconds)}.`;
+    const gaps = this.gaps();
+    if (!gaps.length) return sent;
+    const [half, most, longest] = [0.5, 0.99, 1].map((share) => duration(quantile(gaps, share)));
+    return `${sent} Between two tokens of a chat: ${half} (p50), ${most} (p99), ${longest} at most.`;
+  }
+}
