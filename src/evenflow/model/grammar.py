@@ -48,6 +48,10 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
         self._compile_soon = lru_cache(_MAX_CACHED)(lambda grammar: self._worker.submit(self._compile, grammar))
 
+    def read_vocabulary(self) -> None:
+        """Build what all grammars share, ahead of the first."""
+        _ = self._tokenizer
+
     def check(self, grammar: Grammar) -> None:
         """Compile it; InvalidRequest if it cannot be used."""
         self._compile_soon(grammar).result()

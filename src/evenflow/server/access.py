@@ -36,6 +36,19 @@ def cache_salt(key: str, tenant: str = "") -> str:
     return f"{key}/{tenant}"
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    key: str  # a short digest; "" if none is needed
+    address: str
+
+    @property
+    def client(self) -> str:
+        """Who shares one turn at slow work: names that a request can make up do not count."""
+        return self.key or self.address
+
+
 class ApiKeys:
     """The accepted keys, kept as digests of equal length and compared in constant time."""
 

@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from evenflow import __version__
-from evenflow.server.access import ApiKeys
+from evenflow.server.access import ApiKeys, Caller
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
@@ -44,7 +44,8 @@ def make_app(
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
     def check_key(request: Request) -> None:
-        request.state.key = keys.check(request.headers.get("authorization"))
+        key = keys.check(request.headers.get("authorization"))
+        request.state.caller = Caller(key, request.client.host if request.client is not None else "")
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:

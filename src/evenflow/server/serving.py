@@ -86,17 +86,17 @@ async def serve(
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
-    client = ServedEngine(factory, tokenizer, observer, grammar_gate.check)
+    client = ServedEngine(factory, tokenizer, observer)
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, tokenizer, settings.model_names)
+        service = ModelService(client, gate, tokenizer, grammar_gate, settings.model_names)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
         await client.close()
-        await asyncio.to_thread(grammar_gate.close)
+        await grammar_gate.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

@@ -10,6 +10,7 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import chat_logprobs
 from evenflow.server.api.request_models import ChatBody, ChatMessage
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
@@ -46,10 +47,11 @@ class ChatWriter(ResponseWriter[ChatBody]):
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
-    def __init__(self, service: ModelService, body: ChatBody, key: str) -> None:
-        super().__init__(service, body, key, "chat.completion.chunk" if body.stream else "chat.completion")
+    def __init__(self, service: ModelService, body: ChatBody, caller: Caller) -> None:
+        super().__init__(service, body, caller, "chat.completion.chunk" if body.stream else "chat.completion")
         template = service.tokenizer.chat_template
         self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
+        self.grammar = self._tool_use.grammar
         self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
 
     def prepare(self) -> list[Request]:
@@ -63,7 +65,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
         )
         service.check_length(len(token_ids), body.max_output_tokens, "messages")
         max_tokens = body.max_output_tokens or service.client.limits.max_model_len - len(token_ids)
-        return self._requests(token_ids, max_tokens, self._tool_use.grammar)
+        return self._requests(token_ids, max_tokens)
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         response = super().response(outputs, usage)

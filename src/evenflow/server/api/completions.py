@@ -8,6 +8,7 @@ from typing import Any
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import completion_logprobs
 from evenflow.server.api.request_models import CompletionBody
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
@@ -23,9 +24,10 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
     _DELTA_NAME = b"text"
     _NO_CONTENT = b'""'
 
-    def __init__(self, service: ModelService, body: CompletionBody, key: str) -> None:
+    def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
         self._prompts = _as_batch(body.prompt)
-        super().__init__(service, body, key, "text_completion", num_prompts=len(self._prompts))
+        super().__init__(service, body, caller, "text_completion", num_prompts=len(self._prompts))
+        self.grammar = body.grammar
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._is_text_changed = body.echo or not self._max_tokens
         self._echoed_prompts: list[str] = []
@@ -37,7 +39,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         for prompt in self._prompts:
             token_ids = self._encode(prompt)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
-            requests += self._requests(token_ids, max(self._max_tokens, 1), body.grammar, first_index=len(requests))
+            requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
             if body.echo:
                 self._echoed_prompts.append(prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt))
         return requests

@@ -36,6 +36,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer, client = self._writer, self._service.client
         with self._service.gate.enter(writer.cache_salt, writer.num_choices):
+            if writer.grammar is not None:
+                await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
             requests = await asyncio.to_thread(writer.prepare)
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:

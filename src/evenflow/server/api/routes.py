@@ -42,7 +42,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, max_bytes)
-        return GenerationResponse(service, CompletionWriter(service, body, request.state.key))
+        return GenerationResponse(service, CompletionWriter(service, body, request.state.caller))
 
     @routes.post(
         "/v1/chat/completions",
@@ -51,7 +51,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, max_bytes)
-        return GenerationResponse(service, ChatWriter(service, body, request.state.key))
+        return GenerationResponse(service, ChatWriter(service, body, request.state.caller))
 
     return routes
 

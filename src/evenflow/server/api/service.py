@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from evenflow.errors import InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
+from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
@@ -27,6 +28,7 @@ class ModelService(Service):
 
     client: ServedEngine
     tokenizer: Tokenizer
+    grammar_gate: GrammarGate
     model_names: tuple[str, ...]
     started_at: int = field(default_factory=lambda: int(time.time()))
 

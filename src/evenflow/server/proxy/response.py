@@ -56,7 +56,7 @@ def proxy_routes(service: HostService) -> APIRouter:
         url = service.client.http.base_url.copy_with(raw_path=raw_path)
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
         proxied = httpx.Request(request.method, url, headers=headers, content=content)
-        return ProxyResponse(service, proxied, cache_salt(request.state.key))
+        return ProxyResponse(service, proxied, cache_salt(request.state.caller.key))
 
     return routes
 
