@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -14,6 +15,7 @@ from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
 from evenflow.model.tool_messages import Message
 
+_SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -45,6 +47,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it are recognised either way."""
         try:
+            if len(text) > _SHORT_CHARACTERS:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate: JSON can write one, UTF-8 cannot
             raise InvalidRequest(f"the text is not valid Unicode: {text[:40]!r}") from error
@@ -65,6 +69,11 @@ class Tokenizer:
             piece = self._backend.id_to_token(token_id)
             known = self._bytes_of_token[token_id] = b"" if piece is None else self._piece_to_bytes(piece)
         return known
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No text of more than this times n bytes fits into n tokens."""
+        return max(len(self._piece_to_bytes(piece)) for piece in self._backend.get_vocab())
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token rather than text."""

@@ -18,6 +18,7 @@ from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.app import make_app
 from evenflow.server.engine.process import EngineFactory
@@ -90,7 +91,7 @@ async def serve(
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, tokenizer, grammar_gate, settings.model_names)
+        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, settings.model_names)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
@@ -115,7 +116,7 @@ async def serve_host(
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        server = Server(HostService(engine, gate), observer, settings)
+        server = Server(HostService(engine, gate, LargeWork()), observer, settings)
 
         def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:

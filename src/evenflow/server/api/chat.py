@@ -9,7 +9,6 @@ from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
-from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import chat_logprobs
 from evenflow.server.api.request_models import ChatBody, ChatMessage
@@ -19,7 +18,7 @@ from evenflow.server.api.tool_stream import whole_message
 
 
 def encode_messages(
-    tokenizer: Tokenizer,
+    service: ModelService,
     messages: Sequence[ChatMessage],
     *,
     tools: list[dict[str, Any]] | None = None,
@@ -31,13 +30,15 @@ def encode_messages(
     for name in ("self", "messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    text = tokenizer.apply_chat_template(
+    service.check_text((text for message in messages for text in message.texts()), "messages")
+    text = service.tokenizer.apply_chat_template(
         [message.model_dump(exclude_none=True) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt is not False,
         **variables,
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+    service.check_text([text], "messages")
+    return service.tokenizer.encode(text, add_special_tokens=False)
 
 
 class ChatWriter(ResponseWriter[ChatBody]):
@@ -57,7 +58,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
     def prepare(self) -> list[Request]:
         body, service = self.body, self._service
         token_ids = encode_messages(
-            service.tokenizer,
+            service,
             body.messages,
             tools=self._tool_use.tools,
             add_generation_prompt=body.add_generation_prompt,

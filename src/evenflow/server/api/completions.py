@@ -46,6 +46,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
+            self._service.check_text([prompt], "prompt")
             return self._service.tokenizer.encode(prompt, add_special_tokens=self.body.add_special_tokens is not False)
         return prompt
 

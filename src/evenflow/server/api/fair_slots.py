@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,13 +11,14 @@ from evenflow.server.errors import overloaded
 
 
 class FairSlots:
-    """Gives each client one slot at a time, clients in turn. `max_waiting` bounds each client's queue."""
+    """Gives each client a few slots at a time, clients in turn. `max_waiting` bounds each client's queue."""
 
-    def __init__(self, num_slots: int, max_waiting: int, work: str) -> None:
+    def __init__(self, num_slots: int, per_client: int, max_waiting: int, work: str) -> None:
         self._num_free = num_slots
+        self._per_client = per_client
         self._max_waiting = max_waiting
         self._work = work
-        self._running: set[str] = set()
+        self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the client whose turn it is comes first
 
     @asynccontextmanager
@@ -30,7 +31,7 @@ class FairSlots:
             self._leave(client)
 
     async def _enter(self, client: str) -> None:
-        if self._num_free and client not in self._running:
+        if self._num_free and self._running.get(client, 0) < self._per_client:
             self._start(client)
             return
         queue = self._waiting.setdefault(client, deque())
@@ -47,16 +48,18 @@ class FairSlots:
 
     def _start(self, client: str) -> None:
         self._num_free -= 1
-        self._running.add(client)
+        self._running[client] += 1
 
     def _leave(self, client: str) -> None:
         self._num_free += 1
-        self._running.discard(client)
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
         for name in list(self._waiting):
             queue = self._waiting[name]
             while queue and queue[0].cancelled():
                 queue.popleft()
-            if queue and name in self._running:
+            if queue and self._running.get(name, 0) >= self._per_client:
                 continue
             del self._waiting[name]
             if queue:

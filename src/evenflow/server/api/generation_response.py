@@ -12,10 +12,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from evenflow.core.request import FinishReason
+from evenflow.core.request import FinishReason, Request
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
+from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import DONE, ResponseWriter, encode_json, event_of
 from evenflow.server.api.service import ModelService
@@ -27,10 +28,11 @@ _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 class GenerationResponse(Response):
     """Submits its requests only when it is sent, so a response that is never sent holds nothing."""
 
-    def __init__(self, service: ModelService, writer: ResponseWriter[Any]) -> None:
+    def __init__(self, service: ModelService, writer: ResponseWriter[Any], num_bytes: int) -> None:
         super().__init__()
         self._service = service
         self._writer = writer
+        self._num_bytes = num_bytes  # of the body
         self._streams: list[Stream] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +40,7 @@ class GenerationResponse(Response):
         with self._service.gate.enter(writer.cache_salt, writer.num_choices):
             if writer.grammar is not None:
                 await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
-            requests = await asyncio.to_thread(writer.prepare)
+            requests = await self._prepare()
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
                 for index, request in enumerate(requests):
@@ -51,6 +53,12 @@ class GenerationResponse(Response):
             finally:
                 watch.cancel()
                 self._abort()
+
+    async def _prepare(self) -> list[Request]:
+        writer, work = self._writer, self._service.large_work
+        if self._num_bytes <= SMALL_BYTES:  # still too long for the event loop, if all of it is text
+            return await asyncio.to_thread(writer.prepare)
+        return await work.run(self._num_bytes, writer.caller.client, writer.prepare)
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         await client_disconnected(receive)

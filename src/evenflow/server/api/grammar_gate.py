@@ -47,7 +47,7 @@ class GrammarGate:
 
     def __init__(self, vocabulary: Tokenizer, num_logits: int) -> None:
         self._helper = HelperProcess("evenflow-grammar-gate", _run, vocabulary, num_logits)
-        self._slots = FairSlots(_AT_ONCE, _MAX_WAITING, "their grammars to be checked")
+        self._slots = FairSlots(_AT_ONCE, 1, _MAX_WAITING, "their grammars to be checked")
         self._known: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a grammar, by digest; "": nothing
         self._pending: dict[bytes, asyncio.Task[str]] = {}
 

@@ -7,6 +7,7 @@ that change nothing here say so.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
@@ -22,6 +23,8 @@ from evenflow.server.api.tools import ToolFields
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
+MAX_MESSAGES = 1 << 14
+_FEW = Field(max_length=1024, fail_fast=True)
 _MAX_SEED = 2**63 - 1
 _SAMPLING_FIELDS = (  # that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -84,8 +87,8 @@ class GenerationBody(StrictModel, GrammarFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=_MAX_SEED)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -187,8 +190,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Role
-    content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[TextPart], _FEW] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], _FEW] | None = None
+
+    def texts(self) -> Iterator[str]:
+        """The texts of its content."""
+        if isinstance(self.content, str):
+            yield self.content
+        else:
+            yield from (part.text for part in self.content or ())
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
@@ -200,14 +210,14 @@ class ChatMessage(BaseModel):
 class ChatBody(GenerationBody, ToolFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1, description="By default, up to the end of the context.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Newer name of max_tokens; takes precedence.")
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _FEW] | None = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatBody:
@@ -229,7 +239,7 @@ class TokenizeBody(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -55,7 +55,8 @@ class HelperProcess:
         """Its answer; EngineFailed if the process dies first."""
         link = await self._connected()
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         link.send(Numbered(number, question))
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):

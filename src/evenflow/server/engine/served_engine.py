@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
 
 from evenflow.core.grammar import Grammar

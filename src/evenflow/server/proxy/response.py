@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import cache_salt
 from evenflow.server.api.generation_response import client_disconnected
-from evenflow.server.api.request_body import read_bytes
+from evenflow.server.api.request_body import may_be_large, read_bytes
 from evenflow.server.api.response_writer import DONE, encode_json, event_of
 from evenflow.server.api.service import Service
 from evenflow.server.errors import as_api_error
@@ -50,7 +50,8 @@ def proxy_routes(service: HostService) -> APIRouter:
 
     @routes.api_route("/{path:path}", methods=_METHODS)
     async def proxy(request: Request) -> Response:
-        content = await read_bytes(request, service.gate.limits.max_body_bytes)
+        async with service.large_work.body(request.state.caller.client) if may_be_large(request) else nullcontext():
+            content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
         raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
         url = service.client.http.base_url.copy_with(raw_path=raw_path)
