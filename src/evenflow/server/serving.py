@@ -21,6 +21,7 @@ from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.app import make_app
+from evenflow.server.connections import bounded_protocol
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
@@ -141,7 +142,16 @@ class Server(uvicorn.Server):
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
         app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), settings.allowed_origins)
-        config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
+        config = uvicorn.Config(
+            app,
+            http=bounded_protocol(),
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,  # a client could make up its address
+        )
         super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

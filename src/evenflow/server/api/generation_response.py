@@ -34,6 +34,7 @@ class GenerationResponse(Response):
         self._writer = writer
         self._num_bytes = num_bytes  # of the body
         self._streams: list[Stream] = []
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer, client = self._writer, self._service.client
@@ -91,7 +92,6 @@ class GenerationResponse(Response):
         }
 
     async def _send_events(self, send: Send, options: StreamOptions) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
         try:
             if len(self._streams) == 1:
                 last = await self._send_choice(0, send, options)
@@ -101,8 +101,10 @@ class GenerationResponse(Response):
             if options.include_usage:
                 last += self._writer.usage_event(encode_json(self._usage()))
         except (EvenflowError, ApiError) as error:
+            if not self._has_started:  # the status can still say it
+                raise
             last = event_of(encode_json(as_api_error(error).body()))
-        await send({"type": "http.response.body", "body": last + DONE})
+        await self._send_part(send, last + DONE, more_body=False)
 
     async def _send_choice(self, index: int, send: Send, options: StreamOptions) -> bytes:
         """Send one choice except its last event, which is returned to be sent together with what follows."""
@@ -120,8 +122,14 @@ class GenerationResponse(Response):
             if delta.finish_reason is not None:
                 return part
             if part:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await self._send_part(send, part, more_body=True)
         return b""
+
+    async def _send_part(self, send: Send, part: bytes, more_body: bool) -> None:
+        if not self._has_started:
+            self._has_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        await send({"type": "http.response.body", "body": part, "more_body": more_body})
 
 
 async def client_disconnected(receive: Receive) -> None:
