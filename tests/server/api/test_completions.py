@@ -182,9 +182,8 @@ def test_min_tokens_and_ignore_eos_keep_an_answer_going(llama: RunningServer) ->
 
 def test_a_failed_request_says_so_and_the_others_go_on() -> None:
     with scripted_server(poison=77) as running:
-        response = running.post("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
-        assert response.status_code == 500
-        assert "poison" in response.json()["error"]["message"]
-        [event] = running.events("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
-        assert "poison" in event["error"]["message"]
+        for stream in (False, True):  # before the first token, a stream's status can still say it
+            response = running.post("/v1/completions", {"prompt": [77, 5], "max_tokens": 4, "stream": stream})
+            assert response.status_code == 500
+            assert "poison" in response.json()["error"]["message"]
         assert running.post("/v1/completions", {"prompt": [5], "max_tokens": 4}).status_code == 200

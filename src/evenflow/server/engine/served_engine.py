@@ -70,8 +70,9 @@ class ServedEngine(SupervisedEngine):
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
         record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time)
+        stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
-        return self._client.submit(request)
+        return stream
 
     def abort(self, stream: Stream) -> None:
         """End a request whose output nobody wants any more; does nothing if it has ended."""
