@@ -68,6 +68,9 @@ class ServeOptions:
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
     api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
     api_key_file: Path | None = option("File of API keys, one per line.", metavar="PATH")
+    allow_host: list[str] | None = option(
+        "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
+    )
     allow_origin: list[str] | None = option("Site whose pages may send requests; repeatable; *: any.", metavar="ORIGIN")
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
@@ -110,6 +113,7 @@ class ServeOptions:
             host=self.host,
             port=self.port,
             api_keys=keys,
+            allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,

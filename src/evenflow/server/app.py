@@ -16,6 +16,7 @@ from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
+from evenflow.server.browser_guard import BrowserGuard
 from evenflow.server.errors import add_error_handlers
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.live.feed import router as live_router
@@ -29,6 +30,7 @@ def make_app(
     observer: Observer,
     feed: LiveFeed,
     keys: ApiKeys,
+    allowed_hosts: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """evenflow's own routes, then the engine's: evenflow's API, or everything that the host serves."""
@@ -40,8 +42,12 @@ def make_app(
         app = FastAPI(openapi_url=None)  # the host's is proxied
         engine_routes = [metrics_routes(service, observer), proxy_routes(service)]
     add_error_handlers(app)
+    app.router.redirect_slashes = False  # it would redirect to any host that a client names
     if allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+
+    if not keys.are_needed:
+        app.add_middleware(BrowserGuard, hosts=allowed_hosts, origins=allowed_origins)
 
     def check_key(request: Request) -> None:
         key = keys.check(request.headers.get("authorization"))

@@ -45,6 +45,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()  # names of this server, besides its own; for servers without keys
     allowed_origins: Sequence[str] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
@@ -141,7 +142,8 @@ class Server(uvicorn.Server):
         self.service: Service = service
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
-        app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), settings.allowed_origins)
+        hosts = (settings.host, *settings.allowed_hosts)
+        app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), hosts, settings.allowed_origins)
         config = uvicorn.Config(
             app,
             http=bounded_protocol(),
