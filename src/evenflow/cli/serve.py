@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenflow")
 
 _KEY_VARIABLE = "EVENFLOW_API_KEY"
+_ADMIN_KEY_VARIABLE = "EVENFLOW_ADMIN_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,11 @@ class ServeOptions:
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
     api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
     api_key_file: Path | None = option("File of API keys, one per line.", metavar="PATH")
+    admin_api_key: list[str] | None = option(
+        f"API key that may also change the target and see all tenants; repeatable. Safer: ${_ADMIN_KEY_VARIABLE}.",
+        metavar="KEY",
+    )
+    admin_api_key_file: Path | None = option("File of admin API keys, one per line.", metavar="PATH")
     allow_host: list[str] | None = option(
         "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
     )
@@ -102,23 +108,28 @@ class ServeOptions:
 
     def server_settings(self, model: str) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
-        from evenflow.server.access import ServerLimits, read_key_file
+        from evenflow.server.access import ServerLimits
         from evenflow.server.serving import ServerSettings
 
-        keys = [*(self.api_key or ()), *(read_key_file(self.api_key_file) if self.api_key_file else ())]
-        if variable := os.environ.get(_KEY_VARIABLE):
-            keys.append(variable)
         return ServerSettings(
             model_names=tuple(self.served_model_name or (model,)),
             host=self.host,
             port=self.port,
-            api_keys=keys,
+            api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
+            admin_api_keys=_given_keys(self.admin_api_key, self.admin_api_key_file, _ADMIN_KEY_VARIABLE),
             allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
         )
+
+
+def _given_keys(keys: Sequence[str] | None, file: Path | None, variable: str) -> list[str]:
+    from evenflow.server.access import read_key_file
+
+    found = [*(keys or ()), *(read_key_file(file) if file else ()), *filter(None, [os.environ.get(variable)])]
+    return list(dict.fromkeys(found))
 
 
 @takes_options

@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from evenflow import __version__
-from evenflow.server.access import ApiKeys, Caller
+from evenflow.server.access import ApiKeys
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
@@ -34,13 +34,14 @@ def make_app(
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """evenflow's own routes, then the engine's: evenflow's API, or everything that the host serves."""
+    recent = RecentRequests(observer)
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
         add_body_schemas(app, BODIES)
         engine_routes = [generation_routes(service), model_routes(service), metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied
-        engine_routes = [metrics_routes(service, observer), proxy_routes(service)]
+        engine_routes = [metrics_routes(service, observer), proxy_routes(service, recent)]
     add_error_handlers(app)
     app.router.redirect_slashes = False  # it would redirect to any host that a client names
     if allowed_origins:
@@ -50,8 +51,8 @@ def make_app(
         app.add_middleware(BrowserGuard, hosts=allowed_hosts, origins=allowed_origins)
 
     def check_key(request: Request) -> None:
-        key = keys.check(request.headers.get("authorization"))
-        request.state.caller = Caller(key, request.client.host if request.client is not None else "")
+        address = request.client.host if request.client is not None else ""
+        request.state.caller = keys.check(request.headers.get("authorization"), address)
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:
@@ -59,6 +60,6 @@ def make_app(
         with_key["responses"] = error_responses(401)
     app.include_router(health_routes(service))
     app.include_router(live_router(feed, feed_dependencies=with_key["dependencies"]))
-    for routes in (target_routes(service), request_routes(RecentRequests(observer)), *engine_routes):
+    for routes in (target_routes(service), request_routes(recent), *engine_routes):
         app.include_router(routes, **with_key)
     return app

@@ -45,6 +45,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    admin_api_keys: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()  # names of this server, besides its own; for servers without keys
     allowed_origins: Sequence[str] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -56,7 +57,7 @@ class ServerSettings:
             raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
-        ApiKeys(self.api_keys)  # refuses bad ones before anything is loaded
+        ApiKeys(self.api_keys, self.admin_api_keys)  # refuses bad ones before anything is loaded
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -143,7 +144,8 @@ class Server(uvicorn.Server):
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
         hosts = (settings.host, *settings.allowed_hosts)
-        app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), hosts, settings.allowed_origins)
+        keys = ApiKeys(settings.api_keys, settings.admin_api_keys)
+        app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
             app,
             http=bounded_protocol(),

@@ -22,10 +22,11 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "stream": True}
 
 
 @contextmanager
-def open_stream(server: RunningServer, **fields: object) -> Iterator[Iterator[str]]:
+def open_stream(server: RunningServer, key: str = "none", **fields: object) -> Iterator[Iterator[str]]:
     """A stream that has given its first event."""
     body = {**LONG, **fields}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30) as response:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
@@ -118,12 +119,25 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 def test_one_tenant_cannot_take_all_places() -> None:
-    with scripted_server(step_s=0.01, settings={"limits": {"max_tenant_requests": 2}}) as server:
-        with open_stream(server, tenant="one"):
-            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 429
-            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "two"}).status_code == 200
+    """Only an admin's key names tenants that are limited apart: before, any made-up name had a limit of its own."""
+
+    def status(server: RunningServer, key: str, tenant: str) -> int:
+        body = {"prompt": [1], "n": 2, "tenant": tenant}
+        return server.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    limits = {"limits": {"max_tenant_requests": 2}}
+    keys = {"api_keys": ["a", "b"], "admin_api_keys": ["admin"]}
+    with scripted_server(step_s=0.01, settings={**limits, **keys}) as server:
+        with open_stream(server, key="admin", tenant="one"):
+            assert status(server, "admin", "one") == 429
+            assert status(server, "admin", "two") == 200
         server.until(lambda: server.server.service.gate.num_inside == 0)
-        assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 200
+        assert status(server, "admin", "one") == 200
+        with open_stream(server, key="a", tenant="one"):
+            assert [status(server, "a", name) for name in ("one", "two", "invented")] == [429] * 3
+            assert status(server, "b", "one") == 200
+    with scripted_server(step_s=0.01, settings=limits) as server, open_stream(server, tenant="one"):
+        assert status(server, "none", "invented") == 429, "without keys the address counts"
 
 
 def test_a_shutdown_lets_open_streams_end() -> None:

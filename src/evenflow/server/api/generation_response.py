@@ -38,7 +38,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer, client = self._writer, self._service.client
-        with self._service.gate.enter(writer.cache_salt, writer.num_choices):
+        with self._service.gate.enter(writer.caller.limited_as(writer.tenant), writer.num_choices):
             if writer.grammar is not None:
                 await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
             requests = await self._prepare()
@@ -46,7 +46,9 @@ class GenerationResponse(Response):
             try:
                 for index, request in enumerate(requests):
                     num_choices = None if index else len(requests)
-                    self._streams.append(client.submit(request, tenant=writer.tenant, num_choices=num_choices))
+                    self._streams.append(
+                        client.submit(request, caller=writer.caller, tenant=writer.tenant, num_choices=num_choices)
+                    )
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from evenflow import __version__
 from evenflow.core.policies import PolicySpec
 from evenflow.hosts.policy_file import NO_TARGET
-from evenflow.server.access import cache_salt
+from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_messages
 from evenflow.server.api.completions import CompletionWriter
@@ -104,7 +104,7 @@ def model_routes(service: ModelService) -> APIRouter:
     ) -> Response:
         """Through the gate, like a generation, and on a thread: both are work of a prompt's size."""
         caller = request.state.caller
-        with service.gate.enter(cache_salt(caller.key), 1):
+        with service.gate.enter(caller.limited_as(""), 1):
             if num_bytes <= SMALL_BYTES:
                 return await asyncio.to_thread(respond, service, body)
             return await work.run(num_bytes, caller.client, respond, service, body)
@@ -152,8 +152,13 @@ def target_routes(service: Service) -> APIRouter:
     async def get_target() -> Response:
         return _json(_target(client.policy))
 
-    @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
+    @routes.put(
+        "/v1/target",
+        summary="Change the latency target",
+        **described(models.CurrentTarget, body=TargetBody, errors=(403,)),
+    )
     async def put_target(request: Request) -> Response:
+        require_admin(request.state.caller)
         body, _ = await read_body(request, TargetBody, _MAX_TARGET_BYTES, work)
         client.set_target(body.target_s, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)

@@ -17,6 +17,7 @@ from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy,
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.host import start_without_interrupts
+from evenflow.server.access import Caller
 from evenflow.server.engine.link import Link
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
@@ -64,12 +65,12 @@ class ServedEngine(SupervisedEngine):
         assert self._intake is not None
         return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
 
-    def submit(self, request: Request, *, tenant: str = "", num_choices: int | None = 1) -> Stream:
+    def submit(self, request: Request, *, caller: Caller, tenant: str = "", num_choices: int | None = 1) -> Stream:
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
-        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time)
+        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time, key=caller.name)
         stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
         return stream
