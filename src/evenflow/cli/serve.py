@@ -161,9 +161,19 @@ def serve(
             _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return
     with bind(options.host, options.port) as listener:
+        if options.record is not None:
+            _empty(options.record)
         if config.model == "default":
             default_model_path()  # fetch it here, where a progress bar can be shown
         _run(_serve(settings, listener, config, options.record))
+
+
+def _empty(path: Path) -> None:
+    """An engine that is restarted later must not overwrite what the first one recorded, so that is decided here."""
+    try:
+        path.open("wb").close()
+    except OSError as error:
+        raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
 
 
 async def _serve(settings: ServerSettings, listener: socket.socket, config: EngineConfig, record: Path | None) -> None:

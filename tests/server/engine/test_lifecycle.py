@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -16,7 +17,8 @@ import pytest
 
 from evenflow.core.report import StepReport
 from evenflow.server.metrics.observer import Listener
-from tests.server.serving import MODEL, RunningServer, scripted_server
+from tests.models import tiny_llama
+from tests.server.serving import MODEL, RunningServer, model_server, scripted_server
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "stream": True}
 
@@ -214,3 +216,19 @@ def test_after_many_that_left_early_nothing_is_left_behind() -> None:
         last = steps.reports[-1]
         assert (last.num_running, last.num_waiting) == (0, 0)
         assert last.kv_cache_usage == 0
+
+
+def test_a_restarted_engine_keeps_what_was_recorded(tmp_path: Path) -> None:
+    """Before, each restart emptied the recording."""
+    record = tmp_path / "steps.jsonl"
+    body = {"prompt": [5, 6], "max_tokens": 5, "ignore_eos": True}
+    with model_server(tiny_llama(), record=record, policy="fixed:64") as server:
+        assert server.post("/v1/completions", body).status_code == 200
+        (engine,) = [one for one in multiprocessing.active_children() if one.name == "evenflow-engine"]
+        engine.kill()
+        server.until(lambda: server.get("/health").status_code == 503)
+        server.until(lambda: server.get("/health").status_code == 200, seconds=60)
+        assert server.post("/v1/completions", body).status_code == 200
+    for path in (record, tmp_path / "steps-2.jsonl"):
+        assert path.read_text().startswith('{"version":')
+        assert path.read_text().count('"event":"step"') == 5
