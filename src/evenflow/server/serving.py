@@ -159,12 +159,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._drain())
+        await self._drain()
         await super().shutdown(sockets)
-        draining.cancel()
 
     async def _drain(self) -> None:
-        """Wait for open requests to finish, then fail those that are left."""
+        """Wait for open requests to finish, then fail those that are left. New ones get a 503 meanwhile."""
         gate, client, loop = self.service.gate, self.service.client, asyncio.get_running_loop()
         gate.is_draining = True
         self._feed.close()
@@ -175,7 +174,7 @@ class Server(uvicorn.Server):
             )
         for limit in (self._drain_s, _GRACE_S):
             end = loop.time() + limit
-            while gate.num_inside and loop.time() < end:
+            while gate.num_inside and loop.time() < end and not self.force_exit:
                 await asyncio.sleep(_DRAIN_CHECK_S)
             client.fail_all(EngineFailed("the server is shutting down"))
         await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to be sent

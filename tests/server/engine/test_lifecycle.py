@@ -232,3 +232,20 @@ def test_a_restarted_engine_keeps_what_was_recorded(tmp_path: Path) -> None:
     for path in (record, tmp_path / "steps-2.jsonl"):
         assert path.read_text().startswith('{"version":')
         assert path.read_text().count('"event":"step"') == 5
+
+
+def test_a_server_that_drains_says_so_to_new_clients() -> None:
+    """Before, their connections were refused."""
+    with (
+        scripted_server(step_s=0.01, settings={"drain_s": 30.0}) as server,
+        open_stream(server, max_tokens=900) as lines,
+    ):
+        server.server.should_exit = True
+        server.until(lambda: server.server.service.gate.is_draining)
+        refused = server.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert server.get("/ready").status_code == 503
+        assert server.get("/health").status_code == 200
+        assert next(lines).startswith("data: ")
