@@ -78,6 +78,11 @@ class ServeOptions:
         "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
     )
     allow_origin: list[str] | None = option("Site whose pages may send requests; repeatable; *: any.", metavar="ORIGIN")
+    allow_special_tokens: bool = option(
+        "Let special tokens such as <|im_end|> in the text of chats act as such. Trusted clients only.",
+        "--allow-special-tokens",
+        default=False,
+    )
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
@@ -119,6 +124,7 @@ class ServeOptions:
             admin_api_keys=_given_keys(self.admin_api_key, self.admin_api_key_file, _ADMIN_KEY_VARIABLE),
             allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
+            allows_special_tokens=self.allow_special_tokens,
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,

@@ -13,9 +13,11 @@ from tokenizers import processors
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
+from evenflow.model.special_tokens import BREAK, SpecialTokens
 from evenflow.model.tool_messages import Message
 
 _SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
+_SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -79,6 +81,11 @@ class Tokenizer:
         """Whether a token is a control token rather than text."""
         return token_id in self._special_ids
 
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The control tokens by their text."""
+        return SpecialTokens(self.token_bytes(token_id).decode() for token_id in self._special_ids)
+
     @property
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
@@ -91,6 +98,25 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
         return self.chat_template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of a conversation. What people wrote in it never becomes a control token."""
+        return self.encode_rendered(self.apply_chat_template(messages, protected=self.special_tokens, **options))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The token ids of a rendered conversation, piece by piece where special tokens are broken."""
+        first, *others = text.split(BREAK)
+        token_ids = self.encode(first, add_special_tokens=False)
+        for piece in others:
+            token_ids += self.encode_inside(piece)
+        return token_ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of this text inside a longer one: sentencepiece begins every text with a space."""
+        if not self.strips_leading_space:
+            return self.encode(text, add_special_tokens=False)
+        before = self.encode(_SEPARATOR, add_special_tokens=False)
+        return self.encode(_SEPARATOR + text, add_special_tokens=False)[len(before) :]
 
 
 class StreamDecoder:

@@ -48,6 +48,7 @@ class ServerSettings:
     admin_api_keys: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()  # names of this server, besides its own; for servers without keys
     allowed_origins: Sequence[str] = ()
+    allows_special_tokens: bool = False  # in the text of chats
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
@@ -94,7 +95,9 @@ async def serve(
     try:
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, settings.model_names)
+        service = ModelService(
+            client, gate, LargeWork(), tokenizer, grammar_gate, settings.model_names, settings.allows_special_tokens
+        )
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

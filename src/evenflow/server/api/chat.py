@@ -27,7 +27,7 @@ def encode_messages(
 ) -> list[int]:
     """The token ids of a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
     service.check_text((text for message in messages for text in message.texts()), "messages")
@@ -35,10 +35,13 @@ def encode_messages(
         [message.model_dump(exclude_none=True) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt is not False,
+        protected=None if service.allows_special_tokens else service.tokenizer.special_tokens,
         **variables,
     )
     service.check_text([text], "messages")
-    return service.tokenizer.encode(text, add_special_tokens=False)
+    if service.allows_special_tokens:
+        return service.tokenizer.encode(text, add_special_tokens=False)
+    return service.tokenizer.encode_rendered(text)
 
 
 class ChatWriter(ResponseWriter[ChatBody]):

@@ -34,6 +34,7 @@ class ModelService(Service):
     tokenizer: Tokenizer
     grammar_gate: GrammarGate
     model_names: tuple[str, ...]
+    allows_special_tokens: bool = False  # in what people write
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, requested: str | None) -> str:
