@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_OWN_MEMORY = Path("/proc/self/statm")
 
 
 def total_memory() -> int:
@@ -27,6 +30,18 @@ def available_memory() -> int:
     except OSError:
         match = None
     return int(match[1]) * 1024 if match else total_memory() // 2
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process take this much more than it has, and leave no core file behind when it is killed.
+
+    Where the system does not say how much it has (it is not Linux), there is no limit.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):
+        pages = int(_OWN_MEMORY.read_text().split()[0])
+        limit = pages * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def cache_folder() -> Path:

@@ -91,6 +91,8 @@ class ChatTemplate:
             return _compile(self._sources[name]).render(known)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidRequest(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+        except MemoryError:
+            raise InvalidRequest("the model's chat template takes too much memory for these messages") from None
         except Exception as error:  # a template can raise anything that an expression can
             raise InvalidRequest(f"the model's chat template refused these messages: {error}") from error
 

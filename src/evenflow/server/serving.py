@@ -20,6 +20,7 @@ from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.service import ModelService, Service
+from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
 from evenflow.server.connections import bounded_protocol
 from evenflow.server.engine.process import EngineFactory
@@ -91,19 +92,20 @@ async def serve(
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
+    templates = TemplateRenderer(tokenizer, allows_special_tokens=settings.allows_special_tokens)
     client = ServedEngine(factory, tokenizer, observer)
     try:
+        await templates.start()
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(
-            client, gate, LargeWork(), tokenizer, grammar_gate, settings.model_names, settings.allows_special_tokens
-        )
+        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, settings.model_names)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
         await client.close()
         await grammar_gate.close()
+        await templates.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

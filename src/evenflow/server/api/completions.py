@@ -34,7 +34,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         self._echoed_prompts: list[str] = []
         self._text_offsets: dict[int, TextOffsets] = {}
 
-    def prepare(self) -> list[Request]:
+    def prepare(self, rendered: str) -> list[Request]:
         body, service = self.body, self._service
         requests: list[Request] = []
         for prompt in self._prompts:

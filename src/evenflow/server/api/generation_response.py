@@ -58,10 +58,12 @@ class GenerationResponse(Response):
                 self._abort()
 
     async def _prepare(self) -> list[Request]:
-        writer, work = self._writer, self._service.large_work
+        writer, service, client = self._writer, self._service, self._writer.caller.client
+        question = await service.large_work.run(self._num_bytes, client, writer.template_question)
+        rendered = "" if question is None else await service.templates.render(question, client)
         if self._num_bytes <= SMALL_BYTES:  # still too long for the event loop, if all of it is text
-            return await asyncio.to_thread(writer.prepare)
-        return await work.run(self._num_bytes, writer.caller.client, writer.prepare)
+            return await asyncio.to_thread(writer.prepare, rendered)
+        return await service.large_work.run(self._num_bytes, client, writer.prepare, rendered)
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         await client_disconnected(receive)

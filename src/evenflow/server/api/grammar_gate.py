@@ -10,20 +10,19 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import resource
 import selectors
 import signal
 import socket
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 from evenflow.framing import FrameReader, frame
+from evenflow.host import limit_memory
 from evenflow.model.grammar import Grammars
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.api.fair_slots import FairSlots
@@ -165,7 +164,7 @@ def _compile_and_exit(grammars: Grammars, grammar: Grammar, writer: int, connect
     exit_code = 1
     try:
         connection.close()
-        _limit_memory()
+        limit_memory(_MAX_BYTES)
         signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_S)  # ends the process, even inside the library
         problem = ""
         try:
@@ -176,14 +175,6 @@ def _compile_and_exit(grammars: Grammars, grammar: Grammar, writer: int, connect
         exit_code = 0
     finally:
         os._exit(exit_code)
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(OSError, ValueError):  # not Linux: only the time is limited there
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _MAX_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _why_killed(kind: str, status: int) -> str:

@@ -58,8 +58,12 @@ class ResponseWriter(ABC, Generic[BodyType]):
         start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
         self._event_starts = [start % index for index in range(self.num_choices)]
 
+    def template_question(self) -> bytes | None:
+        """What to ask the template renderer first, if anything."""
+        return None
+
     @abstractmethod
-    def prepare(self) -> list[Request]:
+    def prepare(self, rendered: str) -> list[Request]:
         """One engine request per choice. Tokenising takes long for long prompts: call it in a thread."""
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:

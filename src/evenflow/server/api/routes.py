@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Concatenate, ParamSpec
 
 from fastapi import APIRouter, Request, Response
 
@@ -14,7 +14,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
-from evenflow.server.api.chat import ChatWriter, encode_messages
+from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
 from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.large_work import SMALL_BYTES
@@ -26,7 +26,7 @@ from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.errors import ApiError, overloaded
 
-BodyType = TypeVar("BodyType")
+Arguments = ParamSpec("Arguments")
 
 logger = logging.getLogger("evenflow")
 
@@ -97,17 +97,21 @@ def model_routes(service: ModelService) -> APIRouter:
     """The model and its tokenizer."""
     routes = APIRouter()
     max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
-    client = service.client
+    engine = service.client
 
     async def in_turn(
-        request: Request, num_bytes: int, respond: Callable[[ModelService, BodyType], Response], body: BodyType
+        request: Request,
+        num_bytes: int,
+        respond: Callable[Concatenate[ModelService, Arguments], Response],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
     ) -> Response:
         """Through the gate, like a generation, and on a thread: both are work of a prompt's size."""
         caller = request.state.caller
         with service.gate.enter(caller.limited_as(""), 1):
             if num_bytes <= SMALL_BYTES:
-                return await asyncio.to_thread(respond, service, body)
-            return await work.run(num_bytes, caller.client, respond, service, body)
+                return await asyncio.to_thread(respond, service, *args, **options)
+            return await work.run(num_bytes, caller.client, respond, service, *args, **options)
 
     def model_card(name: str) -> dict[str, object]:
         return {
@@ -115,7 +119,7 @@ def model_routes(service: ModelService) -> APIRouter:
             "object": "model",
             "created": service.started_at,
             "owned_by": "evenflow",
-            "max_model_len": client.limits.max_model_len,
+            "max_model_len": engine.limits.max_model_len,
         }
 
     @routes.get("/v1/models", summary="The served models", **described(models.ModelList))
@@ -130,7 +134,12 @@ def model_routes(service: ModelService) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
         service.model_name(body.model)
-        return await in_turn(request, num_bytes, _tokenize, body)
+        rendered = ""
+        if body.messages is not None:
+            client = request.state.caller.client
+            question = await work.run(num_bytes, client, _template_question, service, body)
+            rendered = await service.templates.render(question, client)
+        return await in_turn(request, num_bytes, _tokenize, body, rendered)
 
     @routes.post(
         "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
@@ -173,15 +182,19 @@ def _target(policy: PolicySpec | None) -> dict[str, object]:
     return {"policy": str(policy), "tbt_target": policy.target, "paced": policy.is_paced}
 
 
-def _tokenize(service: ModelService, body: TokenizeBody) -> Response:
+def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
+    return template_question(
+        service,
+        body.messages or (),
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Response:
     tokenizer, max_model_len = service.tokenizer, service.client.limits.max_model_len
     if body.messages is not None:
-        tokens = encode_messages(
-            service,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        )
+        tokens = encode_rendered(service, rendered)
     else:
         assert body.prompt is not None
         service.check_text([body.prompt], "prompt")

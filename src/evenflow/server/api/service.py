@@ -12,6 +12,7 @@ from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
+from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
@@ -33,8 +34,8 @@ class ModelService(Service):
     client: ServedEngine
     tokenizer: Tokenizer
     grammar_gate: GrammarGate
+    templates: TemplateRenderer
     model_names: tuple[str, ...]
-    allows_special_tokens: bool = False  # in what people write
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, requested: str | None) -> str:

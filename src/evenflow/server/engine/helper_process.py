@@ -67,6 +67,10 @@ class HelperProcess:
         finally:
             self._answers.pop(number, None)
 
+    async def start(self) -> None:
+        """Ahead of the first question."""
+        await self._connected()
+
     async def close(self) -> None:
         """Kill the process; a later question starts another."""
         if self._process is not None:
