@@ -6,6 +6,7 @@ They hold before any key is checked. The app sees only requests whose head is co
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from typing import Any, ClassVar
 
@@ -50,8 +51,14 @@ class Unfinished:
         self._num_bytes -= self._head_bytes.pop(connection, 0)
 
 
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Requests that are no HTTP get a response; a line for each would let anyone fill the log."""
+    return record.msg != "Invalid HTTP request received."
+
+
 def bounded_protocol() -> type[BoundedProtocol]:
     """The protocol for one server, whose connections share what is bounded for all of them."""
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     return type("ServerProtocol", (BoundedProtocol,), {"unfinished": Unfinished()})
 
 

@@ -108,7 +108,9 @@ class GenerationResponse(Response):
             if not self._has_started:  # the status can still say it
                 raise
             last = event_of(encode_json(as_api_error(error).body()))
-        await self._send_part(send, last + DONE, more_body=False)
+        if not self._has_started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": last + DONE})
 
     async def _send_choice(self, index: int, send: Send, options: StreamOptions) -> bytes:
         """Send one choice except its last event, which is returned to be sent together with what follows."""
@@ -126,14 +128,15 @@ class GenerationResponse(Response):
             if delta.finish_reason is not None:
                 return part
             if part:
-                await self._send_part(send, part, more_body=True)
+                if not self._has_started:
+                    await self._start(send)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         return b""
 
-    async def _send_part(self, send: Send, part: bytes, more_body: bool) -> None:
-        if not self._has_started:
-            self._has_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-        await send({"type": "http.response.body", "body": part, "more_body": more_body})
+    async def _start(self, send: Send) -> None:
+        """With the first token: until then, an error can have a status of its own."""
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
 
 
 async def client_disconnected(receive: Receive) -> None:
