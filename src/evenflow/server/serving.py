@@ -169,7 +169,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for open requests to finish, then fail those that are left. New ones get a 503 meanwhile."""
-        gate, client, loop = self.service.gate, self.service.client, asyncio.get_running_loop()
+        gate, loop = self.service.gate, asyncio.get_running_loop()
         gate.is_draining = True
         self._feed.close()
         if gate.num_inside:
@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
             end = loop.time() + limit
             while gate.num_inside and loop.time() < end and not self.force_exit:
                 await asyncio.sleep(_DRAIN_CHECK_S)
-            client.fail_all(EngineFailed("the server is shutting down"))
+            await self.service.fail_all(EngineFailed("the server is shutting down"))
         await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to be sent
         self.force_exit = True
 

@@ -84,7 +84,9 @@ def test_a_process_that_dies_is_replaced() -> None:
             await checks[0]
         await gate.check(Grammar.regex("d"))
         await gate.close()
-        await gate.check(Grammar.regex("e"))
+        await gate.check(Grammar.regex("d"))
+        with pytest.raises(EngineFailed, match="shutting down"):
+            await gate.check(Grammar.regex("e"))
 
     run(use)
 
@@ -138,3 +140,5 @@ def test_slow_grammars_delay_no_other_request() -> None:
             assert server.get("/health").status_code == 200
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert not any(attack.done() for attack in attacks)
+        server.server.should_exit = True
+        assert {attack.result().status_code for attack in attacks} <= {400, 503}, "those that wait are told"

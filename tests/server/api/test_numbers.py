@@ -21,9 +21,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
-_POWERS = (7, 8, 15, 16, 31, 32, 53, 63, 64, 65, 127, 1000)
+_POWERS = (7, 15, 31, 32, 53, 63, 64, 127, 1000)
 VALUES = [
-    *(sign * 2**power + offset for power in _POWERS for sign in (1, -1) for offset in (-1, 0, 1)),
+    *(sign * 2**power + offset for power in _POWERS for sign in (1, -1) for offset in (-1, 0)),
     *(0, 1, -1, 10**4000, 0.5, 1e-320, 1e308, -1e308, 1e15),
 ]
 

@@ -65,7 +65,7 @@ class GrammarGate:
             raise InvalidRequest(problem)
 
     async def close(self) -> None:
-        """Kill the process; a later check starts another."""
+        """Fail the checks that wait, and later ones of grammars that are not known."""
         await self._helper.close()
 
     def _forget(self, digest: bytes, done: asyncio.Task[str]) -> None:

@@ -17,7 +17,7 @@ SMALL_BYTES = 1 << 16  # parsing or tokenizing more on the event loop would dela
 
 _BODIES_AT_ONCE = 4  # received and parsed
 _BODIES_PER_CLIENT = 2
-_MAX_WAITING = 256  # bodies or prompts of one client
+_MAX_WAITING = 64  # bodies or prompts of one client
 _NUM_THREADS = 2
 
 Arguments = ParamSpec("Arguments")

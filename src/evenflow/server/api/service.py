@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from evenflow.errors import InvalidRequest
+from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
 from evenflow.server.api.grammar_gate import GrammarGate
@@ -26,6 +26,10 @@ class Service:
     gate: Gate
     large_work: LargeWork
 
+    async def fail_all(self, failure: EvenflowError) -> None:
+        """End every open request with an error, whatever it waits for."""
+        self.client.fail_all(failure)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelService(Service):
@@ -37,6 +41,12 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     started_at: int = field(default_factory=lambda: int(time.time()))
+
+    async def fail_all(self, failure: EvenflowError) -> None:
+        # Named, because a class with slots is made anew by its decorator, which `super()` does not know.
+        await Service.fail_all(self, failure)
+        await self.grammar_gate.close()
+        await self.templates.close()
 
     def model_name(self, requested: str | None) -> str:
         """The name for the response; a 404 if no such model is served."""

@@ -62,6 +62,8 @@ class TemplateRenderer:
             try:
                 rendered = _decode(await self._helper.ask(question))
             except EngineFailed:
+                if self._helper.is_closed:
+                    raise
                 raise InvalidRequest(
                     f"the model's chat template takes more than {self._max_cpu_s:g} s or too much memory "
                     "for these messages"

@@ -34,7 +34,10 @@ read_numbered = msgspec.msgpack.Decoder(Numbered).decode
 
 
 class HelperProcess:
-    """Starts with the first question, and again after its death. `main` gets the socket, then `arguments`."""
+    """Starts with the first question, and again after its death, until it is closed.
+
+    `main` gets the socket, then `arguments`.
+    """
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: Any) -> None:
         self._name = name
@@ -45,6 +48,7 @@ class HelperProcess:
         self._starting = asyncio.Lock()
         self._link: Link | None = None
         self._process: SpawnProcess | None = None
+        self.is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -53,6 +57,8 @@ class HelperProcess:
 
     async def ask(self, question: bytes) -> bytes:
         """Its answer; EngineFailed if the process dies first."""
+        if self.is_closed:
+            raise EngineFailed("the server is shutting down")
         link = await self._connected()
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -62,7 +68,7 @@ class HelperProcess:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 return await answer
         except TimeoutError:
-            await self.close()
+            await self._kill()
             raise EngineFailed(f"the process {self._name} does not respond") from None
         finally:
             self._answers.pop(number, None)
@@ -72,7 +78,11 @@ class HelperProcess:
         await self._connected()
 
     async def close(self) -> None:
-        """Kill the process; a later question starts another."""
+        """Kill the process: open questions fail, and later ones too."""
+        self.is_closed = True
+        await self._kill()
+
+    async def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
         if self._link is not None:
