@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_OWN_MEMORY = Path("/proc/self/statm")
 
 
 def total_memory() -> int:
@@ -83,6 +86,18 @@ def _read_words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process take this much more than it has, and leave no core file behind when it is killed.
+
+    Where the system does not say how much it has (it is not Linux), there is no limit.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):
+        pages = int(_OWN_MEMORY.read_text().split()[0])
+        limit = pages * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def cache_folder() -> Path:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evenflow.core.plan import RowLogprobs, StepResult, TokenLogprob
 from evenflow.core.request import SamplingParams
+from evenflow.engine.recorder import next_recording
 from evenflow.errors import EngineFailed, InvalidInput
 from evenflow.executors.recorded import read, replay, write_line
 from tests.engine.fakes import fake_llm
@@ -78,3 +82,54 @@ def test_a_result_comes_back_as_it_was() -> None:
     row = RowLogprobs(TokenLogprob(3, -0.5), (TokenLogprob(3, -0.5), TokenLogprob(9, -1.25)))
     result = StepResult(4, ((3,), ()), 0.25, {1: "bad"}, {0: (row,)}, {1: (row, row)})
     assert read(json.loads(write_line(result)), StepResult) == result
+
+
+class FullDisk(io.FileIO):
+    """Has room for this many bytes, and writes half of what does not fit."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        super().__init__(path, "wb")
+        self._room = room
+
+    def write(self, data: Any) -> int:
+        if not self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(data[: min(len(data), self._room)])
+        self._room -= written
+        return written
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, the engine died at the next request, and at the first one after each restart."""
+    cut = tmp_path / "cut.jsonl"
+    for room in (10, 5_000, 10_000):
+        llm = fake_llm("adaptive:20", num_blocks=12, record=cut)
+        recorder = llm.engine.recorder
+        assert recorder is not None
+        recorder.close()
+        recorder._file, recorder._num_bytes = FullDisk(cut, room), 0
+        outputs = llm.generate([[5] * 40, [6] * 40], SamplingParams(max_tokens=30))
+        assert [len(output.token_ids) for output in outputs] == [30, 30]
+        llm.engine.close()
+        lines = cut.read_bytes().splitlines(keepends=True)
+        assert all(line.endswith(b"\n") and json.loads(line) for line in lines)
+    assert caplog.text.count("No space left on device") == 3, "it is said once"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_disk_that_is_full_from_the_start_is_no_reason_not_to_run() -> None:
+    llm = fake_llm(record="/dev/full")
+    assert len(llm.generate([[5] * 4], SamplingParams(max_tokens=3))[0].token_ids) == 3
+    llm.engine.close()
+
+
+def test_a_recording_that_has_steps_is_never_overwritten_by_a_restart(tmp_path: Path) -> None:
+    """Before, each restart of the engine emptied it."""
+    path = tmp_path / "run.jsonl"
+    assert next_recording(path) == path
+    path.write_text("")
+    assert next_recording(path) == path
+    path.write_text("a line")
+    (tmp_path / "run-2.jsonl").write_text("an older one")
+    assert next_recording(path) == tmp_path / "run-3.jsonl"
+    assert next_recording(Path("/dev/null")) == Path("/dev/null")

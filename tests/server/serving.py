@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -134,10 +135,10 @@ def scripted_server(
 
 
 @contextmanager
-def model_server(folder: str, **settings: Any) -> Iterator[RunningServer]:
+def model_server(folder: str, record: Path | None = None, **settings: Any) -> Iterator[RunningServer]:
     """A server over a real model."""
     from evenflow.model.loader import load_model
 
     config = EngineConfig(model=folder, kv_cache_memory=64 << 20, threads=1, **settings)
-    with running_server(partial(build_served_engine, config), lambda: load_model(folder).tokenizer) as server:
+    with running_server(partial(build_served_engine, config, record), lambda: load_model(folder).tokenizer) as server:
         yield server

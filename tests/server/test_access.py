@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.errors import InvalidConfig
 from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
@@ -97,3 +98,51 @@ def test_a_server_may_take_shorter_prompts_than_the_model() -> None:
         refused = server.post("/v1/completions", {"prompt": [5] * 11, "max_tokens": 1})
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_who_is_an_admin() -> None:
+    def admins(keys: list[str], admin_keys: list[str]) -> list[str]:
+        known = ApiKeys(keys, admin_keys)
+        return [key for key in (*keys, *admin_keys) if known.check(f"Bearer {key}", "").is_admin]
+
+    assert ApiKeys([]).check(None, "").is_admin
+    assert admins(["only"], []) == ["only"]
+    assert admins(["one", "two"], []) == []
+    assert admins(["one"], ["boss"]) == ["boss"]
+    assert admins([], ["boss", "other"]) == ["boss", "other"]
+    with pytest.raises(InvalidConfig, match="as an admin key too"):
+        ApiKeys(["one"], [" one "])
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RunningServer]:
+    settings = {"api_keys": ["first", "second"], "admin_api_keys": ["boss"]}
+    with scripted_server(policy="target:50ms", settings=settings) as running:
+        yield running
+
+
+def test_only_an_admin_changes_the_target(shared: RunningServer) -> None:
+    """Before, every key did."""
+    body = {"tbt_target": "80ms"}
+    refused = httpx.put(shared.url + "/v1/target", json=body, headers=with_key("first"))
+    assert refused.status_code == 403
+    assert "--admin-api-key" in refused.json()["error"]["message"]
+    assert shared.get("/v1/target", headers=with_key("first")).json()["tbt_target"] == 0.05
+    assert httpx.put(shared.url + "/v1/target", json=body, headers=with_key("boss")).json()["tbt_target"] == 0.08
+
+
+def test_a_key_sees_its_own_tenants_only(shared: RunningServer) -> None:
+    """Before, every key saw all, and those of the same name were counted together."""
+    for key, tenant in (("first", "docs"), ("second", "docs"), ("second", "secret project")):
+        body = {"prompt": [5, 6], "max_tokens": 1, "tenant": tenant}
+        assert shared.post("/v1/completions", body, headers=with_key(key)).status_code == 200
+
+    def tenants(key: str) -> set[tuple[str, str]]:
+        families = text_string_to_metric_families(shared.get("/metrics", headers=with_key(key)).text)
+        samples = [one for family in families if family.name == "evenflow:tenant_requests" for one in family.samples]
+        return {(one.labels["key"], one.labels["tenant"]) for one in samples}
+
+    assert tenants("first") == {("key-1", "docs")}
+    assert tenants("second") == {("key-2", "docs"), ("key-2", "secret project")}
+    assert tenants("boss") == tenants("first") | tenants("second")
+    assert "vllm:num_requests_running" in shared.get("/metrics", headers=with_key("first")).text

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenflow")
 
 _KEY_VARIABLE = "EVENFLOW_API_KEY"
+_ADMIN_KEY_VARIABLE = "EVENFLOW_ADMIN_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,20 @@ class ServeOptions:
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
     api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
     api_key_file: Path | None = option("File of API keys, one per line.", metavar="PATH")
+    admin_api_key: list[str] | None = option(
+        f"API key that may also change the target and see all tenants; repeatable. Safer: ${_ADMIN_KEY_VARIABLE}.",
+        metavar="KEY",
+    )
+    admin_api_key_file: Path | None = option("File of admin API keys, one per line.", metavar="PATH")
+    allow_host: list[str] | None = option(
+        "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
+    )
     allow_origin: list[str] | None = option("Site whose pages may send requests; repeatable; *: any.", metavar="ORIGIN")
+    allow_special_tokens: bool = option(
+        "Let special tokens such as <|im_end|> in the text of chats act as such. Trusted clients only.",
+        "--allow-special-tokens",
+        default=False,
+    )
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
@@ -99,22 +113,29 @@ class ServeOptions:
 
     def server_settings(self, model: str) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
-        from evenflow.server.access import ServerLimits, read_key_file
+        from evenflow.server.access import ServerLimits
         from evenflow.server.serving import ServerSettings
 
-        keys = [*(self.api_key or ()), *(read_key_file(self.api_key_file) if self.api_key_file else ())]
-        if variable := os.environ.get(_KEY_VARIABLE):
-            keys.append(variable)
         return ServerSettings(
             model_names=tuple(self.served_model_name or (model,)),
             host=self.host,
             port=self.port,
-            api_keys=keys,
+            api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
+            admin_api_keys=_given_keys(self.admin_api_key, self.admin_api_key_file, _ADMIN_KEY_VARIABLE),
+            allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
+            allows_special_tokens=self.allow_special_tokens,
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
         )
+
+
+def _given_keys(keys: Sequence[str] | None, file: Path | None, variable: str) -> list[str]:
+    from evenflow.server.access import read_key_file
+
+    found = [*(keys or ()), *(read_key_file(file) if file else ()), *filter(None, [os.environ.get(variable)])]
+    return list(dict.fromkeys(found))
 
 
 @takes_options
@@ -146,6 +167,8 @@ def serve(
             _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return
     with bind(options.host, options.port) as listener:
+        if options.record is not None:
+            _empty(options.record)
         if config.model == "default":
             default_model_path()  # fetch it here, where a progress bar can be shown
         host, port = listener.getsockname()[:2]
@@ -155,6 +178,14 @@ def serve(
             logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
 
         _run(serve_model(settings, listener, config, options.record, say_ready))
+
+
+def _empty(path: Path) -> None:
+    """An engine that is restarted later must not overwrite what the first one recorded, so that is decided here."""
+    try:
+        path.open("wb").close()
+    except OSError as error:
+        raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
 
 
 async def serve_model(

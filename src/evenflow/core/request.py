@@ -14,6 +14,8 @@ from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
+MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -43,7 +45,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _require_int("top_k", self.top_k, 0)
+        _require_int("top_k", self.top_k, 0, MAX_TOP_K)
         _require_number("temperature", self.temperature, 0)
         _require_number("top_p", self.top_p, 0, 1, above=True)
         _require_number("min_p", self.min_p, 0, 1)

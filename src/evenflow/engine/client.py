@@ -91,9 +91,8 @@ class EngineClient:
     def submit(self, request: Request) -> Stream:
         if request.id in self._streams:  # its stream must not be taken over
             raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
-        command = Add(request.record())
+        self._send(Add(request.record()))  # fails before anything is registered, if it cannot be sent
         stream = self._streams[request.id] = Stream(request, self._outputs.add(request))
-        self._send(command)
         return stream
 
     def abort(self, stream: Stream) -> None:

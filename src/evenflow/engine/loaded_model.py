@@ -79,4 +79,4 @@ class LoadedModel(ABC):
         """The token ids of a conversation, up to where the reply begins."""
         if not messages:
             raise InvalidRequest("Got an empty conversation but expected at least one message.")
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return self.tokenizer.encode_chat(messages)

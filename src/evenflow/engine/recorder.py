@@ -10,6 +10,10 @@ The first line is the header; then come, in the order they happened:
 
 from __future__ import annotations
 
+import io
+import itertools
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 from evenflow.core.plan import StepPlan, StepResult
@@ -19,15 +23,23 @@ from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
 from evenflow.executors.recorded import Record, header_record, policy_record, write_line
 
+logger = logging.getLogger("evenflow")
+
 
 class Recorder:
-    """An open recording. Lines are complete at any moment: the recording of a run that dies can be read."""
+    """An open recording. Lines are complete at any moment: the recording of a run that dies can be read.
+
+    A write that fails ends the recording, not the run.
+    """
 
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
+            self._path = path
+            self._file: io.RawIOBase = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
+        self._num_bytes = 0  # of whole lines
+        self._has_failed = False
         self._write(header_record(scheduler))
 
     def added(self, request: Request) -> None:
@@ -46,7 +58,28 @@ class Recorder:
         self._write({"event": "step", "now": now, "seconds": result.seconds, "plan": plan, "result": result})
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def _write(self, record: Record) -> None:
-        self._file.write(write_line(record) + b"\n")
+        if self._has_failed:
+            return
+        line = memoryview(write_line(record) + b"\n")
+        start = 0
+        try:
+            while start < len(line):
+                start += self._file.write(line[start:]) or 0
+            self._num_bytes += len(line)
+        except OSError as error:  # the disk is full, for example: serving goes on
+            self._has_failed = True
+            with suppress(OSError):
+                self._file.truncate(self._num_bytes)  # to the last whole line
+            logger.error("Recording to %s stops after %d bytes: %s.", self._path, self._num_bytes, error.strerror)
+
+
+def next_recording(path: Path) -> Path:
+    """This file if nothing is in it, else the first of name-2, name-3 and so on that does not exist."""
+    if not path.exists() or not path.stat().st_size:
+        return path
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in numbered if not one.exists())

@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from evenflow.errors import InvalidRequest
+from evenflow.model.special_tokens import Change, SpecialTokens, with_strings
 from evenflow.model.tool_messages import Message, plain_message, write_out_tools
 
 
@@ -57,13 +58,26 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        protected: SpecialTokens | None = None,
         **variables: Any,
     ) -> str:
         """The prompt for these messages; `variables` are other variables of this model's template.
 
-        Messages may have any form of the OpenAI API: content as text parts, tool calls, tool results.
+        Messages may have any form of the OpenAI API: content as text parts, tool calls, tool results. With `protected`,
+        special tokens that they spell are broken, as `SpecialTokens.protect` says.
         """
         messages = [plain_message(message) for message in messages]
+        given: list[Any] = [messages, tools, variables]
+
+        def render(change: Change | None) -> str:
+            changed = given if change is None else [with_strings(one, change) for one in given]
+            return self._render(changed[0], changed[1], {**changed[2], "add_generation_prompt": add_generation_prompt})
+
+        return render(None) if protected is None else protected.protect(render, given)
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: dict[str, Any]
+    ) -> str:
         if not self.knows_tools:
             messages, tools = write_out_tools(messages, tools), None
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
@@ -72,12 +86,13 @@ class ChatTemplate:
             **variables,
             "messages": messages,
             "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return _compile(self._sources[name]).render(known)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidRequest(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+        except MemoryError:
+            raise InvalidRequest("the model's chat template takes too much memory for these messages") from None
         except Exception as error:  # a template can raise anything that an expression can
             raise InvalidRequest(f"the model's chat template refused these messages: {error}") from error
 

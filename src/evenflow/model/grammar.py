@@ -36,7 +36,6 @@ _TRIAL_TOKENS = 4
 _MAX_CACHED = 64  # compiled grammars, for requests that send the same one
 # A space, or a new line with its indentation: with more freedom, small models write blanks for ever.
 BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
-_SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 
 
 class Grammars:
@@ -47,6 +46,10 @@ class Grammars:
         self._num_logits = num_logits
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
         self._compile_soon = lru_cache(_MAX_CACHED)(lambda grammar: self._worker.submit(self._compile, grammar))
+
+    def read_vocabulary(self) -> None:
+        """Build what all grammars share, ahead of the first."""
+        _ = self._tokenizer
 
     def check(self, grammar: Grammar) -> None:
         """Compile it; InvalidRequest if it cannot be used."""
@@ -127,8 +130,7 @@ class _TokenizerView:
             return [token_id for character in text for token_id in self(character)]
         if b"".join(map(self._vocabulary.token_bytes, token_ids)) == text.encode():
             return token_ids
-        # Sentencepiece begins every text with a space.
-        return encode(_SEPARATOR + text, add_special_tokens=False)[len(encode(_SEPARATOR, add_special_tokens=False)) :]
+        return self._vocabulary.encode_inside(text)
 
 
 def _source(grammar: Grammar) -> str:

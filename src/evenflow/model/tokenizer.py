@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -12,8 +13,11 @@ from tokenizers import processors
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
+from evenflow.model.special_tokens import BREAK, SpecialTokens
 from evenflow.model.tool_messages import Message
 
+_SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
+_SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -45,6 +49,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it are recognised either way."""
         try:
+            if len(text) > _SHORT_CHARACTERS:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate: JSON can write one, UTF-8 cannot
             raise InvalidRequest(f"the text is not valid Unicode: {text[:40]!r}") from error
@@ -66,9 +72,19 @@ class Tokenizer:
             known = self._bytes_of_token[token_id] = b"" if piece is None else self._piece_to_bytes(piece)
         return known
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No text of more than this times n bytes fits into n tokens."""
+        return max(len(self._piece_to_bytes(piece)) for piece in self._backend.get_vocab())
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token rather than text."""
         return token_id in self._special_ids
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The control tokens by their text."""
+        return SpecialTokens(self.token_bytes(token_id).decode() for token_id in self._special_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -82,6 +98,25 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
         return self.chat_template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of a conversation. What people wrote in it never becomes a control token."""
+        return self.encode_rendered(self.apply_chat_template(messages, protected=self.special_tokens, **options))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The token ids of a rendered conversation, piece by piece where special tokens are broken."""
+        first, *others = text.split(BREAK)
+        token_ids = self.encode(first, add_special_tokens=False)
+        for piece in others:
+            token_ids += self.encode_inside(piece)
+        return token_ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of this text inside a longer one: sentencepiece begins every text with a space."""
+        if not self.strips_leading_space:
+            return self.encode(text, add_special_tokens=False)
+        before = self.encode(_SEPARATOR, add_special_tokens=False)
+        return self.encode(_SEPARATOR + text, add_special_tokens=False)[len(before) :]
 
 
 class StreamDecoder:

@@ -36,30 +36,63 @@ def cache_salt(key: str, tenant: str = "") -> str:
     return f"{key}/{tenant}"
 
 
-class ApiKeys:
-    """The accepted keys, kept as digests of equal length and compared in constant time."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        if any(not key.strip() for key in keys):
+    key: str  # a short digest; "" if none is needed
+    name: str  # of the key, for figures: key-1, admin-1; "" if none is needed
+    address: str
+    is_admin: bool
+
+    @property
+    def client(self) -> str:
+        """Who shares one turn at slow work: names that a request can make up do not count."""
+        return self.key or self.address
+
+    def limited_as(self, tenant: str) -> str:
+        """Who shares one limit. Only an admin's key may name tenants that are limited apart."""
+        return f"{self.key}/{tenant}" if self.key and self.is_admin else self.client
+
+
+class ApiKeys:
+    """The accepted keys, kept as digests of equal length and compared in constant time.
+
+    Without admin keys a single key is one, and of several none is. Without any key, everybody is an admin.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        if any(not key.strip() for key in (*keys, *admin_keys)):
             raise InvalidConfig("Got an empty API key but expected at least one character.")
-        self._digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
+        if both := {key.strip() for key in keys} & {key.strip() for key in admin_keys}:
+            raise InvalidConfig(f"Got {len(both)} API key(s) as an admin key too but expected each in one place.")
+        names = {f"admin-{number}": key for number, key in enumerate(dict.fromkeys(admin_keys), 1)}
+        self._admins = set(names) or ({"key-1"} if len(set(keys)) == 1 else set())
+        names |= {f"key-{number}": key for number, key in enumerate(dict.fromkeys(keys), 1)}
+        self._digests = {name: hashlib.sha256(key.strip().encode()).digest() for name, key in names.items()}
 
     @property
     def are_needed(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorization: str | None) -> str:
-        """A short digest of the key in this header, "" if none is needed; a 401 if the key is not accepted."""
+    def check(self, authorization: str | None, address: str) -> Caller:
+        """Who sent this header; a 401 if the key in it is not accepted."""
         if not self._digests:
-            return ""
+            return Caller("", "", address, is_admin=True)
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         # All keys are compared, so the time taken reveals nothing about them.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        names = [name for name, known in self._digests.items() if hmac.compare_digest(digest, known)]
+        if scheme.lower() != "bearer" or not names:
             message = "The API key is wrong." if authorization else "An API key is needed: Authorization: Bearer KEY."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return digest.hex()[:16]
+        return Caller(digest.hex()[:16], names[0], address, is_admin=names[0] in self._admins)
+
+
+def require_admin(caller: Caller) -> None:
+    if not caller.is_admin:
+        message = "This needs an admin's key. Start the server with --admin-api-key KEY, and use that one."
+        raise ApiError(403, message, code="admin_key_required")
 
 
 def read_key_file(path: Path) -> list[str]:
@@ -67,10 +100,10 @@ def read_key_file(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise InvalidConfig(f"Got --api-key-file {str(path)!r} but it cannot be read: {error}.") from error
+        raise InvalidConfig(f"Got the key file {str(path)!r} but it cannot be read: {error}.") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise InvalidConfig(f"Got --api-key-file {str(path)!r} but it holds no key.")
+        raise InvalidConfig(f"Got the key file {str(path)!r} but it holds no key.")
     return keys
 
 

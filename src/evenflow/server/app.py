@@ -16,6 +16,7 @@ from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
+from evenflow.server.browser_guard import BrowserGuard
 from evenflow.server.errors import add_error_handlers
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.live.feed import router as live_router
@@ -30,22 +31,29 @@ def make_app(
     observer: Observer,
     feed: LiveFeed,
     keys: ApiKeys,
+    allowed_hosts: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """evenflow's own routes, then the engine's: evenflow's API, or everything that the host serves."""
+    recent = RecentRequests(observer)
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
         add_body_schemas(app, BODIES)
         engine_routes = [generation_routes(service), model_routes(service), metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied
-        engine_routes = [metrics_routes(service, observer), proxy_routes(service)]
+        engine_routes = [metrics_routes(service, observer), proxy_routes(service, recent)]
     add_error_handlers(app)
+    app.router.redirect_slashes = False  # it would redirect to any host that a client names
     if allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
+    if not keys.are_needed:
+        app.add_middleware(BrowserGuard, hosts=allowed_hosts, origins=allowed_origins)
+
     def check_key(request: Request) -> None:
-        request.state.key = keys.check(request.headers.get("authorization"))
+        address = request.client.host if request.client is not None else ""
+        request.state.caller = keys.check(request.headers.get("authorization"), address)
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:
@@ -54,6 +62,6 @@ def make_app(
     app.include_router(health_routes(service))
     app.include_router(live_router(feed, feed_dependencies=with_key["dependencies"]))
     load = load_routes(PrefillSpeed(observer), service.load_limits)
-    for routes in (load, target_routes(service), request_routes(RecentRequests(observer)), *engine_routes):
+    for routes in (load, target_routes(service), request_routes(recent), *engine_routes):
         app.include_router(routes, **with_key)
     return app

@@ -17,6 +17,7 @@ from evenflow.errors import EngineFailed, EvenflowError, InvalidInput
 
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_VALUE_CHARACTERS = 100
+_MAX_PROBLEMS = 256
 _RETRY_AFTER_S = 1
 
 _DURATIONS = ("tbt_target", "ttft_target")
@@ -74,6 +75,8 @@ def as_api_error(error: EvenflowError | ApiError) -> ApiError:
 
 def invalid_body(error: ValidationError) -> ApiError:
     """The first problem of a body."""
+    if error.error_count() > _MAX_PROBLEMS:  # listing them would take longer than finding them
+        return ApiError(400, f"The body has {error.error_count()} wrong or unknown fields.")
     found = error.errors(include_url=False, include_context=False)
     # A field of several types has an error for each: one that is not about the type says more.
     about_one_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]

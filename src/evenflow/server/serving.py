@@ -18,8 +18,11 @@ from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.service import ModelService, Service
+from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
+from evenflow.server.connections import bounded_protocol
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
@@ -43,7 +46,10 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    admin_api_keys: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()  # names of this server, besides its own; for servers without keys
     allowed_origins: Sequence[str] = ()
+    allows_special_tokens: bool = False  # in the text of chats
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
@@ -53,7 +59,7 @@ class ServerSettings:
             raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
-        ApiKeys(self.api_keys)  # refuses bad ones before anything is loaded
+        ApiKeys(self.api_keys, self.admin_api_keys)  # refuses bad ones before anything is loaded
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -86,17 +92,20 @@ async def serve(
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
-    client = ServedEngine(factory, tokenizer, observer, grammar_gate.check)
+    templates = TemplateRenderer(tokenizer, allows_special_tokens=settings.allows_special_tokens)
+    client = ServedEngine(factory, tokenizer, observer)
     try:
+        await templates.start()
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, tokenizer, settings.model_names)
+        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, settings.model_names)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
         await client.close()
-        await asyncio.to_thread(grammar_gate.close)
+        await grammar_gate.close()
+        await templates.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
@@ -115,7 +124,7 @@ async def serve_host(
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
-        server = Server(HostService(engine, gate), observer, settings)
+        server = Server(HostService(engine, gate, LargeWork()), observer, settings)
 
         def on_first_start(start: asyncio.Future[None]) -> None:
             if start.cancelled() or start.exception() is not None:
@@ -139,8 +148,19 @@ class Server(uvicorn.Server):
         self.service: Service = service
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
-        app = make_app(service, observer, self._feed, ApiKeys(settings.api_keys), settings.allowed_origins)
-        config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", server_header=False)
+        hosts = (settings.host, *settings.allowed_hosts)
+        keys = ApiKeys(settings.api_keys, settings.admin_api_keys)
+        app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
+        config = uvicorn.Config(
+            app,
+            http=bounded_protocol(),
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,  # a client could make up its address
+        )
         super().__init__(config)
 
     @property
@@ -149,13 +169,12 @@ class Server(uvicorn.Server):
         return self._feed.num_readers
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._drain())
+        await self._drain()
         await super().shutdown(sockets)
-        draining.cancel()
 
     async def _drain(self) -> None:
-        """Wait for open requests to finish, then fail those that are left."""
-        gate, client, loop = self.service.gate, self.service.client, asyncio.get_running_loop()
+        """Wait for open requests to finish, then fail those that are left. New ones get a 503 meanwhile."""
+        gate, loop = self.service.gate, asyncio.get_running_loop()
         gate.is_draining = True
         self._feed.close()
         if gate.num_inside:
@@ -165,9 +184,9 @@ class Server(uvicorn.Server):
             )
         for limit in (self._drain_s, _GRACE_S):
             end = loop.time() + limit
-            while gate.num_inside and loop.time() < end:
+            while gate.num_inside and loop.time() < end and not self.force_exit:
                 await asyncio.sleep(_DRAIN_CHECK_S)
-            client.fail_all(EngineFailed("the server is shutting down"))
+            await self.service.fail_all(EngineFailed("the server is shutting down"))
         await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to be sent
         self.force_exit = True
 

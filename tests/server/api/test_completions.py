@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -182,9 +183,37 @@ def test_min_tokens_and_ignore_eos_keep_an_answer_going(llama: RunningServer) ->
 
 def test_a_failed_request_says_so_and_the_others_go_on() -> None:
     with scripted_server(poison=77) as running:
-        response = running.post("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
-        assert response.status_code == 500
-        assert "poison" in response.json()["error"]["message"]
-        [event] = running.events("/v1/completions", {"prompt": [77, 5], "max_tokens": 4})
-        assert "poison" in event["error"]["message"]
+        for stream in (False, True):  # before the first token, a stream's status can still say it
+            response = running.post("/v1/completions", {"prompt": [77, 5], "max_tokens": 4, "stream": stream})
+            assert response.status_code == 500
+            assert "poison" in response.json()["error"]["message"]
         assert running.post("/v1/completions", {"prompt": [5], "max_tokens": 4}).status_code == 200
+
+
+def test_text_offsets_count_characters_even_of_tokens_that_are_parts_of_one() -> None:
+    """Before, each part of a character counted as one."""
+    text = "aé€ 😀b"
+    with scripted_server(script=text) as running:
+        num_tokens = len(small_tokenizer().encode(text, add_special_tokens=False))
+        assert num_tokens > len(text)
+        for prompt in ("naïve 😀", small_tokenizer().encode("naïve 😀")):
+            for echo in (False, True):
+                body = {"prompt": prompt, "max_tokens": num_tokens, "logprobs": 0, "echo": echo}
+                (choice,) = running.post("/v1/completions", body).json()["choices"]
+                written = choice["text"]
+                assert written == "naïve 😀" * echo + text
+                check_offsets(written, choice["logprobs"])
+                events = running.events("/v1/completions", body)
+                parts = [event["choices"][0]["logprobs"] or {"tokens": [], "text_offset": []} for event in events]
+                joined = {name: [one for part in parts for one in part[name]] for name in ("tokens", "text_offset")}
+                assert joined == {name: choice["logprobs"][name] for name in joined}
+
+
+def check_offsets(text: str, logprobs: dict[str, Any]) -> None:
+    """A token that is whole characters is the text at its offset; offsets never fall."""
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] < len(text)
+    for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+        if "\ufffd" not in token and token != "<|begin|>":
+            assert text.startswith(token, offset)

@@ -170,7 +170,7 @@ def test_a_client_that_leaves_within_its_body_is_no_defect(
     logged: list[object] = []
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda message, **_: logged.append(message))
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
         connection.sendall(b"Content-Type: application/json\r\n\r\n{")
     server.until(lambda: not server.server.server_state.tasks)
     assert server.get("/health").status_code == 200

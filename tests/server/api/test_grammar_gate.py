@@ -1,63 +1,144 @@
-"""What clients may ask of answers, checked where it can be stopped."""
+"""What clients may ask of answers, checked where it can be stopped and where nobody else waits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from evenflow import Grammar
-from evenflow.errors import InvalidRequest
+from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.model.loader import load_model
 from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.errors import ApiError
 from tests.models import tiny_llama
+from tests.server.serving import scripted_server
 
 
-@pytest.fixture(scope="module")
-def gate() -> Iterator[GrammarGate]:
-    gate = GrammarGate(load_model(tiny_llama()).tokenizer, 512)
-    yield gate
-    gate.close()
+def slow_schema(number: int) -> dict[str, object]:
+    """Compiles for hours. Each number is another one."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    patterns = [{"type": "string", "pattern": f".*{letter}.{{{ord(letter) + number}}}.*"} for letter in letters]
+    return {"allOf": patterns}
 
 
-def test_good_grammars_pass_and_bad_ones_say_why(gate: GrammarGate) -> None:
-    for grammar in (Grammar.json_object(), Grammar.regex("é+\n"), Grammar.choice(["a", "b"]), Grammar.json_object()):
-        gate.check(grammar)
-    with pytest.raises(InvalidRequest, match="the json_schema cannot be used: Invalid type: objekt"):
-        gate.check(Grammar.json_schema({"type": "objekt"}))
-    with pytest.raises(InvalidRequest, match="the json_schema cannot be used: key must"):
-        gate.check(Grammar.json_schema("{nonsense"))
-    names = {f"k{number}": {"type": "string", "pattern": "^[a-z]{1,500}$"} for number in range(1500)}
-    with pytest.raises(InvalidRequest, match="cannot be used"):
-        gate.check(Grammar.json_schema({"type": "object", "properties": names}))
+def run(use: Callable[[GrammarGate], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def gate() -> AsyncIterator[GrammarGate]:
+        gate = GrammarGate(load_model(tiny_llama()).tokenizer, 512)
+        try:
+            yield gate
+        finally:
+            await gate.close()
+
+    async def main() -> None:
+        async with gate() as opened:
+            await use(opened)
+
+    asyncio.run(main())
 
 
-def test_a_schema_that_would_take_hours_is_given_up(gate: GrammarGate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate.check(Grammar.regex("a"))
-    monkeypatch.setattr("evenflow.server.api.grammar_gate._CHECK_TIMEOUT_S", 0.3)
-    patterns = [
-        {"type": "string", "pattern": f".*{letter}.{{{ord(letter)}}}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"
-    ]
-    for _ in range(2):
+def test_good_grammars_pass_and_bad_ones_say_why() -> None:
+    async def use(gate: GrammarGate) -> None:
+        for grammar in (Grammar.json_object(), Grammar.regex("é+\n"), Grammar.choice(["a", "b"])):
+            await gate.check(grammar)
+        with pytest.raises(InvalidRequest, match="the json_schema cannot be used: Invalid type: objekt"):
+            await gate.check(Grammar.json_schema({"type": "objekt"}))
+        with pytest.raises(InvalidRequest, match="the json_schema cannot be used: key must"):
+            await gate.check(Grammar.json_schema("{nonsense"))
+        names = {f"k{number}": {"type": "string", "pattern": "^[a-z]{1,500}$"} for number in range(1500)}
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            await gate.check(Grammar.json_schema({"type": "object", "properties": names}))
+
+    run(use)
+
+
+def test_what_was_checked_is_remembered_good_or_bad() -> None:
+    async def use(gate: GrammarGate) -> None:
+        await gate.check(Grammar.regex("a"))
         with pytest.raises(InvalidRequest, match="takes too long to compile"):
-            gate.check(Grammar.json_schema({"allOf": patterns}))
-    gate.check(Grammar.regex("a"))  # known
-    monkeypatch.undo()
-    gate.check(Grammar.regex("b"))  # by another process
+            await gate.check(Grammar.json_schema(slow_schema(0)))
+        pid = gate._helper.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await gate.check(Grammar.regex("a"))
+        with pytest.raises(InvalidRequest, match="takes too long to compile"):
+            await gate.check(Grammar.json_schema(slow_schema(0)))
+        assert gate._helper.pid == pid, "no other process was needed"
+
+    run(use)
 
 
-def test_a_process_that_dies_is_replaced(gate: GrammarGate) -> None:
-    gate.check(Grammar.regex("c"))
-    process = gate._process
-    assert process is not None
-    process.kill()
-    process.join()
-    gate.check(Grammar.regex("d"))
-    gate.close()
-    gate.check(Grammar.regex("e"))
+def test_a_process_that_dies_is_replaced() -> None:
+    async def use(gate: GrammarGate) -> None:
+        checks = [asyncio.create_task(gate.check(Grammar.json_schema(slow_schema(0))))]
+        await gate.check(Grammar.regex("c"), "another client")
+        assert gate._helper.pid is not None
+        os.kill(gate._helper.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="died"):
+            await checks[0]
+        await gate.check(Grammar.regex("d"))
+        await gate.close()
+        await gate.check(Grammar.regex("d"))
+        with pytest.raises(EngineFailed, match="shutting down"):
+            await gate.check(Grammar.regex("e"))
+
+    run(use)
 
 
-def test_many_threads_may_ask_at_once(gate: GrammarGate) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(gate.check, (Grammar.regex(f"{number % 20}") for number in range(60))))
+def test_one_clients_slow_grammars_are_checked_one_at_a_time_and_delay_no_other_client() -> None:
+    async def use(gate: GrammarGate) -> None:
+        ended: list[str] = []
+
+        async def check(name: str, grammar: Grammar, client: str) -> None:
+            with suppress(InvalidRequest):
+                await gate.check(grammar, client)
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(check("slow", Grammar.json_schema(slow_schema(number)), "attacker"))
+            await asyncio.sleep(0)
+            for number in range(20):
+                group.create_task(check("quick", Grammar.regex(f"a{number}"), "another client"))
+        assert ended[:20] == ["quick"] * 20
+
+    run(use)
+
+
+def test_many_requests_for_the_same_grammar_compile_it_once_and_a_long_queue_is_refused() -> None:
+    async def use(gate: GrammarGate) -> None:
+        slow = Grammar.json_schema(slow_schema(0))
+        found = await asyncio.gather(*(gate.check(slow, "a") for _ in range(500)), return_exceptions=True)
+        assert all(isinstance(one, InvalidRequest) for one in found)
+        many = [Grammar.regex(f"a{number}") for number in range(200)]
+        results = await asyncio.gather(*(gate.check(grammar, "a") for grammar in many), return_exceptions=True)
+        refused = [one for one in results if isinstance(one, ApiError)]
+        assert {one.status for one in refused} == {429}
+        assert 0 < len(refused) < 200
+        assert all(one is None or isinstance(one, ApiError) for one in results)
+
+    run(use)
+
+
+def test_slow_grammars_delay_no_other_request() -> None:
+    with ThreadPoolExecutor(10) as pool, scripted_server() as server:
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_regex": "a"})  # its process is up
+        attacks = [
+            pool.submit(
+                server.post, "/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_json": slow_schema(number)}
+            )
+            for number in range(8)
+        ]
+        server.until(lambda: server.server.service.gate.num_inside > 0)
+        for _ in range(3):
+            assert server.get("/health").status_code == 200
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert not any(attack.done() for attack in attacks)
+        server.server.should_exit = True
+        assert {attack.result().status_code for attack in attacks} <= {400, 503}, "those that wait are told"

@@ -9,12 +9,14 @@ import pytest
 
 from evenflow.core.plan import ChunkReason
 from evenflow.core.report import ChunkReport
+from evenflow.server.access import Caller
 from evenflow.server.api import request_chunks
 from evenflow.server.api.request_chunks import RecentRequests
 from evenflow.server.metrics.observer import Observer, RequestRecord
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 BUDGET = 64
+ANYONE = Caller("", "", "127.0.0.1", is_admin=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +110,27 @@ def recent(*requests: tuple[str, int]) -> RecentRequests:
 def test_engines_names_for_a_responses_requests(response_id: str, request_ids: list[str]) -> None:
     others = ["cmpl-b-0-01234567", "cmpl-aa-0-01234567", "cmpl-axb", "x3f2a", "3f2a-later"]
     found = recent(*((request_id, 1) for request_id in [*others, *reversed(request_ids)]))
-    assert [record.request_id for record in found.find(response_id)] == request_ids
+    assert [record.request_id for record in found.find(response_id, ANYONE)] == request_ids
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_chunks, "MAX_FINISHED", 3)
     found = recent(*((str(number), 1) for number in range(5)))
-    assert [bool(found.find(str(number))) for number in range(5)] == [False, False, True, True, True]
+    assert [bool(found.find(str(number), ANYONE)) for number in range(5)] == [False, False, True, True, True]
     monkeypatch.setattr(request_chunks, "_MAX_CHUNKS", 10)
     found = recent(("first", 6), ("second", 4), ("third", 1))
-    assert [bool(found.find(name)) for name in ("first", "second", "third")] == [False, True, True]
+    assert [bool(found.find(name, ANYONE)) for name in ("first", "second", "third")] == [False, True, True]
+
+
+def test_only_the_key_that_sent_a_request_and_admins_see_its_chunks() -> None:
+    """Before, every key did."""
+    with scripted_server(settings={"api_keys": ["a", "b"], "admin_api_keys": ["admin"]}) as server:
+
+        def header(key: str) -> dict[str, str]:
+            return {"Authorization": f"Bearer {key}"}
+
+        for body in ({"prompt": [5, 6]}, {"prompt": [5, 6], "n": 2}):
+            response_id = server.post("/v1/completions", body, headers=header("a")).json()["id"]
+            path = f"/v1/requests/{response_id}/chunks"
+            statuses = {key: server.get(path, headers=header(key)).status_code for key in ("a", "b", "admin")}
+            assert statuses == {"a": 200, "b": 404, "admin": 200}

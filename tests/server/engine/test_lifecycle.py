@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -16,16 +17,18 @@ import pytest
 
 from evenflow.core.report import StepReport
 from evenflow.server.metrics.observer import Listener
-from tests.server.serving import MODEL, RunningServer, scripted_server
+from tests.models import tiny_llama
+from tests.server.serving import MODEL, RunningServer, model_server, scripted_server
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "stream": True}
 
 
 @contextmanager
-def open_stream(server: RunningServer, **fields: object) -> Iterator[Iterator[str]]:
+def open_stream(server: RunningServer, key: str = "none", **fields: object) -> Iterator[Iterator[str]]:
     """A stream that has given its first event."""
     body = {**LONG, **fields}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30) as response:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
@@ -119,12 +122,25 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 def test_one_tenant_cannot_take_all_places() -> None:
-    with scripted_server(step_s=0.01, settings={"limits": {"max_tenant_requests": 2}}) as server:
-        with open_stream(server, tenant="one"):
-            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 429
-            assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "two"}).status_code == 200
+    """Only an admin's key names tenants that are limited apart: before, any made-up name had a limit of its own."""
+
+    def status(server: RunningServer, key: str, tenant: str) -> int:
+        body = {"prompt": [1], "n": 2, "tenant": tenant}
+        return server.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    limits = {"limits": {"max_tenant_requests": 2}}
+    keys = {"api_keys": ["a", "b"], "admin_api_keys": ["admin"]}
+    with scripted_server(step_s=0.01, settings={**limits, **keys}) as server:
+        with open_stream(server, key="admin", tenant="one"):
+            assert status(server, "admin", "one") == 429
+            assert status(server, "admin", "two") == 200
         server.until(lambda: server.server.service.gate.num_inside == 0)
-        assert server.post("/v1/completions", {"prompt": [1], "n": 2, "tenant": "one"}).status_code == 200
+        assert status(server, "admin", "one") == 200
+        with open_stream(server, key="a", tenant="one"):
+            assert [status(server, "a", name) for name in ("one", "two", "invented")] == [429] * 3
+            assert status(server, "b", "one") == 200
+    with scripted_server(step_s=0.01, settings=limits) as server, open_stream(server, tenant="one"):
+        assert status(server, "none", "invented") == 429, "without keys the address counts"
 
 
 def test_a_shutdown_lets_open_streams_end() -> None:
@@ -201,3 +217,36 @@ def test_after_many_that_left_early_nothing_is_left_behind() -> None:
         last = steps.reports[-1]
         assert (last.num_running, last.num_waiting) == (0, 0)
         assert last.kv_cache_usage == 0
+
+
+def test_a_restarted_engine_keeps_what_was_recorded(tmp_path: Path) -> None:
+    """Before, each restart emptied the recording."""
+    record = tmp_path / "steps.jsonl"
+    body = {"prompt": [5, 6], "max_tokens": 5, "ignore_eos": True}
+    with model_server(tiny_llama(), record=record, policy="fixed:64") as server:
+        assert server.post("/v1/completions", body).status_code == 200
+        (engine,) = [one for one in multiprocessing.active_children() if one.name == "evenflow-engine"]
+        engine.kill()
+        server.until(lambda: server.get("/health").status_code == 503)
+        server.until(lambda: server.get("/health").status_code == 200, seconds=60)
+        assert server.post("/v1/completions", body).status_code == 200
+    for path in (record, tmp_path / "steps-2.jsonl"):
+        assert path.read_text().startswith('{"version":')
+        assert path.read_text().count('"event":"step"') == 5
+
+
+def test_a_server_that_drains_says_so_to_new_clients() -> None:
+    """Before, their connections were refused."""
+    with (
+        scripted_server(step_s=0.01, settings={"drain_s": 30.0}) as server,
+        open_stream(server, max_tokens=900) as lines,
+    ):
+        server.server.should_exit = True
+        server.until(lambda: server.server.service.gate.is_draining)
+        refused = server.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert server.get("/ready").status_code == 503
+        assert server.get("/health").status_code == 200
+        assert next(lines).startswith("data: ")

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from evenflow.server.access import Caller
 from evenflow.server.metrics.distributions import RecentQuantiles
 from evenflow.server.metrics.observer import (
-    MAX_TENANTS,
-    OTHER_TENANTS,
     WINDOW_S,
     EngineState,
     Listener,
@@ -22,6 +21,7 @@ from evenflow.server.metrics.observer import (
     RequestRecord,
     router,
 )
+from evenflow.server.metrics.tenants import MAX_TENANTS, OTHER_TENANTS
 from tests.server.stepping import ObservedEngine, step_seconds
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -176,16 +176,26 @@ def test_without_a_target_there_is_none_to_show() -> None:
     assert math.isnan(target)
 
 
-def test_made_up_tenants_share_one_label() -> None:
+def test_made_up_tenants_share_one_label_and_displace_no_real_one() -> None:
+    """Before, the first hundred names kept their labels, and a real tenant that came later had none."""
     observed = ObservedEngine()
     for number in range(MAX_TENANTS + 20):
         observed.add(f"request-{number}", 3, max_tokens=2, tenant=f"tenant-{number}" + "x" * 1000)
         observed.run()
-    label = ("tenant-0" + "x" * 1000)[:64]
-    assert observed.figure("evenflow:tenant_requests_total", tenant=label) == 1
-    assert observed.figure("evenflow:tenant_prompt_tokens_total", tenant=label) == 3
-    assert observed.figure("evenflow:tenant_generation_tokens_total", tenant=label) == 2
-    assert observed.figure("evenflow:tenant_requests_total", tenant=OTHER_TENANTS) == 20
+    observed.add("real", 50, max_tokens=8, tenant="real")
+    observed.run()
+    for number in range(MAX_TENANTS + 20):
+        observed.add(f"again-{number}", 3, max_tokens=2, tenant=f"again-{number}")
+        observed.run()
+    assert observed.figure("evenflow:tenant_requests_total", tenant="real", key="") == 1
+    assert observed.figure("evenflow:tenant_prompt_tokens_total", tenant="real", key="") == 50
+    assert observed.figure("evenflow:tenant_generation_tokens_total", tenant="real", key="") == 8
+    requests = 2 * (MAX_TENANTS + 20) + 1
+    others = observed.figure("evenflow:tenant_requests_total", tenant=OTHER_TENANTS, key="")
+    assert others == requests - MAX_TENANTS
+    observed.add("long", 3, max_tokens=2, tenant="x" * 1000)
+    observed.run()
+    assert observed.figure("evenflow:tenant_requests_total", tenant="x" * 64, key="") == 1
 
 
 def test_an_engine_that_dies_is_seen() -> None:
@@ -225,7 +235,12 @@ def test_metrics_are_served_as_text_that_prometheus_reads() -> None:
     observed.add("a", 40)
     observed.run()
     app = FastAPI()
-    app.include_router(router(observed.observer))
+    admin = Caller("", "", "", is_admin=True)
+
+    def check_key(request: Request) -> None:
+        request.state.caller = admin
+
+    app.include_router(router(observed.observer), dependencies=[Depends(check_key)])
     with TestClient(app) as client:
         answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -397,3 +398,25 @@ def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "installed_version", lambda packages: None)
     with pytest.raises(MissingDependency, match="make install-vllm"):
         VLLM.find_python(None)
+
+
+def test_keys_have_roles_in_front_of_vllm_too(python: str) -> None:
+    with front(python, api_keys=["a", "b"], admin_api_keys=["admin"]) as server:
+
+        def status(method: str, path: str, key: str, body: object = None) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.request(method, server.url + path, json=body, headers=headers, timeout=30).status_code
+
+        target = {"tbt_target": "80ms"}
+        assert [status("PUT", "/v1/target", key, target) for key in ("a", "admin")] == [403, 200]
+        assert [status("GET", "/seen", key) for key in ("a", "admin")] == [403, 200]
+        for path in ("/v1/../seen", "//seen", "/v1/load_lora_adapter", "/%73een"):
+            assert status("POST", path, "a", {}) in (403, 404)
+        for stream in (False, True):
+            body = {"prompt": [1] * 10, "max_tokens": 2, "stream": stream}
+            headers = {"authorization": "Bearer a"}
+            text = server.post("/v1/completions", body, headers=headers).text
+            response_id = re.search('"id": ?"([^"]+)"', text)[1]  # type: ignore[index]
+            path = f"/v1/requests/{response_id}/chunks"
+            server.until(lambda path=path: status("GET", path, "admin") == 200)  # type: ignore[misc]
+            assert [status("GET", path, key) for key in ("a", "b")] == [200, 404]

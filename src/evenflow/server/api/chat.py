@@ -9,7 +9,7 @@ from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import chat_logprobs
 from evenflow.server.api.request_models import ChatBody, ChatMessage
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
@@ -17,26 +17,27 @@ from evenflow.server.api.service import ModelService
 from evenflow.server.api.tool_stream import whole_message
 
 
-def encode_messages(
-    tokenizer: Tokenizer,
+def template_question(
+    service: ModelService,
     messages: Sequence[ChatMessage],
     *,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
-) -> list[int]:
-    """The token ids of a conversation, by default including the start of the assistant's turn."""
+) -> bytes:
+    """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    text = tokenizer.apply_chat_template(
-        [message.model_dump(exclude_none=True) for message in messages],
-        tools=tools,
-        add_generation_prompt=add_generation_prompt is not False,
-        **variables,
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
+    service.check_text((text for message in messages for text in message.texts()), "messages")
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    return service.templates.question(plain, tools, add_generation_prompt is not False, variables)
+
+
+def encode_rendered(service: ModelService, text: str) -> list[int]:
+    service.check_text([text], "messages")
+    return service.tokenizer.encode_rendered(text)
 
 
 class ChatWriter(ResponseWriter[ChatBody]):
@@ -46,24 +47,28 @@ class ChatWriter(ResponseWriter[ChatBody]):
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
-    def __init__(self, service: ModelService, body: ChatBody, key: str) -> None:
-        super().__init__(service, body, key, "chat.completion.chunk" if body.stream else "chat.completion")
+    def __init__(self, service: ModelService, body: ChatBody, caller: Caller) -> None:
+        super().__init__(service, body, caller, "chat.completion.chunk" if body.stream else "chat.completion")
         template = service.tokenizer.chat_template
         self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
+        self.grammar = self._tool_use.grammar
         self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
 
-    def prepare(self) -> list[Request]:
-        body, service = self.body, self._service
-        token_ids = encode_messages(
-            service.tokenizer,
-            body.messages,
+    def template_question(self) -> bytes:
+        return template_question(
+            self._service,
+            self.body.messages,
             tools=self._tool_use.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
+            add_generation_prompt=self.body.add_generation_prompt,
+            variables=self.body.chat_template_kwargs,
         )
+
+    def prepare(self, rendered: str) -> list[Request]:
+        body, service = self.body, self._service
+        token_ids = encode_rendered(service, rendered)
         service.check_length(len(token_ids), body.max_output_tokens, "messages")
         max_tokens = body.max_output_tokens or service.client.limits.max_model_len - len(token_ids)
-        return self._requests(token_ids, max_tokens, self._tool_use.grammar)
+        return self._requests(token_ids, max_tokens)
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         response = super().response(outputs, usage)

@@ -8,7 +8,9 @@ from typing import Any
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.api.logprobs import completion_logprobs
+from evenflow.model.tokenizer import StreamDecoder
+from evenflow.server.access import Caller
+from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
 from evenflow.server.api.request_models import CompletionBody
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
@@ -23,27 +25,29 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
     _DELTA_NAME = b"text"
     _NO_CONTENT = b'""'
 
-    def __init__(self, service: ModelService, body: CompletionBody, key: str) -> None:
+    def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
         self._prompts = _as_batch(body.prompt)
-        super().__init__(service, body, key, "text_completion", num_prompts=len(self._prompts))
+        super().__init__(service, body, caller, "text_completion", num_prompts=len(self._prompts))
+        self.grammar = body.grammar
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._is_text_changed = body.echo or not self._max_tokens
         self._echoed_prompts: list[str] = []
-        self._text_offsets = [0] * self.num_choices
+        self._text_offsets: dict[int, TextOffsets] = {}
 
-    def prepare(self) -> list[Request]:
+    def prepare(self, rendered: str) -> list[Request]:
         body, service = self.body, self._service
         requests: list[Request] = []
         for prompt in self._prompts:
             token_ids = self._encode(prompt)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
-            requests += self._requests(token_ids, max(self._max_tokens, 1), body.grammar, first_index=len(requests))
+            requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
             if body.echo:
                 self._echoed_prompts.append(prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt))
         return requests
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
+            self._service.check_text([prompt], "prompt")
             return self._service.tokenizer.encode(prompt, add_special_tokens=self.body.add_special_tokens is not False)
         return prompt
 
@@ -75,18 +79,22 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
 
     def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""
+        tokenizer, prompt_ids = self._service.tokenizer, output.prompt_token_ids
         all_ids: list[int] = []
         rows: list[RowLogprobs | None] = []
+        text_offsets: list[int] = []
         if self.body.echo and len(token_ids) == len(output.token_ids):
-            all_ids += output.prompt_token_ids
+            all_ids += prompt_ids
             rows += [None, *(output.prompt_logprobs or [])]
+            text_offsets += TextOffsets(StreamDecoder(tokenizer)).take(prompt_ids)
         if self._max_tokens:
             all_ids += token_ids
             rows += (output.logprobs or [])[-len(token_ids) :]
-        offset = self._text_offsets[index]
-        found = completion_logprobs(self._service.tokenizer, all_ids, rows, self.body.logprobs or 0, offset)
-        self._text_offsets[index] += sum(map(len, found["tokens"]))
-        return found
+            if index not in self._text_offsets:
+                start = len(self._text(index, "", is_first=True))
+                self._text_offsets[index] = TextOffsets(tokenizer.stream_decoder(prompt_ids), start)
+            text_offsets += self._text_offsets[index].take(token_ids)
+        return completion_logprobs(tokenizer, all_ids, rows, self.body.logprobs or 0, text_offsets)
 
 
 def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

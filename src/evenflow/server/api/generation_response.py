@@ -12,10 +12,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from evenflow.core.request import FinishReason
+from evenflow.core.request import FinishReason, Request
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
+from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import DONE, ResponseWriter, encode_json, event_of
 from evenflow.server.api.service import ModelService
@@ -27,21 +28,27 @@ _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 class GenerationResponse(Response):
     """Submits its requests only when it is sent, so a response that is never sent holds nothing."""
 
-    def __init__(self, service: ModelService, writer: ResponseWriter[Any]) -> None:
+    def __init__(self, service: ModelService, writer: ResponseWriter[Any], num_bytes: int) -> None:
         super().__init__()
         self._service = service
         self._writer = writer
+        self._num_bytes = num_bytes  # of the body
         self._streams: list[Stream] = []
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer, client = self._writer, self._service.client
-        with self._service.gate.enter(writer.cache_salt, writer.num_choices):
-            requests = await asyncio.to_thread(writer.prepare)
+        with self._service.gate.enter(writer.caller.limited_as(writer.tenant), writer.num_choices):
+            if writer.grammar is not None:
+                await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
+            requests = await self._prepare()
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
                 for index, request in enumerate(requests):
                     num_choices = None if index else len(requests)
-                    self._streams.append(client.submit(request, tenant=writer.tenant, num_choices=num_choices))
+                    self._streams.append(
+                        client.submit(request, caller=writer.caller, tenant=writer.tenant, num_choices=num_choices)
+                    )
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:
@@ -49,6 +56,14 @@ class GenerationResponse(Response):
             finally:
                 watch.cancel()
                 self._abort()
+
+    async def _prepare(self) -> list[Request]:
+        writer, service, client = self._writer, self._service, self._writer.caller.client
+        question = await service.large_work.run(self._num_bytes, client, writer.template_question)
+        rendered = "" if question is None else await service.templates.render(question, client)
+        if self._num_bytes <= SMALL_BYTES:  # still too long for the event loop, if all of it is text
+            return await asyncio.to_thread(writer.prepare, rendered)
+        return await service.large_work.run(self._num_bytes, client, writer.prepare, rendered)
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         await client_disconnected(receive)
@@ -81,7 +96,6 @@ class GenerationResponse(Response):
         }
 
     async def _send_events(self, send: Send, options: StreamOptions) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
         try:
             if len(self._streams) == 1:
                 last = await self._send_choice(0, send, options)
@@ -91,7 +105,11 @@ class GenerationResponse(Response):
             if options.include_usage:
                 last += self._writer.usage_event(encode_json(self._usage()))
         except (EvenflowError, ApiError) as error:
+            if not self._has_started:  # the status can still say it
+                raise
             last = event_of(encode_json(as_api_error(error).body()))
+        if not self._has_started:
+            await self._start(send)
         await send({"type": "http.response.body", "body": last + DONE})
 
     async def _send_choice(self, index: int, send: Send, options: StreamOptions) -> bytes:
@@ -110,8 +128,15 @@ class GenerationResponse(Response):
             if delta.finish_reason is not None:
                 return part
             if part:
+                if not self._has_started:
+                    await self._start(send)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         return b""
+
+    async def _start(self, send: Send) -> None:
+        """With the first token: until then, an error can have a status of its own."""
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
 
 
 async def client_disconnected(receive: Receive) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.engine.outputs import TextDecoder
 from evenflow.model.tokenizer import Tokenizer
 
 
@@ -15,20 +15,35 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
+class TextOffsets:
+    """Where each token of a text begins, in characters, as the tokens come."""
+
+    def __init__(self, decoder: TextDecoder, start: int = 0) -> None:
+        self._decoder = decoder
+        self._num_characters = start
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of the next tokens. A token inside a character begins where the character does."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_characters)
+            self._num_characters += len(self._decoder.push(token_id))
+        return offsets
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     rows: Sequence[RowLogprobs | None],
     num_top: int,
-    text_offset: int,
+    text_offsets: Sequence[int],
 ) -> dict[str, Any]:
     """One list per figure. A row is None for the first token of a prompt, which nothing predicts."""
-    tokens = [token_text(tokenizer, token_id) for token_id in token_ids]
     return {
-        "tokens": tokens,
+        "tokens": [token_text(tokenizer, token_id) for token_id in token_ids],
         "token_logprobs": [None if row is None else row.chosen.logprob for row in rows],
         "top_logprobs": [None if row is None else _by_text(tokenizer, row, num_top) for row in rows],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=text_offset)) if tokens else [],
+        "text_offset": text_offsets,
     }
 
 

@@ -1,30 +1,48 @@
-"""Reads a request's body: checks its type and size before its JSON, so a bad one costs little."""
+"""Reads a request's body, after checks of its type, its size and its number of values: a bad one costs little."""
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import nullcontext
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from evenflow.server.api.json_size import count_values
+from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
 from evenflow.server.errors import ApiError, invalid_body
 
-_THREAD_BYTES = 1 << 16  # parsing larger bodies on the event loop would delay other streams
+MAX_VALUES = 1 << 18  # in one body: parsing that many takes a tenth of a second and 20 MB
+
+_MAX_DIGITS = 20  # of a size: Python converts very long numbers slowly
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[BodyType], max_bytes: int) -> BodyType:
-    """The body as `kind`, or an ApiError that says what is wrong with it."""
+async def read_body(request: Request, kind: type[BodyType], max_bytes: int, work: LargeWork) -> tuple[BodyType, int]:
+    """The body as `kind` and its size, or an ApiError that says what is wrong with it."""
     # Browsers send other types across origins without a preflight request.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(415, f"Got Content-Type {content_type!r} but expected application/json.")
-    content = await read_bytes(request, max_bytes)
+    client = request.state.caller.client
+    async with work.body(client) if may_be_large(request) else nullcontext():
+        content = await read_bytes(request, max_bytes)
+        return await work.run(len(content), client, _parse, kind, content), len(content)
+
+
+def may_be_large(request: Request) -> bool:
+    """Judging by the announced size."""
+    if "transfer-encoding" in request.headers:
+        return True
+    announced = request.headers.get("content-length", "")
+    return announced.isdecimal() and int(announced[:_MAX_DIGITS]) > SMALL_BYTES
+
+
+def _parse(kind: type[BodyType], content: bytes) -> BodyType:
+    if len(content) > SMALL_BYTES and (count := count_values(content)) > MAX_VALUES:
+        raise ApiError(413, f"Got a body with {count} JSON values but this server allows {MAX_VALUES}.")
     try:
-        if len(content) > _THREAD_BYTES:
-            return await asyncio.to_thread(kind.model_validate_json, content)
         return kind.model_validate_json(content)
     except ValidationError as error:
         raise invalid_body(error) from None
@@ -38,7 +56,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
             raise ApiError(413, f"Got a body of {size} bytes or more but this server allows {max_bytes}.")
 
     announced = request.headers.get("content-length", "")
-    check(int(announced) if announced.isdecimal() else 0)
+    check(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0)
     content = bytearray()
     async for part in request.stream():
         content += part

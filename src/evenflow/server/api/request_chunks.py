@@ -6,12 +6,13 @@ It reads what the Observer recorded, so it is the same for evenflow's own engine
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from itertools import chain
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
+from evenflow.server.access import Caller
 from evenflow.server.api import response_models as models
 from evenflow.server.api.openapi import described
 from evenflow.server.api.response_writer import encode_json
@@ -20,6 +21,7 @@ from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_FINISHED = 1024  # requests that are kept after their end
 _MAX_CHUNKS = 1 << 16  # of all of them: a long prompt beside many streams may have thousands
+_MAX_OWNERS = 4 * MAX_FINISHED
 # What engines add to a response's id to name its requests: the number of the choice or prompt, before the id for the
 # choices in vLLM, and a random end in vLLM.
 _REQUEST_ID = r"(?:(\d{{1,9}})_)?{}(?:[-_](\d{{1,9}}))?(?:-[0-9a-f]{{8}})?"
@@ -32,6 +34,7 @@ class RecentRequests(Listener):
         self._open = observer.requests
         self._finished: deque[RequestRecord] = deque()
         self._num_chunks = 0
+        self._owners: OrderedDict[str, str] = OrderedDict()  # keys of responses that a host engine made
         observer.listen(self)
 
     def on_request_finished(self, record: RequestRecord) -> None:
@@ -40,13 +43,21 @@ class RecentRequests(Listener):
         while len(self._finished) > MAX_FINISHED or self._num_chunks > _MAX_CHUNKS:
             self._num_chunks -= len(self._finished.popleft().chunks)
 
-    def find(self, response_id: str) -> list[RequestRecord]:
-        """The requests of a response, one per choice, in the order of the choices."""
+    def claim(self, response_id: str, caller: Caller) -> None:
+        """Remember whose response this is. The first claim counts: clients can choose ids."""
+        self._owners.setdefault(response_id, caller.name)
+        if len(self._owners) > _MAX_OWNERS:
+            self._owners.popitem(last=False)
+
+    def find(self, response_id: str, caller: Caller) -> list[RequestRecord]:
+        """The requests of this caller's response, one per choice, in the order of the choices."""
+        owner = self._owners.get(response_id)
         pattern = re.compile(_REQUEST_ID.format(re.escape(response_id)))
         found = [
             (int(match[2] or 0), int(match[1] or 0), record)
             for record in chain(self._finished, self._open.values())
             if (match := pattern.fullmatch(record.request_id)) is not None
+            and (caller.is_admin or caller.name == (record.key if owner is None else owner))
         ]
         return [record for *_, record in sorted(found, key=lambda one: one[:2])]
 
@@ -59,11 +70,11 @@ def request_routes(recent: RecentRequests) -> APIRouter:
         summary="How a request's prompt was prefilled",
         **described(models.RequestChunks, errors=(404,)),
     )
-    async def request_chunks(request_id: str) -> Response:
-        records = recent.find(request_id)
+    async def request_chunks(request_id: str, request: Request) -> Response:
+        records = recent.find(request_id, request.state.caller)
         if not records:
             message = (
-                f"No request with the id {request_id!r} is open or among the last {MAX_FINISHED} that ended; "
+                f"No request of yours with the id {request_id!r} is open or among the last {MAX_FINISHED} that ended; "
                 "expected the id of a response."
             )
             raise ApiError(404, message, code="request_not_found", param="request_id")

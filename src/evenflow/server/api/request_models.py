@@ -7,13 +7,14 @@ that change nothing here say so.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
-from evenflow.core.request import SamplingParams
+from evenflow.core.request import MAX_TOP_K, SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
@@ -22,7 +23,9 @@ from evenflow.server.api.tools import ToolFields
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
-_MAX_SEED = 2**63 - 1
+MAX_MESSAGES = 1 << 14
+_FEW = Field(max_length=1024, fail_fast=True)
+MAX_INT = 2**63 - 1  # of a field without a bound of its own: no message between processes takes more
 _SAMPLING_FIELDS = (  # that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos"),
@@ -73,20 +76,20 @@ class GenerationBody(StrictModel, GrammarFields):
     """The fields that chats and completions share."""
 
     model: str | None = Field(None, description="A name from /v1/models; by default the first.")
-    n: int | None = Field(None, ge=1, description="Choices per prompt.")
+    n: int | None = Field(None, ge=1, le=MAX_INT, description="Choices per prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all tokens.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), le=_MAX_SEED)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_INT)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     tbt_target: Duration | None = Field(
@@ -135,8 +138,8 @@ class GenerationBody(StrictModel, GrammarFields):
         stop = self.stop or ()
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "seed": None if self.seed is None else (self.seed + index) & _MAX_SEED,
+            "top_k": None if self.top_k is None else min(max(self.top_k, 0), MAX_TOP_K),
+            "seed": None if self.seed is None else (self.seed + index) & MAX_INT,
             "prompt_logprobs": self.num_prompt_logprobs,
             "tbt_target": _seconds(self.tbt_target),
             "ttft_target": _seconds(self.ttft_target),
@@ -155,7 +158,9 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: Prompt = Field(description="Text or token ids; a list of either is a batch.")
-    max_tokens: int | None = Field(None, ge=0, description="16 by default; 0 to only echo or score the prompt.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT, description="16 by default; 0 to only echo or score the prompt."
+    )
     echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: NumLogprobs | None = None
     best_of: int | None = Field(None, ge=1, le=1)
@@ -187,8 +192,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Role
-    content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[TextPart], _FEW] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], _FEW] | None = None
+
+    def texts(self) -> Iterator[str]:
+        """The texts of its content."""
+        if isinstance(self.content, str):
+            yield self.content
+        else:
+            yield from (part.text for part in self.content or ())
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
@@ -200,14 +212,16 @@ class ChatMessage(BaseModel):
 class ChatBody(GenerationBody, ToolFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, description="By default, up to the end of the context.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Newer name of max_tokens; takes precedence.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT, description="By default, up to the end of the context.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT, description="Newer name of max_tokens; takes precedence."
+    )
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _FEW] | None = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatBody:
@@ -229,7 +243,7 @@ class TokenizeBody(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -14,7 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
-Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+MAX_CHOICES = 4096
+
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+]
 
 _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,

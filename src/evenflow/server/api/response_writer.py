@@ -16,7 +16,7 @@ import msgspec
 from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.access import cache_salt
+from evenflow.server.access import Caller, cache_salt
 from evenflow.server.api.logprobs import prompt_logprobs
 from evenflow.server.api.request_models import GenerationBody
 from evenflow.server.api.service import ModelService
@@ -39,12 +39,16 @@ class ResponseWriter(ABC, Generic[BodyType]):
     _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
     _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
 
-    def __init__(self, service: ModelService, body: BodyType, key: str, object_name: str, num_prompts: int = 1) -> None:
+    def __init__(
+        self, service: ModelService, body: BodyType, caller: Caller, object_name: str, num_prompts: int = 1
+    ) -> None:
         self.num_choices = num_prompts * body.num_choices
         service.gate.check_num_choices(self.num_choices)
         self.body = body
+        self.caller = caller
+        self.grammar: Grammar | None = None  # of every choice
         self.tenant = body.tenant or ""
-        self.cache_salt = cache_salt(key, self.tenant)
+        self.cache_salt = cache_salt(caller.key, self.tenant)
         self._service = service
         self._num_logprobs = body.num_logprobs
         self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
@@ -54,8 +58,12 @@ class ResponseWriter(ABC, Generic[BodyType]):
         start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
         self._event_starts = [start % index for index in range(self.num_choices)]
 
+    def template_question(self) -> bytes | None:
+        """What to ask the template renderer first, if anything."""
+        return None
+
     @abstractmethod
-    def prepare(self) -> list[Request]:
+    def prepare(self, rendered: str) -> list[Request]:
         """One engine request per choice. Tokenising takes long for long prompts: call it in a thread."""
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
@@ -118,13 +126,11 @@ class ResponseWriter(ABC, Generic[BodyType]):
             (self._event_starts[index], content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end)
         )
 
-    def _requests(
-        self, prompt: list[int], max_tokens: int, grammar: Grammar | None, first_index: int = 0
-    ) -> list[Request]:
+    def _requests(self, prompt: list[int], max_tokens: int, first_index: int = 0) -> list[Request]:
         """The requests for all choices of one prompt, numbered from `first_index`."""
         requests = []
         for index in range(first_index, first_index + self.body.num_choices):
-            sampling = self.body.sampling(max_tokens=max_tokens, index=index, grammar=grammar)
+            sampling = self.body.sampling(max_tokens=max_tokens, index=index, grammar=self.grammar)
             request_id = self._id if self.num_choices == 1 else f"{self._id}-{index}"
             requests.append(
                 self._service.client.prepare(prompt, sampling, request_id=request_id, tenant=self.cache_salt)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
 from evenflow.hosts.policy_file import NO_TARGET
+from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
-from evenflow.server.api.chat import ChatWriter, encode_messages
+from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
 from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
@@ -22,9 +26,13 @@ from evenflow.server.api.service import ModelService, Service
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError, overloaded
 
+Arguments = ParamSpec("Arguments")
+
 logger = logging.getLogger("evenflow")
 
-_GENERATION_ERRORS = (404, 429, 500, 503)
+_BUSY = (404, 429, 503)
+_GENERATION_ERRORS = (*_BUSY, 500)
+_MAX_TARGET_BYTES = 1 << 12
 
 
 def _json(content: object) -> Response:
@@ -33,7 +41,7 @@ def _json(content: object) -> Response:
 
 def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes = service.gate.limits.max_body_bytes
+    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
 
     @routes.post(
         "/v1/completions",
@@ -41,8 +49,10 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Completion, body=CompletionBody, errors=_GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, max_bytes)
-        return GenerationResponse(service, CompletionWriter(service, body, request.state.key))
+        body, num_bytes = await read_body(request, CompletionBody, max_bytes, work)
+        caller = request.state.caller
+        writer = await work.run(num_bytes, caller.client, CompletionWriter, service, body, caller)
+        return GenerationResponse(service, writer, num_bytes)
 
     @routes.post(
         "/v1/chat/completions",
@@ -50,8 +60,10 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.ChatCompletion, body=ChatBody, errors=_GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatBody, max_bytes)
-        return GenerationResponse(service, ChatWriter(service, body, request.state.key))
+        body, num_bytes = await read_body(request, ChatBody, max_bytes, work)
+        caller = request.state.caller
+        writer = await work.run(num_bytes, caller.client, ChatWriter, service, body, caller)
+        return GenerationResponse(service, writer, num_bytes)
 
     return routes
 
@@ -84,8 +96,22 @@ def health_routes(service: Service) -> APIRouter:
 def model_routes(service: ModelService) -> APIRouter:
     """The model and its tokenizer."""
     routes = APIRouter()
-    max_bytes = service.gate.limits.max_body_bytes
-    tokenizer, client = service.tokenizer, service.client
+    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
+    engine = service.client
+
+    async def in_turn(
+        request: Request,
+        num_bytes: int,
+        respond: Callable[Concatenate[ModelService, Arguments], Response],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Response:
+        """Through the gate, like a generation, and on a thread: both are work of a prompt's size."""
+        caller = request.state.caller
+        with service.gate.enter(caller.limited_as(""), 1):
+            if num_bytes <= SMALL_BYTES:
+                return await asyncio.to_thread(respond, service, *args, **options)
+            return await work.run(num_bytes, caller.client, respond, service, *args, **options)
 
     def model_card(name: str) -> dict[str, object]:
         return {
@@ -93,7 +119,7 @@ def model_routes(service: ModelService) -> APIRouter:
             "object": "model",
             "created": service.started_at,
             "owned_by": "evenflow",
-            "max_model_len": client.limits.max_model_len,
+            "max_model_len": engine.limits.max_model_len,
         }
 
     @routes.get("/v1/models", summary="The served models", **described(models.ModelList))
@@ -104,28 +130,24 @@ def model_routes(service: ModelService) -> APIRouter:
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=(404,)))
+    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=_BUSY))
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, TokenizeBody, max_bytes)
+        body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
         service.model_name(body.model)
-        tokens = await asyncio.to_thread(_encode, service, body)
-        response = {"count": len(tokens), "max_model_len": client.limits.max_model_len, "tokens": tokens}
-        if body.return_token_strs:
-            response["token_strs"] = [token_text(tokenizer, token) for token in tokens]
-        return _json(response)
+        rendered = ""
+        if body.messages is not None:
+            client = request.state.caller.client
+            question = await work.run(num_bytes, client, _template_question, service, body)
+            rendered = await service.templates.render(question, client)
+        return await in_turn(request, num_bytes, _tokenize, body, rendered)
 
     @routes.post(
-        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=(404,))
+        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
     )
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, DetokenizeBody, max_bytes)
+        body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)
         service.model_name(body.model)
-        vocab_size = client.limits.vocab_size
-        for token in body.tokens:
-            if token >= vocab_size:
-                raise ApiError(400, f"Got token id {token} but the vocabulary has ids 0 to {vocab_size - 1}.")
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return _json({"prompt": text})
+        return await in_turn(request, num_bytes, _detokenize, body)
 
     return routes
 
@@ -133,15 +155,20 @@ def model_routes(service: ModelService) -> APIRouter:
 def target_routes(service: Service) -> APIRouter:
     """The latency target, which can be changed while the server runs."""
     routes = APIRouter()
-    client = service.client
+    client, work = service.client, service.large_work
 
     @routes.get("/v1/target", summary="The latency target", **described(models.CurrentTarget))
     async def get_target() -> Response:
         return _json(_target(client))
 
-    @routes.put("/v1/target", summary="Change the latency target", **described(models.CurrentTarget, body=TargetBody))
+    @routes.put(
+        "/v1/target",
+        summary="Change the latency target",
+        **described(models.CurrentTarget, body=TargetBody, errors=(403,)),
+    )
     async def put_target(request: Request) -> Response:
-        body = await read_body(request, TargetBody, service.gate.limits.max_body_bytes)
+        require_admin(request.state.caller)
+        body, _ = await read_body(request, TargetBody, _MAX_TARGET_BYTES, work)
         client.set_target(body.target_s, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)
         return _json(_target(client))
@@ -159,13 +186,32 @@ def _target(client: SupervisedEngine) -> dict[str, object]:
     }
 
 
-def _encode(service: ModelService, body: TokenizeBody) -> list[int]:
+def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
+    return template_question(
+        service,
+        body.messages or (),
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Response:
+    tokenizer, max_model_len = service.tokenizer, service.client.limits.max_model_len
     if body.messages is not None:
-        return encode_messages(
-            service.tokenizer,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        )
-    assert body.prompt is not None
-    return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = encode_rendered(service, rendered)
+    else:
+        assert body.prompt is not None
+        service.check_text([body.prompt], "prompt")
+        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    response: dict[str, object] = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        response["token_strs"] = [token_text(tokenizer, token) for token in tokens]
+    return _json(response)
+
+
+def _detokenize(service: ModelService, body: DetokenizeBody) -> Response:
+    vocab_size = service.client.limits.vocab_size
+    for token in body.tokens:
+        if token >= vocab_size:
+            raise ApiError(400, f"Got token id {token} but the vocabulary has ids 0 to {vocab_size - 1}.")
+    return _json({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from evenflow.bench.live_load import LoadLimits
-from evenflow.errors import InvalidRequest
+from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
+from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.api.large_work import LargeWork
+from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
@@ -20,6 +25,11 @@ class Service:
 
     client: SupervisedEngine
     gate: Gate
+    large_work: LargeWork
+
+    async def fail_all(self, failure: EvenflowError) -> None:
+        """End every open request with an error, whatever it waits for."""
+        self.client.fail_all(failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +38,16 @@ class ModelService(Service):
 
     client: ServedEngine
     tokenizer: Tokenizer
+    grammar_gate: GrammarGate
+    templates: TemplateRenderer
     model_names: tuple[str, ...]
     started_at: int = field(default_factory=lambda: int(time.time()))
+
+    async def fail_all(self, failure: EvenflowError) -> None:
+        # Named, because a class with slots is made anew by its decorator, which `super()` does not know.
+        await Service.fail_all(self, failure)
+        await self.grammar_gate.close()
+        await self.templates.close()
 
     def model_name(self, requested: str | None) -> str:
         """The name for the response; a 404 if no such model is served."""
@@ -39,6 +57,19 @@ class ModelService(Service):
             message = f"The model {requested!r} is not served; served: {', '.join(self.model_names)}."
             raise ApiError(404, message, code="model_not_found", param="model")
         return requested
+
+    def check_text(self, texts: Iterable[str], param: str) -> None:
+        """Refuse a text that no tokenizer could fit into the context, before it is tokenized."""
+        num_tokens = min(self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens or sys.maxsize)
+        max_bytes = num_tokens * self.tokenizer.longest_token_bytes
+        num_bytes = 0
+        for text in texts:
+            # A character is one to four bytes: most texts need not be encoded for this.
+            num_bytes += len(text) if 4 * len(text) <= max_bytes else len(text.encode(errors="replace"))
+            if num_bytes > max_bytes:
+                limit = f"This model's maximum context length is {num_tokens} tokens, at most {max_bytes} bytes."
+                message = f"{limit} Got a prompt of {num_bytes} bytes or more; shorten it."
+                raise ApiError(400, message, code="context_length_exceeded", param=param)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or together with the requested output."""

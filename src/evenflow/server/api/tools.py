@@ -83,7 +83,7 @@ class ToolUse:
 class ToolFields(BaseModel):
     """For chats."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
         None, description="By default 'auto' if there are tools: the model decides."
     )

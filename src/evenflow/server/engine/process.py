@@ -7,6 +7,7 @@ not fit into it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections import deque
@@ -19,15 +20,21 @@ from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Event, Stop, read_command
 from evenflow.framing import FrameReader, frame
 
+logger = logging.getLogger("evenflow")
+
 EngineFactory = Callable[[], Engine]
 
 _RECEIVE_BYTES = 1 << 18
 
 
 def build_served_engine(config: EngineConfig, record: Path | None = None) -> Engine:
-    """The engine that `evenflow serve` runs."""
+    """The engine that `evenflow serve` runs. A restarted one records to a file of its own, beside the first."""
     from evenflow.engine.build import build_engine
+    from evenflow.engine.recorder import next_recording
 
+    if record is not None and (found := next_recording(record)) != record:
+        logger.warning("Recording to %s: %s has the steps before the restart.", found, record)
+        record = found
     return build_engine(config, record).engine
 
 

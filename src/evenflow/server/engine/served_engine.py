@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
-from typing import cast
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
-from evenflow.engine.messages import Command, Event, Failed, Ready, Refused, SetPolicy, Stepped, read_event
+from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.framing import FrameReader, frame
 from evenflow.host import start_without_interrupts
+from evenflow.server.access import Caller
+from evenflow.server.engine.link import Link
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer, RequestRecord
@@ -36,14 +36,12 @@ class ServedEngine(SupervisedEngine):
         factory: EngineFactory,
         codec: TextCodec,
         observer: Observer,
-        check_grammar: Callable[[Grammar], None] | None = None,
     ) -> None:
         super().__init__("the engine", DEFAULT_POLICY, observer)
         self._factory = factory
         self._codec = codec
-        self._check_grammar = check_grammar
         self._client = EngineClient(codec, self._send, self._on_end)
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._exit_error: EvenflowError | None = None  # of the current process
         self._intake: Intake | None = None
         self.max_num_seqs = 0  # until the engine is ready
@@ -67,14 +65,15 @@ class ServedEngine(SupervisedEngine):
         assert self._intake is not None
         return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
 
-    def submit(self, request: Request, *, tenant: str = "", num_choices: int | None = 1) -> Stream:
+    def submit(self, request: Request, *, caller: Caller, tenant: str = "", num_choices: int | None = 1) -> Stream:
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
-        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time)
+        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time, key=caller.name)
+        stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
-        return self._client.submit(request)
+        return stream
 
     def abort(self, stream: Stream) -> None:
         """End a request whose output nobody wants any more; does nothing if it has ended."""
@@ -92,16 +91,15 @@ class ServedEngine(SupervisedEngine):
 
     async def _run_process(self) -> None:
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         arguments = (theirs, self._factory)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
         start_without_interrupts(process)
         theirs.close()
         self._exit_error = None
-        link = self._link = _Link(self._on_event)
+        link = self._link = Link(self._on_event)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            await link.connect(ours)
             await link.lost
             self._go_down(self._exit_error or EngineFailed("the engine process died"))
         except asyncio.CancelledError:
@@ -112,8 +110,8 @@ class ServedEngine(SupervisedEngine):
             link.close()
             await asyncio.to_thread(_end_process, process)
 
-    def _on_event(self, event: Event) -> None:
-        match event:
+    def _on_event(self, content: bytes) -> None:
+        match event := read_event(content):
             case Stepped(report):
                 self._observer.on_step(report)
                 self._client.take(event)
@@ -128,7 +126,7 @@ class ServedEngine(SupervisedEngine):
         self.max_num_seqs = ready.max_num_seqs
         if self._intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
-            self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=self._check_grammar)
+            self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=_checked_before)
             self.policy = ready.policy.spec()
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy.spec():  # it was changed before this restart
@@ -144,34 +142,8 @@ class ServedEngine(SupervisedEngine):
             self._link.send(command)
 
 
-class _Link(asyncio.Protocol):
-    """The socket to one engine process."""
-
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_event = on_event
-        self._frames = FrameReader()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        for content in self._frames.feed(data):
-            self._on_event(read_event(content))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    def send(self, command: Command) -> None:
-        assert self._transport is not None
-        self._transport.write(frame(command))
-
-    def close(self) -> None:
-        """The engine process sees this and ends."""
-        if self._transport is not None:
-            self._transport.close()
+def _checked_before(grammar: Grammar) -> None:
+    """Routes check grammars before they prepare a request: it may take long, and must hold no thread."""
 
 
 def _end_process(process: SpawnProcess) -> None:

@@ -12,6 +12,7 @@ from evenflow.core.plan import ChunkReason
 from evenflow.core.report import CauseKind
 from evenflow.core.request import FinishReason
 from evenflow.server.metrics.distributions import BulkHistogram
+from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
@@ -73,6 +74,11 @@ class MetricFactory:
         for value in known:
             counter(value)
         return counter
+
+    def tenant_figures(self) -> TenantFigures:
+        figures = TenantFigures(self._labels)
+        self._collectors.register(figures)
+        return figures
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """A gauge that is always 1; its labels are the information."""
@@ -164,6 +170,3 @@ class EvenflowMetrics:
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
-        self.tenant_requests = split("evenflow:tenant_requests", "Finished requests.", "tenant")
-        self.tenant_prompt_tokens = split("evenflow:tenant_prompt_tokens", "Their prompt tokens.", "tenant")
-        self.tenant_generation_tokens = split("evenflow:tenant_generation_tokens", "Their generated tokens.", "tenant")

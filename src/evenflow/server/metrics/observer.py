@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, Histogram
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from evenflow.core.report import ChunkReport, StepReport
+from evenflow.server.access import Caller
 from evenflow.server.metrics.distributions import RecentQuantiles
 from evenflow.server.metrics.instruments import EvenflowMetrics, MetricFactory, VllmMetrics, token_histograms
 
 WINDOW_S = 60  # of the recent quantiles
-MAX_TENANTS = 100  # with their own label: its memory is never freed, and clients can make up tenants
-MAX_TENANT_CHARACTERS = 64
-OTHER_TENANTS = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class RequestRecord:
     num_prompt_tokens: int
     max_tokens: int
     started_at: float
+    key: str = ""  # the name of the API key that sent it; "" if there are none, or a host reported it
     admitted_at: float | None = None  # the start of the first step that it was part of
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -93,7 +94,7 @@ class Observer:
         self._own = EvenflowMetrics(self._factory)
         self._token_histograms: list[tuple[str, Histogram]] = []  # empty until the model's context is known
         self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
-        self._tenants: set[str] = set()
+        self.tenants = self._factory.tenant_figures()
         self._listeners: list[Listener] = []
         self._connect_gauges()
         self.collectors.register(PROCESS_COLLECTOR)
@@ -232,13 +233,10 @@ class Observer:
     # ---- finished requests ----
 
     def _observe_request(self, record: RequestRecord) -> None:
-        tenant = self._tenant_label(record.tenant)
         self._vllm.request_success(record.finish_reason).inc()
         self._vllm.request_preemptions.observe(record.num_preemptions)
         self._own.request_chunks.observe(len(record.chunks))
-        self._own.tenant_requests(tenant).inc()
-        self._own.tenant_prompt_tokens(tenant).inc(record.num_prompt_tokens)
-        self._own.tenant_generation_tokens(tenant).inc(record.num_output_tokens)
+        self.tenants.count(record.key, record.tenant, record.num_prompt_tokens, record.num_output_tokens)
         for field_name, histogram in self._token_histograms:
             histogram.observe(getattr(record, field_name))
         for start, end, histogram in self._vllm.phases:  # those that the request completed
@@ -247,13 +245,6 @@ class Observer:
         if record.num_output_tokens > 1 and record.first_token_at is not None and record.last_token_at is not None:
             decode_s = record.last_token_at - record.first_token_at
             self._vllm.request_tpot.observe(decode_s / (record.num_output_tokens - 1))
-
-    def _tenant_label(self, tenant: str) -> str:
-        label = tenant[:MAX_TENANT_CHARACTERS]
-        if label not in self._tenants and len(self._tenants) == MAX_TENANTS:
-            return OTHER_TENANTS
-        self._tenants.add(label)
-        return label
 
     # ---- gauges ----
 
@@ -281,6 +272,24 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+class FiguresFor(Collector):
+    """What this caller may see: other keys' tenants are for admins."""
+
+    def __init__(self, observer: Observer, caller: Caller) -> None:
+        self._observer = observer
+        self._caller = caller
+
+    def collect(self) -> Iterator[Metric]:
+        observer, caller = self._observer, self._caller
+        if caller.is_admin:
+            yield from observer.collectors.collect()
+            return
+        own = list(observer.tenants.collect_for(caller.name))
+        hidden = {family.name for family in own}
+        yield from (family for family in observer.collectors.collect() if family.name not in hidden)
+        yield from own
+
+
 def router(observer: Observer) -> APIRouter:
     """The route /metrics."""
     routes = APIRouter()
@@ -288,6 +297,6 @@ def router(observer: Observer) -> APIRouter:
     @routes.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(observer.collectors), media_type=content_type)
+        return Response(encode(FiguresFor(observer, request.state.caller)), media_type=content_type)
 
     return routes

@@ -6,6 +6,7 @@ A client that disconnects aborts its request in the host too.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.server.access import cache_salt
+from evenflow.server.access import Caller, require_admin
 from evenflow.server.api.generation_response import client_disconnected
-from evenflow.server.api.request_body import read_bytes
+from evenflow.server.api.request_body import may_be_large, read_bytes
+from evenflow.server.api.request_chunks import RecentRequests
 from evenflow.server.api.response_writer import DONE, encode_json, event_of
 from evenflow.server.api.service import Service
 from evenflow.server.errors import as_api_error
-from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.observer import FiguresFor, Observer
 from evenflow.server.proxy.host_engine import HostEngine
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -35,6 +37,11 @@ _HOP_HEADERS = set(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"content-length", b"expect"}
+_FOR_ALL = re.compile(
+    rb"/(v1/(?!(un)?load)[\w-]+(/[\w-][\w.:-]*)*|tokenize|detokenize|generate|score|rerank|classify|pooling|openapi\.json)"
+)
+_RESPONSE_ID = re.compile(rb'"id" ?: ?"([^"\\]{1,200})"')  # of hosts' responses, whole or streamed
+_ID_WITHIN = 300
 _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
 
 
@@ -50,19 +57,22 @@ class HostService(Service):
         return LoadLimits(max_model_len=max_model_len, max_requests=self.gate.max_tenant_running)
 
 
-def proxy_routes(service: HostService) -> APIRouter:
+def proxy_routes(service: HostService, recent: RecentRequests) -> APIRouter:
     """Proxies every path that has no route before this one."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/{path:path}", methods=_METHODS)
     async def proxy(request: Request) -> Response:
-        content = await read_bytes(request, service.gate.limits.max_body_bytes)
+        if not _FOR_ALL.fullmatch(request.scope["raw_path"]):  # hosts can also be told to change weights or to sleep
+            require_admin(request.state.caller)
+        async with service.large_work.body(request.state.caller.client) if may_be_large(request) else nullcontext():
+            content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
         raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
         url = service.client.http.base_url.copy_with(raw_path=raw_path)
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
         proxied = httpx.Request(request.method, url, headers=headers, content=content)
-        return ProxyResponse(service, proxied, cache_salt(request.state.key))
+        return ProxyResponse(service, proxied, request.state.caller, recent)
 
     return routes
 
@@ -74,19 +84,24 @@ def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tu
 class ProxyResponse(Response):
     """Sends a request to the host and streams its response to the client."""
 
-    def __init__(self, service: HostService, request: httpx.Request, tenant: str) -> None:
+    def __init__(self, service: HostService, request: httpx.Request, caller: Caller, recent: RecentRequests) -> None:
         super().__init__()
         self._service = service
         self._request = request
-        self._tenant = tenant
+        self._caller = caller
+        self._recent = recent
         self._relay: asyncio.Task[None] | None = None
         self._failure: EvenflowError | None = None
         self._has_started = False
+        self._is_claimed = False
         self._is_event_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gate, is_counted = self._service.gate, self._request.method == "POST"
-        with gate.enter(self._tenant, 1) if is_counted else nullcontext(), self._service.client.proxying(self.fail):
+        with (
+            gate.enter(self._caller.limited_as(""), 1) if is_counted else nullcontext(),
+            self._service.client.proxying(self.fail),
+        ):
             self._relay = asyncio.create_task(self._run(send))
             disconnect = asyncio.create_task(client_disconnected(receive))
             try:
@@ -114,10 +129,18 @@ class ProxyResponse(Response):
                 self._has_started = True
                 await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
                 async for part in response.aiter_raw():
+                    self._claim(part)
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except httpx.TransportError:
             self._failure = EngineFailed(f"{self._service.client.name} broke the connection")
+
+    def _claim(self, part: bytes) -> None:
+        """Remember whose response this is, by the id that its beginning has."""
+        if not self._is_claimed:
+            self._is_claimed = True
+            if self._caller.name and (found := _RESPONSE_ID.search(part, 0, _ID_WITHIN)) is not None:
+                self._recent.claim(found[1].decode(errors="replace"), self._caller)
 
     async def _send_failure(self, failure: EvenflowError, send: Send) -> None:
         if not self._has_started:
@@ -134,16 +157,21 @@ def metrics_routes(service: HostService, observer: Observer) -> APIRouter:
     engine = service.client
 
     class EvenflowFamilies(Collector):
+        def __init__(self, caller: Caller) -> None:
+            self._figures = FiguresFor(observer, caller)
+
         def collect(self) -> Iterator[Metric]:
-            return (family for family in observer.collectors.collect() if family.name.startswith("evenflow:"))
+            return (family for family in self._figures.collect() if family.name.startswith("evenflow:"))
 
     @routes.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         host_metrics = b""
         if engine.is_up:
             with suppress(httpx.TransportError):  # the host is going down, which evenflow's own metrics show
                 response = await engine.http.get("/metrics", headers={"accept": "text/plain"})
                 host_metrics = response.content if response.is_success else b""
-        return Response(host_metrics + generate_latest(EvenflowFamilies()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(
+            host_metrics + generate_latest(EvenflowFamilies(request.state.caller)), media_type=CONTENT_TYPE_PLAIN_0_0_4
+        )
 
     return routes

@@ -1,0 +1,52 @@
+"""Work on large requests: on threads of its own, a few at a time, clients in turn.
+
+Small requests never wait for it, and what it may cost is bounded before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import ParamSpec, TypeVar
+
+from evenflow.server.api.fair_slots import FairSlots
+
+SMALL_BYTES = 1 << 16  # parsing or tokenizing more on the event loop would delay other streams
+
+_BODIES_AT_ONCE = 4  # received and parsed
+_BODIES_PER_CLIENT = 2
+_MAX_WAITING = 64  # bodies or prompts of one client
+_NUM_THREADS = 2
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class LargeWork:
+    """Large bodies and prompts of all clients."""
+
+    def __init__(self) -> None:
+        self._bodies = FairSlots(_BODIES_AT_ONCE, _BODIES_PER_CLIENT, _MAX_WAITING, "their bodies to be read")
+        self._jobs = FairSlots(_NUM_THREADS, 1, _MAX_WAITING, "their prompts to be prepared")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "evenflow-large-work")
+
+    def body(self, client: str) -> AbstractAsyncContextManager[None]:
+        """Held while a large body is received and parsed: this bounds the memory of all of them."""
+        return self._bodies.slot(client)
+
+    async def run(
+        self,
+        num_bytes: int,
+        client: str,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Result:
+        """Call a function whose work grows with a request's size: at once if that is small, else on a thread."""
+        if num_bytes <= SMALL_BYTES:
+            return function(*args, **options)
+        async with self._jobs.slot(client):
+            call = self._threads.submit(function, *args, **options)
+            return await asyncio.wrap_future(call)

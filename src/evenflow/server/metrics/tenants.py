@@ -1,0 +1,52 @@
+"""Figures by tenant, for a bounded number of them: clients can make up names, and those must not displace real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+MAX_TENANTS = 100  # of one key, each with its own label
+MAX_TENANT_CHARACTERS = 64
+OTHER_TENANTS = "other"
+
+_FAMILIES = {
+    "evenflow:tenant_requests": "Finished requests.",
+    "evenflow:tenant_prompt_tokens": "Their prompt tokens.",
+    "evenflow:tenant_generation_tokens": "Their generated tokens.",
+}
+
+
+class TenantFigures(Collector):
+    """Counts per key and tenant. When a key has too many tenants, the one with the fewest tokens joins `other`."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._by_key: dict[str, dict[str, list[int]]] = {}  # requests, prompt tokens, generated tokens
+
+    def count(self, key: str, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        figures = self._by_key.setdefault(key, {})
+        label = tenant[:MAX_TENANT_CHARACTERS]
+        if label not in figures and len(figures) - (OTHER_TENANTS in figures) >= MAX_TENANTS:
+            smallest = min((one for one in figures if one != OTHER_TENANTS), key=lambda one: sum(figures[one][1:]))
+            _add(figures.setdefault(OTHER_TENANTS, [0, 0, 0]), figures.pop(smallest))
+        _add(figures.setdefault(label, [0, 0, 0]), [1, num_prompt_tokens, num_output_tokens])
+
+    def collect(self) -> Iterator[Metric]:
+        return self.collect_for(None)
+
+    def collect_for(self, key: str | None) -> Iterator[Metric]:
+        """The figures of one key; None: of all."""
+        shown = self._by_key if key is None else {key: self._by_key.get(key, {})}
+        for place, (name, text) in enumerate(_FAMILIES.items()):
+            family = CounterMetricFamily(name, text, labels=[*self._labels, "key", "tenant"])
+            for key_name, figures in shown.items():
+                for tenant, counts in figures.items():
+                    family.add_metric([*self._labels.values(), key_name, tenant], counts[place])
+            yield family
+
+
+def _add(figures: list[int], more: list[int]) -> None:
+    for place, number in enumerate(more):
+        figures[place] += number

@@ -1,0 +1,136 @@
+"""Bodies that are made to be expensive: refused before they cost anything, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.api import json_size
+from evenflow.server.api.json_size import count_values
+from tests.server.engines import MAX_MODEL_LEN
+from tests.server.serving import RunningServer, scripted_server, small_tokenizer
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+_EIGHT_MB = 8_000_000
+
+
+def repeated(before: str, item: str, after: str) -> bytes:
+    """A body just under 8 MB."""
+    count = (_EIGHT_MB - len(before) - len(after)) // (len(item) + 1)
+    return f"{before}{','.join([item] * count)}{after}".encode()
+
+
+ATTACKS = {
+    "empty messages": (CHAT, repeated('{"messages":[', "{}", "]}")),
+    "good messages": (CHAT, repeated('{"messages":[', '{"role":"user","content":""}', "]}")),
+    "parts": (CHAT, repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":""}', "]}]}")),
+    "choices": (COMPLETION, repeated('{"prompt":"a","guided_choice":[', '"a"', "]}")),
+    "unknown fields": (COMPLETION, b'{"prompt":"a"%s}' % b"".join(b',"x%d":1' % number for number in range(700_000))),
+    "fields of a part": (CHAT, b'{"messages":[{"role":"user","content":[{%s}]}]}' % b",".join(
+        b'"x%d":1' % number for number in range(120_000)
+    )),
+    "token ids": (COMPLETION, repeated('{"prompt":[', "1", "]}")),
+    "prompts": (COMPLETION, repeated('{"prompt":[', '"a"', "]}")),
+    "schema": (COMPLETION, repeated('{"prompt":"a","guided_json":{"enum":[', "1", "]}}")),
+    "biases": (COMPLETION, b'{"prompt":"a","logit_bias":{%s}}' % b",".join(
+        b'"%d":""' % number for number in range(120_000)
+    )),
+    "text": (COMPLETION, b'{"prompt":"%s"}' % (b"a b " * 1_900_000)),
+    "text to tokenize": ("/tokenize", b'{"prompt":"%s"}' % (b"a b " * 1_900_000)),
+    "chat to tokenize": ("/tokenize", repeated('{"messages":[', '{"role":"user","content":"a"}', "]}")),
+    "ids to detokenize": ("/detokenize", repeated('{"tokens":[', "1", "]}")),
+    "depth": (COMPLETION, b'{"metadata":%s}' % (b"[" * 7_000_000)),
+    "backslashes": (COMPLETION, b'{"prompt":"%s"}' % (b"\\\\" * 3_900_000)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with scripted_server() as running:
+        yield running
+
+
+def test_bodies_that_are_made_to_be_expensive_cost_little(server: RunningServer) -> None:
+    """Processor time, which another program on this machine does not change: 5 to 47 s each before."""
+    for name, (path, content) in ATTACKS.items():
+        before = time.process_time()
+        response = httpx.post(
+            server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60
+        )
+        assert response.status_code in (400, 413), name
+        assert response.json()["error"]["message"]
+        assert time.process_time() - before < 1.0, name
+    assert server.server.service.gate.num_inside == 0
+
+
+def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the length was checked on its tokens."""
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    longest = MAX_MODEL_LEN * small_tokenizer().longest_token_bytes
+    messages = [{"role": "user", "content": "a" * (longest // 2 + 1)}] * 2
+    with scripted_server() as server:
+        for path, body in (
+            (COMPLETION, {"prompt": "a" * (longest + 1)}),
+            (CHAT, {"messages": messages}),
+            ("/tokenize", {"prompt": "é" * (longest // 2 + 1)}),
+            ("/tokenize", {"messages": messages}),
+        ):
+            error = server.post(path, body).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert f"{longest} bytes" in error["message"]
+            assert not encoded
+        assert server.post("/tokenize", {"prompt": "€" * 5000}).json()["count"] > MAX_MODEL_LEN, "only counted"
+        assert encoded == [5000]
+
+
+def test_tokenizing_passes_the_gate_too(server: RunningServer) -> None:
+    server.server.service.gate.is_draining = True
+    try:
+        assert server.post("/tokenize", {"prompt": "a"}).status_code == 503
+        assert server.post("/detokenize", {"tokens": [5]}).status_code == 503
+    finally:
+        server.server.service.gate.is_draining = False
+
+
+def test_no_text_of_more_bytes_has_fewer_tokens() -> None:
+    tokenizer = small_tokenizer()
+    for text in ("a", " " * 500, "the " * 300, "é€😀" * 200):
+        assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.longest_token_bytes
+
+
+def count(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + (sum(1 + count(one) for one in value.values()) if value else 1)
+    if isinstance(value, list):
+        return 1 + (sum(map(count, value)) if value else 1)
+    return 1
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('ab,:[{"\\', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\', max_size=4), inner, max_size=4),
+)
+
+
+@given(value=_JSON, piece_bytes=st.integers(1, 40))
+def test_values_are_counted_without_building_them(value: object, piece_bytes: int) -> None:
+    before, json_size._PIECE_BYTES = json_size._PIECE_BYTES, piece_bytes
+    try:
+        assert count_values(json.dumps(value).encode()) == count(value)
+    finally:
+        json_size._PIECE_BYTES = before
