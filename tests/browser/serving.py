@@ -27,8 +27,8 @@ class Served(NamedTuple):
         lines = subprocess.check_output(["ps", "-A", "-ww", "-o", "pid=,ppid=,command="], text=True).splitlines()
         processes = [line.split(maxsplit=2) for line in lines]
         engines = [int(pid) for pid, parent, name in processes if int(parent) == self.pid and "spawn_main" in name]
-        assert len(engines) == 1, [line for line in processes if int(line[1]) == self.pid]
-        os.kill(engines[0], signal.SIGKILL)
+        assert len(engines) == 2, [line for line in processes if int(line[1]) == self.pid]
+        os.kill(max(engines), signal.SIGKILL)  # the other renders chat templates, and starts first
 
 
 @contextmanager
