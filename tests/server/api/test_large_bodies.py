@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -58,16 +57,14 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-def test_bodies_that_are_made_to_be_expensive_cost_little(server: RunningServer) -> None:
-    """Processor time, which another program on this machine does not change: 5 to 47 s each before."""
+def test_bodies_that_are_made_to_be_expensive_are_refused(server: RunningServer) -> None:
+    """They took 5 to 47 s each; `benchmarks/attacks.py` measures what they take."""
     for name, (path, content) in ATTACKS.items():
-        before = time.process_time()
         response = httpx.post(
             server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60
         )
         assert response.status_code in (400, 413), name
         assert response.json()["error"]["message"]
-        assert time.process_time() - before < 1.0, name
     assert server.server.service.gate.num_inside == 0
 
 
