@@ -9,8 +9,8 @@ COPY src src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim-bookworm
-# Wheels of PyTorch without CUDA: 3 GB less.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Given the address of PyTorch's wheels without CUDA, pip finds them, and the image is 3 GB smaller.
+ARG PIP_EXTRA_INDEX_URL
 
 # At its first start, evenflow compiles its kernels for the CPU that it runs on.
 # hadolint ignore=DL3008
@@ -20,7 +20,7 @@ RUN apt-get update \
 
 COPY constraints.txt /tmp/
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint /tmp/constraints.txt \
+    pip install --no-cache-dir --constraint /tmp/constraints.txt \
     "$(echo /wheels/evenflow-*.whl)[engine,otel]"
 
 RUN useradd --uid 10001 --no-create-home --home-dir /cache evenflow \
