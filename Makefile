@@ -39,7 +39,7 @@ test-clients: $(STAMP)  ## Real clients against the server, each in its own envi
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 test-slow: $(STAMP)  ## The default model against transformers: several minutes
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(PYTEST_ARGS)
 
 install-vllm: $(VLLM_STAMP)  ## Create .venv-vllm with vLLM for CPUs and evenflow beside it: 1.9 GB, about 4 minutes
 
