@@ -140,6 +140,7 @@ async def run_agents(server: Server, modes: list[str], is_tiny: bool) -> None:
         side.server, side.mode = server, mode
         sides.append(side)
     load = _AGENTS_OF_TINY if is_tiny else replace(_AGENTS, seed=random.randrange(10**6))
+    print(f"agents, seed {load.seed}", flush=True)
     compared = await compare(sides, load, scale=None, repeat=1)
     for mode, found in zip(modes, compared.figures, strict=True):
         print(f"agents, {mode}: {agents_line(found)}", flush=True)

@@ -66,18 +66,23 @@ def restore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def read_address(process: subprocess.Popen[str]) -> str:
+    """The address that a server names on its standard error once it is ready."""
+    assert process.stderr is not None
+    seen = ""
+    while (found := re.search(r"http://[\d.:]+", seen)) is None:
+        seen += (said := process.stderr.readline())
+        assert said, f"it ended: {seen}"
+    return found[0]
+
+
 @contextmanager
 def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command on a free port, once it is ready."""
     line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         try:
-            seen = ""
-            while (found := re.search(r"http://[\d.:]+", seen)) is None:
-                seen += (said := process.stderr.readline())
-                assert said, f"it ended: {seen}"
-            yield process, found[0]
+            yield process, read_address(process)
         finally:
             if process.poll() is None:
                 process.kill()

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from evenflow import __version__
-from tests.cli.running import long_context_llama
+from tests.cli.running import long_context_llama, read_address
 
 pytestmark = pytest.mark.slow
 
@@ -205,15 +205,11 @@ def test_the_server_and_its_page(engine: Environment) -> None:
     with subprocess.Popen(
         [*line, "--policy", "fixed:64"], cwd=engine.folder, env=engine.variables, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         try:
-            seen = ""
-            while (found := re.search(r"http://[\d.:]+", seen)) is None:
-                seen += (said := process.stderr.readline())
-                assert said, f"it ended: {seen}"
-            page = httpx.get(found[0] + "/").text
+            address = read_address(process)
+            page = httpx.get(address + "/").text
             for script in re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page):
-                assert httpx.get(f"{found[0]}/{script.lstrip('/')}").status_code == 200
+                assert httpx.get(f"{address}/{script.lstrip('/')}").status_code == 200
             assert "<title>" in page
         finally:
             process.terminate()
