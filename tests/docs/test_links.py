@@ -33,3 +33,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in headings(target), f"{link}: {sorted(headings(target))}"
+
+
+def test_site_menu_lists_every_page() -> None:
+    menu = re.findall(r"^ +- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
