@@ -191,6 +191,9 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
             assert server.get(path).status_code == 200
         key = {"authorization": "Bearer secret"}
         assert server.get("/v1/models", headers=key).status_code == 200
+        assert server.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+        refused = server.post("/v1/messages", {})  # vLLM's route, but the refusal is evenflow's
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
         with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
             lines = first.iter_lines()
