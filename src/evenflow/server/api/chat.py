@@ -43,7 +43,7 @@ def encode_rendered(service: ModelService, text: str) -> list[int]:
 class ChatWriter(ResponseWriter[ChatBody]):
     """Writes the response to one chat."""
 
-    _ID_PREFIX = "chatcmpl"
+    _ID_PREFIX = "chatcmpl-"
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
@@ -64,11 +64,14 @@ class ChatWriter(ResponseWriter[ChatBody]):
         )
 
     def prepare(self, rendered: str) -> list[Request]:
-        body, service = self.body, self._service
-        token_ids = encode_rendered(service, rendered)
-        service.check_length(len(token_ids), body.max_output_tokens, "messages")
-        max_tokens = body.max_output_tokens or service.client.limits.max_model_len - len(token_ids)
-        return self._requests(token_ids, max_tokens)
+        token_ids = encode_rendered(self._service, rendered)
+        return self._requests(token_ids, self._max_tokens(len(token_ids)))
+
+    def _max_tokens(self, num_prompt_tokens: int) -> int:
+        """Of the output, after a check that there is room for them."""
+        asked = self.body.max_output_tokens
+        self._service.check_length(num_prompt_tokens, asked, "messages")
+        return asked or self._service.client.limits.max_model_len - num_prompt_tokens
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         response = super().response(outputs, usage)
@@ -80,9 +83,12 @@ class ChatWriter(ResponseWriter[ChatBody]):
         return self._write_event(index, b'{"role":"assistant","content":""}', usage)
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {"message": {**self._message(index, output), "refusal": None}}
+
+    def _message(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The whole assistant message."""
         stream = self._tool_streams[index]
-        delta = {"content": output.text} if stream is None else stream.push(output.text, is_last=True)
-        return {"message": {**whole_message(delta), "refusal": None}}
+        return whole_message({"content": output.text} if stream is None else stream.push(output.text, is_last=True))
 
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         stream = self._tool_streams[index]

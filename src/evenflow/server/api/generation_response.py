@@ -18,7 +18,7 @@ from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
 from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import DONE, ResponseWriter, encode_json, event_of
+from evenflow.server.api.response_writer import ResponseWriter, encode_json, failed_stream
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError, as_api_error
 
@@ -52,7 +52,7 @@ class GenerationResponse(Response):
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:
-                    await self._send_events(send, options)
+                    await self._send_events(scope["path"], send, options)
             finally:
                 watch.cancel()
                 self._abort()
@@ -81,7 +81,7 @@ class GenerationResponse(Response):
         if any(output.finish_reason == FinishReason.ABORT for output in outputs):
             return  # the client is gone
         body = encode_json(self._writer.response(outputs, self._usage()))
-        await Response(body, media_type="application/json")(scope, receive, send)
+        await Response(body, headers=self._writer.headers, media_type="application/json")(scope, receive, send)
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""
@@ -95,7 +95,7 @@ class GenerationResponse(Response):
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in by_prompt)},
         }
 
-    async def _send_events(self, send: Send, options: StreamOptions) -> None:
+    async def _send_events(self, path: str, send: Send, options: StreamOptions) -> None:
         try:
             if len(self._streams) == 1:
                 last = await self._send_choice(0, send, options)
@@ -104,13 +104,14 @@ class GenerationResponse(Response):
                 last = b"".join(await _run_all(choices))
             if options.include_usage:
                 last += self._writer.usage_event(encode_json(self._usage()))
+            last += self._writer.END
         except (EvenflowError, ApiError) as error:
             if not self._has_started:  # the status can still say it
                 raise
-            last = event_of(encode_json(as_api_error(error).body()))
+            last = failed_stream(as_api_error(error), path)
         if not self._has_started:
             await self._start(send)
-        await send({"type": "http.response.body", "body": last + DONE})
+        await send({"type": "http.response.body", "body": last})
 
     async def _send_choice(self, index: int, send: Send, options: StreamOptions) -> bytes:
         """Send one choice except its last event, which is returned to be sent together with what follows."""
@@ -136,7 +137,8 @@ class GenerationResponse(Response):
     async def _start(self, send: Send) -> None:
         """With the first token: until then, an error can have a status of its own."""
         self._has_started = True
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in self._writer.headers.items())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def client_disconnected(receive: Receive) -> None:

@@ -20,6 +20,8 @@ from evenflow.server.access import Caller, cache_salt
 from evenflow.server.api.logprobs import prompt_logprobs
 from evenflow.server.api.request_models import GenerationBody
 from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import is_anthropic
+from evenflow.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,9 +34,21 @@ def event_of(content: bytes) -> bytes:
     return b"data: " + content + b"\n\n"
 
 
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event of Anthropic's API: its type is its name too."""
+    return f"event: {content['type']}\n".encode() + event_of(encode_json(content))
+
+
+def failed_stream(error: ApiError, path: str) -> bytes:
+    """The end of a stream of this path that fails after it has started."""
+    body = error.body(path)
+    return named_event(body) if is_anthropic(path) else event_of(encode_json(body)) + DONE
+
+
 class ResponseWriter(ABC, Generic[BodyType]):
     """Writes the response to one HTTP request, whole or as events. The choices of a prompt have adjacent indexes."""
 
+    END: ClassVar[bytes] = DONE  # of a stream, after its last event
     _ID_PREFIX: ClassVar[str]
     _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
     _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
@@ -51,7 +65,8 @@ class ResponseWriter(ABC, Generic[BodyType]):
         self.cache_salt = cache_salt(caller.key, self.tenant)
         self._service = service
         self._num_logprobs = body.num_logprobs
-        self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
+        self.headers: dict[str, str] = {}  # of the response
+        self._id = f"{self._ID_PREFIX}{secrets.token_hex(12)}"
         model = service.model_name(body.model)
         self._head = {"id": self._id, "object": object_name, "created": int(time.time()), "model": model}
         # Everything before the content is the same in all events of a choice.

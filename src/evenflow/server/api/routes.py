@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,7 +13,6 @@ from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
 from evenflow.server.api.generation_response import GenerationResponse
-from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
@@ -25,8 +21,6 @@ from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError, overloaded
-
-Arguments = ParamSpec("Arguments")
 
 logger = logging.getLogger("evenflow")
 
@@ -99,20 +93,6 @@ def model_routes(service: ModelService) -> APIRouter:
     max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
     engine = service.client
 
-    async def in_turn(
-        request: Request,
-        num_bytes: int,
-        respond: Callable[Concatenate[ModelService, Arguments], Response],
-        *args: Arguments.args,
-        **options: Arguments.kwargs,
-    ) -> Response:
-        """Through the gate, like a generation, and on a thread: both are work of a prompt's size."""
-        caller = request.state.caller
-        with service.gate.enter(caller.limited_as(""), 1):
-            if num_bytes <= SMALL_BYTES:
-                return await asyncio.to_thread(respond, service, *args, **options)
-            return await work.run(num_bytes, caller.client, respond, service, *args, **options)
-
     def model_card(name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -139,7 +119,7 @@ def model_routes(service: ModelService) -> APIRouter:
             client = request.state.caller.client
             question = await work.run(num_bytes, client, _template_question, service, body)
             rendered = await service.templates.render(question, client)
-        return await in_turn(request, num_bytes, _tokenize, body, rendered)
+        return await service.in_turn(request.state.caller, num_bytes, _tokenize, service, body, rendered)
 
     @routes.post(
         "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
@@ -147,7 +127,7 @@ def model_routes(service: ModelService) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)
         service.model_name(body.model)
-        return await in_turn(request, num_bytes, _detokenize, body)
+        return await service.in_turn(request.state.caller, num_bytes, _detokenize, service, body)
 
     return routes
 
