@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
@@ -24,26 +24,28 @@ def template_question(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
+    param: str = "messages",
 ) -> bytes:
     """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
     for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    service.check_text((text for message in messages for text in message.texts()), "messages")
+    service.check_text((text for message in messages for text in message.texts()), param)
     plain = [message.model_dump(exclude_none=True) for message in messages]
     return service.templates.question(plain, tools, add_generation_prompt is not False, variables)
 
 
-def encode_rendered(service: ModelService, text: str) -> list[int]:
-    service.check_text([text], "messages")
+def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
+    service.check_text([text], param)
     return service.tokenizer.encode_rendered(text)
 
 
 class ChatWriter(ResponseWriter[ChatBody]):
     """Writes the response to one chat."""
 
-    _ID_PREFIX = "chatcmpl"
+    _ID_PREFIX = "chatcmpl-"
+    _PROMPT_PARAM: ClassVar[str] = "messages"
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
@@ -61,12 +63,13 @@ class ChatWriter(ResponseWriter[ChatBody]):
             tools=self._tool_use.tools,
             add_generation_prompt=self.body.add_generation_prompt,
             variables=self.body.chat_template_kwargs,
+            param=self._PROMPT_PARAM,
         )
 
     def prepare(self, rendered: str) -> list[Request]:
         body, service = self.body, self._service
-        token_ids = encode_rendered(service, rendered)
-        service.check_length(len(token_ids), body.max_output_tokens, "messages")
+        token_ids = encode_rendered(service, rendered, self._PROMPT_PARAM)
+        service.check_length(len(token_ids), body.max_output_tokens, self._PROMPT_PARAM)
         max_tokens = body.max_output_tokens or service.client.limits.max_model_len - len(token_ids)
         return self._requests(token_ids, max_tokens)
 

@@ -21,7 +21,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionWriter(ResponseWriter[CompletionBody]):
     """Writes the response to one completion request, which may hold several prompts."""
 
-    _ID_PREFIX = "cmpl"
+    _ID_PREFIX = "cmpl-"
     _DELTA_NAME = b"text"
     _NO_CONTENT = b'""'
 

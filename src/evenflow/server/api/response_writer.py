@@ -18,8 +18,9 @@ from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller, cache_salt
 from evenflow.server.api.logprobs import prompt_logprobs
-from evenflow.server.api.request_models import GenerationBody
+from evenflow.server.api.request_models import GenerationBody, StreamOptions
 from evenflow.server.api.service import ModelService
+from evenflow.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -51,7 +52,7 @@ class ResponseWriter(ABC, Generic[BodyType]):
         self.cache_salt = cache_salt(caller.key, self.tenant)
         self._service = service
         self._num_logprobs = body.num_logprobs
-        self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
+        self._id = f"{self._ID_PREFIX}{secrets.token_hex(12)}"
         model = service.model_name(body.model)
         self._head = {"id": self._id, "object": object_name, "created": int(time.time()), "model": model}
         # Everything before the content is the same in all events of a choice.
@@ -94,8 +95,16 @@ class ResponseWriter(ABC, Generic[BodyType]):
             reason = encode_json(self._finish_reason(index, delta.finish_reason))
         return self._write_event(index, content, usage, logprobs, reason)
 
-    def usage_event(self, usage: bytes) -> bytes:
-        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        """What follows the last event of every choice."""
+        if not options.include_usage:
+            return DONE
+        head = encode_json(self._head)[:-1]
+        return event_of(head + b',"choices":[],"usage":' + encode_json(usage) + b"}") + DONE
+
+    def failure_events(self, error: ApiError) -> bytes:
+        """The end of a stream that fails after it has started."""
+        return event_of(encode_json(error.body())) + DONE
 
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return len(output.token_ids)
