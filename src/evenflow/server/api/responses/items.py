@@ -5,6 +5,7 @@ Output items of earlier responses are valid input, so fields that only the serve
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -123,8 +124,20 @@ Item = Annotated[
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
 read_items = TypeAdapter(list[Item]).validate_json
 
 
 def text_of(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def as_stored(item: Item) -> dict[str, Any]:
+    """The item as it is kept and listed: with an id, and content in parts."""
+    fields = item.model_dump(exclude_none=True, exclude={"content": {"__all__": {"annotations", "logprobs"}}})
+    kind = item.type or "message"
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        part = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": part, "text": item.content}]
+    return {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(12)}", "status": "completed", **fields, "type": kind}

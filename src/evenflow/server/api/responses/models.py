@@ -103,3 +103,11 @@ class DeletedResponse(_Described):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputItemList(_Described):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from evenflow.server.access import Caller
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
     """All parts are JSON, so their size is known."""
 
@@ -19,11 +19,12 @@ class StoredResponse:
     tenant: str
     share: str  # whose bounds it counts against
     response: bytes
-    items: bytes  # the whole conversation, this response's output included
+    input_items: bytes  # the whole conversation before it
+    output_items: bytes
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.items)
+        return len(self.response) + len(self.input_items) + len(self.output_items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

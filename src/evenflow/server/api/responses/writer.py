@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
@@ -14,7 +17,7 @@ from evenflow.server.api.chat import ChatWriter
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.responses.chat_request import chat_request
-from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, read_items
+from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, as_stored, read_items
 from evenflow.server.api.responses.output import Event, OutputItems, merged
 from evenflow.server.api.responses.request import ResponsesBody
 from evenflow.server.api.responses.store import ResponseStore, StoredResponse
@@ -43,7 +46,7 @@ class ResponsesWriter(ChatWriter):
         self._output = OutputItems()
         self._reason: str | None = None  # why the output ended
         self._num_events = 0
-        self._input_items = _encode_items(items) if asked.is_stored else b""
+        self._items = encode_json([as_stored(item) for item in items]) if asked.is_stored else b""
         self._settings = _settings(asked)
 
     # ---- whole ----
@@ -122,9 +125,14 @@ class ResponsesWriter(ChatWriter):
             usage=_usage(usage),
         )
         if self._asked.is_stored:
-            items = self._input_items[:-1] + b"," + encode_json(self._output.items)[1:]
-            caller, share = self.caller, self.caller.limited_as(self.tenant)
-            stored = StoredResponse(caller.client, self.tenant, share, encode_json(response), items)
+            stored = StoredResponse(
+                owner=self.caller.client,
+                tenant=self.tenant,
+                share=self.caller.limited_as(self.tenant),
+                response=encode_json(response),
+                input_items=self._items,
+                output_items=encode_json(self._output.items),
+            )
             self._store.add(self._id, stored)
         return response
 
@@ -155,16 +163,14 @@ def _conversation(asked: ResponsesBody, previous: StoredResponse | None) -> list
     new: list[Item] = [item for item in given if not isinstance(item, ReasoningItem)]
     if not new:
         raise InvalidRequest("Got only reasoning items in input but expected a message or the output of a call.")
-    return new if previous is None else [*read_items(previous.items), *new]
-
-
-def _encode_items(items: Sequence[Item]) -> bytes:
-    return encode_json([item.model_dump(exclude_none=True) for item in items])
+    if previous is None:
+        return new
+    return [*read_items(previous.input_items), *read_items(previous.output_items), *new]
 
 
 def _settings(asked: ResponsesBody) -> dict[str, Any]:
     """What a response repeats of its request, with the defaults filled in."""
-    tools, choice = [tool.model_dump() for tool in asked.tools or ()], asked.tool_choice or "auto"
+    choice = asked.tool_choice or "auto"
     text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text else {}
     return {
         "background": False,
@@ -180,14 +186,22 @@ def _settings(asked: ResponsesBody) -> dict[str, Any]:
         "service_tier": "default",
         "store": asked.is_stored,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "text": {"format": {"type": "text"}, **text},
+        "text": _raw({"format": {"type": "text"}, **text}, "text"),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": tools,
+        "tools": _raw([tool.model_dump() for tool in asked.tools or ()], "tools"),
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
         "user": asked.user,
     }
+
+
+def _raw(value: object, name: str) -> msgspec.Raw:
+    """Written once for all events. Schemas may hold integers that only this encoder takes."""
+    try:
+        return msgspec.Raw(json.dumps(value, allow_nan=False).encode())
+    except ValueError as error:
+        raise InvalidRequest(f"Got {name} that cannot be written as JSON: {error}.") from error
 
 
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
