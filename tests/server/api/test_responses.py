@@ -10,8 +10,12 @@ import httpx
 import openai
 import pytest
 
+from evenflow.model.chat_template import ChatTemplate
+from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.api.responses.models import DeletedResponse, InputItemList, ResponseObject
-from tests.server.serving import MODEL, RunningServer, scripted_server, small_tokenizer
+from tests.models import byte_level_tokenizer
+from tests.server.engines import scripted_engine
+from tests.server.serving import MODEL, RunningServer, running_server, scripted_server, small_tokenizer
 
 PATH = "/v1/responses"
 SCRIPT = "It is 20° in Zürich, they say. "
@@ -148,6 +152,21 @@ def test_logprobs_come_when_they_are_included(server: RunningServer) -> None:
     assert all(row["logprob"] == -0.5 and len(row["top_logprobs"]) == 2 for row in rows)
     deltas = [event for event in events_of(server, body) if event["type"] == "response.output_text.delta"]
     assert [row for delta in deltas for row in delta["logprobs"]] == rows
+
+
+def test_the_template_gets_the_reasoning_effort() -> None:
+    def tokenizer() -> Tokenizer:
+        template = "{{ 'Think long. ' * 5 if reasoning_effort == 'high' }}{{ messages[0]['content'] }}"
+        chat_template = ChatTemplate({"default": template}, {})
+        return Tokenizer(byte_level_tokenizer(), bos_token_id=1, eos_token_ids=(2,), chat_template=chat_template)
+
+    with running_server(scripted_engine, tokenizer) as server:
+        low, high = (
+            server.post(PATH, {"input": "Hi", "max_output_tokens": 1, "reasoning": {"effort": effort}}).json()
+            for effort in ("low", "high")
+        )
+    assert high["reasoning"] == {"effort": "high", "summary": None}
+    assert high["usage"]["input_tokens"] > low["usage"]["input_tokens"]
 
 
 # ---- tools ----
@@ -364,7 +383,7 @@ _REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
     ({"metadata": {"a": 1}}, "metadata", "string"),
     ({"text": {"format": {"type": "xml"}}}, "text", "'xml'"),
-    ({"reasoning": {"effort": 5}}, "reasoning", "string"),
+    ({"reasoning": {"effort": "<|end|>"}}, "reasoning", "'<|end|>'"),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenflow.server.access import Caller
-from evenflow.server.api.responses.output import OutputItems, merged
+from evenflow.server.api.responses.output import OutputItems
 from evenflow.server.api.responses.store import ResponseStore, StoreBounds, StoredResponse
 
 
@@ -15,17 +15,6 @@ def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
     function = {"arguments": arguments}
     start = {"id": f"call_{index}", "type": "function"} if name else {}
     return {"tool_calls": [{"index": index, **start, "function": {**({"name": name} if name else {}), **function}}]}
-
-
-def test_adjacent_pieces_are_merged_in_their_order() -> None:
-    deltas = [
-        *({"content": "a"}, {}, {"content": "b"}),
-        *(call(0, "", "f"), call(0, "{"), call(0, "}")),
-        *(call(1, "", "g"), call(1, "{}")),
-        {"content": "c"},
-    ]
-    assert list(merged(deltas)) == [{"content": "ab"}, call(0, "{}", "f"), call(1, "{}", "g"), {"content": "c"}]
-    assert list(merged([{}, {"content": ""}])) == []
 
 
 def test_an_item_ends_when_the_next_begins() -> None:

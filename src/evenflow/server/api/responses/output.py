@@ -6,28 +6,10 @@ It is fed the deltas of a chat. Must not know: requests, the engine, how events 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Event = dict[str, Any]
-
-
-def merged(deltas: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same deltas of a chat in fewer pieces. Text and calls stay in their order."""
-    last: dict[str, Any] = {}
-    for delta in deltas:
-        text, [call, *others] = delta.get("content"), delta.get("tool_calls") or [None]
-        [last_call, *_] = last.get("tool_calls") or [None]
-        if text and call is None and last_call is None:
-            last = {"content": last.get("content", "") + text}
-        elif call and last_call and not (text or others) and call["index"] == last_call["index"]:
-            last_call["function"]["arguments"] += call["function"]["arguments"]
-        elif text or call:
-            if last:
-                yield last
-            last = delta
-    if last:
-        yield last
 
 
 class OutputItems:

@@ -71,7 +71,7 @@ class TextSettings(StrictModel):
 
 
 class ReasoningSettings(StrictModel):
-    effort: Annotated[str, Field(max_length=16)] | None = Field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="For the model's chat template, as reasoning_effort."
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description=_NO_EFFECT)

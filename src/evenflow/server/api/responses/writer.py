@@ -18,7 +18,7 @@ from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.responses.chat_request import chat_request
 from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, as_stored, read_items
-from evenflow.server.api.responses.output import Event, OutputItems, merged
+from evenflow.server.api.responses.output import Event, OutputItems
 from evenflow.server.api.responses.request import ResponsesBody
 from evenflow.server.api.responses.store import ResponseStore, StoredResponse
 from evenflow.server.api.service import ModelService
@@ -91,23 +91,15 @@ class ResponsesWriter(ChatWriter):
 
     def _take(self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None) -> Iterator[Event]:
         """Add what the model wrote to the output."""
-        for delta in merged(self._chat_deltas(text, is_last=reason is not None)):
+        [stream] = self._tool_streams
+        is_last = reason is not None
+        deltas = [{"content": text}] if stream is None else stream.push_in_order(text, is_last)
+        for delta in deltas:
             yield from self._output.add(delta, logprobs)
             logprobs = ()
-        if reason is not None:
+        if is_last:
             self._reason = reason
             yield from self._output.end(is_complete=reason != FinishReason.LENGTH)
-
-    def _chat_deltas(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
-        """One character at a time if there are tools: a delta of a chat does not say whether text or call was first."""
-        [stream] = self._tool_streams
-        if stream is None:
-            yield {"content": text}
-            return
-        for character in text:
-            yield stream.push(character)
-        if is_last:
-            yield stream.push("", is_last=True)
 
     def _new_logprobs(self, output: RequestOutput, token_ids: Sequence[int]) -> Sequence[dict[str, Any]]:
         if self._num_logprobs is None or not token_ids:
