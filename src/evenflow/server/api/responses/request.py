@@ -97,6 +97,8 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 
+Label = Annotated[str, Field(max_length=1024)]  # returned in several events
+
 
 class ResponsesBody(StrictModel, TargetFields):
     """POST /v1/responses"""
@@ -140,11 +142,11 @@ class ResponsesBody(StrictModel, TargetFields):
         None, ge=1, le=MAX_INT, description="Has no effect: it limits tools that the server runs."
     )
     background: OnlyFalse | None = None
-    user: str | None = Field(None, description=_NO_EFFECT)
-    service_tier: str | None = Field(None, description=_NO_EFFECT)
-    safety_identifier: str | None = Field(None, description=_NO_EFFECT)
-    prompt_cache_key: str | None = Field(None, description="Has no effect: see tenant.")
-    prompt_cache_retention: str | None = Field(None, description=_NO_EFFECT)
+    user: Label | None = Field(None, description=_NO_EFFECT)
+    service_tier: Label | None = Field(None, description=_NO_EFFECT)
+    safety_identifier: Label | None = Field(None, description=_NO_EFFECT)
+    prompt_cache_key: Label | None = Field(None, description="Has no effect: see tenant.")
+    prompt_cache_retention: Label | None = Field(None, description=_NO_EFFECT)
     client_metadata: dict[str, Any] | None = Field(None, description=_NO_EFFECT)
     conversation: Annotated[None, _refused("conversations are not stored; use previous_response_id")] = None
     prompt: Annotated[None, _refused("prompts are not stored; send instructions and input")] = None
