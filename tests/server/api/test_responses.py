@@ -314,6 +314,15 @@ def test_a_streamed_response_is_stored_too(caller: RunningServer) -> None:
     assert DeletedResponse.model_validate_json(deleted.content, strict=True).id == final["id"]
 
 
+def test_half_a_response_is_not_stored() -> None:
+    with scripted_server(script=SCRIPT, step_s=0.01) as server:
+        with server.openai().responses.create(model=MODEL, input="Hi", stream=True) as stream:
+            made = next(stream)
+        assert made.type == "response.created"
+        server.until(lambda: server.server.service.gate.num_inside == 0)
+        assert server.get(f"{PATH}/{made.response.id}").status_code == 404
+
+
 def test_what_need_not_be_stored_is_not(caller: RunningServer) -> None:
     answer = caller.post(PATH, {"input": "Hi", "store": False}).json()
     assert caller.get(f"{PATH}/{answer['id']}").status_code == 404

@@ -68,6 +68,8 @@ class ResponsesWriter(ChatWriter):
         return self._write(self._take(delta.text, logprobs, delta.finish_reason))
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        if self._reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return b""  # the client is gone; half a response is not stored
         response = self._finish(usage)
         return self._write([{"type": f"response.{response['status']}", "response": response}])
 
