@@ -370,6 +370,8 @@ _REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "input[0].name", "Unknown field"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "'item_reference'"),
     ({"input": [{"type": {}}]}, "input[0]", "got type {}"),
+    ({"input": [5]}, "input[0]", "expected an object"),
+    ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0]", "got type None but expected 'input_text'"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "reads only text"),
     (
         {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}]},

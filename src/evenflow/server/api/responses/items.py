@@ -17,8 +17,6 @@ from evenflow.server.api.response_format import StrictModel
 Status = Literal["in_progress", "completed", "incomplete"]
 _SET_BY_SERVER = "Has no effect: the server sets it."
 _NO_EFFECT = "Has no effect."
-
-
 TEXT_TAG, LIST_TAG = Tag("<text>"), Tag("<list>")  # brackets keep tags out of the paths in error messages
 
 
@@ -41,11 +39,13 @@ class OutputText(StrictModel):
     logprobs: list[Any] | None = Field(None, description=_SET_BY_SERVER)
 
 
-def _check_type(known: Sequence[str], hint: str = "") -> BeforeValidator:
+def _check_type(known: Sequence[str], hint: str, default: str | None = None) -> BeforeValidator:
     """Name an unknown type; the framework would list its own names of all types."""
 
     def check(value: object) -> object:
-        if isinstance(value, dict) and (kind := value.get("type", known[0])) not in known:
+        if not isinstance(value, dict):
+            raise ValueError("expected an object")
+        if (kind := value.get("type", default)) not in known:
             raise ValueError(f"got type {kind!r} but expected {', '.join(map(repr, known))}{hint}")
         return value
 
@@ -120,6 +120,7 @@ Item = Annotated[
     _check_type(
         ("message", "function_call", "function_call_output", "reasoning"),
         "; send whole items, not references, or use previous_response_id",
+        default="message",
     ),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
