@@ -16,6 +16,8 @@ from evenflow.server.api.messages_routes import messages_routes
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
+from evenflow.server.api.responses.request import ResponsesBody
+from evenflow.server.api.responses.routes import responses_routes
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
 from evenflow.server.browser_guard import BrowserGuard
@@ -40,9 +42,10 @@ def make_app(
     recent = RecentRequests(observer)
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
-        add_body_schemas(app, (*BODIES, *MESSAGES_BODIES))
+        add_body_schemas(app, (*BODIES, *MESSAGES_BODIES, ResponsesBody))
         messages = messages_routes(service, needs_key=keys.are_needed)
-        engine_routes = [generation_routes(service), messages, model_routes(service), metrics_router(observer)]
+        model = [generation_routes(service), responses_routes(service), messages, model_routes(service)]
+        engine_routes = [*model, metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied
         engine_routes = [metrics_routes(service, observer), proxy_routes(service, recent)]

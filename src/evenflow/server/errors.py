@@ -21,6 +21,8 @@ _MAX_VALUE_CHARACTERS = 100
 _MAX_PROBLEMS = 256
 _RETRY_AFTER_S = 1
 
+UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
+
 _DURATIONS = ("tbt_target", "ttft_target")
 _UNSUPPORTED = {
     "priority": "requests have no priorities yet; leave it out",
@@ -97,7 +99,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     cut = next((at for at, pair in enumerate(pairwise(names), 1) if all(isinstance(part, str) for part in pair)), None)
     path, param, name = _path(names), _path(names[:cut]) or None, str(names[0]) if names else ""
     if name in _UNSUPPORTED:
-        return ApiError(400, f"{name}: {_UNSUPPORTED[name]}.", param=name, code="unsupported_parameter")
+        return ApiError(400, f"{name}: {_UNSUPPORTED[name]}.", param=name, code=UNSUPPORTED)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {path}.", param=param, code="unknown_parameter")
     problem = first["msg"].removeprefix("Value error, ")
@@ -106,7 +108,8 @@ def invalid_body(error: ValidationError) -> ApiError:
     elif first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
         problem = f"got {value} but expected {problem.removeprefix('Input should be ')}"
-    return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param)
+    code = UNSUPPORTED if first["type"] == UNSUPPORTED else None
+    return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param, code=code)
 
 
 def _path(names: Sequence[int | str]) -> str:

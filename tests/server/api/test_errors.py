@@ -204,6 +204,7 @@ def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
         {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logprobs": True},
         {"prompt": [3, 4, 5], "max_tokens": 2, "n": 2, "echo": True, "logprobs": 1, "seed": 1},
         {"prompt": "text", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+        {"input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 2, "instructions": "a", "text": {}},
     ]
     odd: list[Any] = [
         None, True, -1, 0, 2**70, 1e308, "", "x" * 300, [], {}, [[]], [None], {"a": 1}, "\u0000", -0.0, [1, "a"],
@@ -218,7 +219,7 @@ def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
             if number % 3 == 0:
                 cut = random_source.randrange(len(content))
                 content = content[:cut] + bytes([random_source.randrange(256)]) + content[cut + 1 :]
-            path = random_source.choice([CHAT, COMPLETION, "/tokenize", "/detokenize"])
+            path = random_source.choice([CHAT, COMPLETION, "/v1/responses", "/tokenize", "/detokenize"])
             response = client.post(path, content=content, headers={"content-type": "application/json"})
             assert response.status_code in (200, 400, 404), (content, response.text)
             if response.status_code != 200:

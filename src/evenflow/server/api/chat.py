@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
@@ -24,19 +24,20 @@ def template_question(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
+    param: str = "messages",
 ) -> bytes:
     """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
     for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    service.check_text((text for message in messages for text in message.texts()), "messages")
+    service.check_text((text for message in messages for text in message.texts()), param)
     plain = [message.model_dump(exclude_none=True) for message in messages]
     return service.templates.question(plain, tools, add_generation_prompt is not False, variables)
 
 
-def encode_rendered(service: ModelService, text: str) -> list[int]:
-    service.check_text([text], "messages")
+def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
+    service.check_text([text], param)
     return service.tokenizer.encode_rendered(text)
 
 
@@ -44,6 +45,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
     """Writes the response to one chat."""
 
     _ID_PREFIX = "chatcmpl-"
+    _PROMPT_PARAM: ClassVar[str] = "messages"
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
@@ -61,16 +63,17 @@ class ChatWriter(ResponseWriter[ChatBody]):
             tools=self._tool_use.tools,
             add_generation_prompt=self.body.add_generation_prompt,
             variables=self.body.chat_template_kwargs,
+            param=self._PROMPT_PARAM,
         )
 
     def prepare(self, rendered: str) -> list[Request]:
-        token_ids = encode_rendered(self._service, rendered)
+        token_ids = encode_rendered(self._service, rendered, self._PROMPT_PARAM)
         return self._requests(token_ids, self._max_tokens(len(token_ids)))
 
     def _max_tokens(self, num_prompt_tokens: int) -> int:
         """Of the output, after a check that there is room for them."""
         asked = self.body.max_output_tokens
-        self._service.check_length(num_prompt_tokens, asked, "messages")
+        self._service.check_length(num_prompt_tokens, asked, self._PROMPT_PARAM)
         return asked or self._service.client.limits.max_model_len - num_prompt_tokens
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:

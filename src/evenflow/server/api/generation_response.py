@@ -18,7 +18,7 @@ from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
 from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import ResponseWriter, encode_json, failed_stream
+from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError, as_api_error
 
@@ -102,13 +102,11 @@ class GenerationResponse(Response):
             else:
                 choices = [self._send_choice(index, send, options) for index in range(len(self._streams))]
                 last = b"".join(await _run_all(choices))
-            if options.include_usage:
-                last += self._writer.usage_event(encode_json(self._usage()))
-            last += self._writer.END
+            last += self._writer.last_events(options, self._usage())
         except (EvenflowError, ApiError) as error:
             if not self._has_started:  # the status can still say it
                 raise
-            last = failed_stream(as_api_error(error), path)
+            last = self._writer.failure_events(as_api_error(error), path)
         if not self._has_started:
             await self._start(send)
         await send({"type": "http.response.body", "body": last})

@@ -13,6 +13,7 @@ from evenflow.server.api.chat import ChatWriter
 from evenflow.server.api.message_events import PING, BlockEvents
 from evenflow.server.api.messages_body import MessagesBody
 from evenflow.server.api.messages_chat import as_chat
+from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import new_request_id
@@ -21,7 +22,6 @@ from evenflow.server.error_shapes import new_request_id
 class MessagesWriter(ChatWriter):
     """Writes one message, whole or as events."""
 
-    END = b""
     _ID_PREFIX = "msg_"
 
     def __init__(self, service: ModelService, body: MessagesBody, caller: Caller) -> None:
@@ -56,6 +56,9 @@ class MessagesWriter(ChatWriter):
             end = {"type": "message_delta", "delta": self._ending(delta.output), "usage": _usage(delta.output)}
             parts += [blocks.stop(), named_event(end), named_event({"type": "message_stop"})]
         return b"".join(parts)
+
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        return b""  # the event of the last delta has them
 
     def _max_tokens(self, num_prompt_tokens: int) -> int:
         """As in Anthropic's API, max_tokens may exceed the context, which then ends the output."""

@@ -24,7 +24,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_MESSAGES = 1 << 14
-_FEW = Field(max_length=1024, fail_fast=True)
+FEW = Field(max_length=1024, fail_fast=True)
 MAX_INT = 2**63 - 1  # of a field without a bound of its own: no message between processes takes more
 _SAMPLING_FIELDS = (  # that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -72,7 +72,17 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
-class GenerationBody(StrictModel, GrammarFields):
+class TargetFields(BaseModel):
+    """evenflow's own fields, for everything that generates."""
+
+    tbt_target: Duration | None = Field(
+        None, description="Target time between this stream's tokens: seconds or '50ms'."
+    )
+    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
+    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
+
+
+class GenerationBody(StrictModel, GrammarFields, TargetFields):
     """The fields that chats and completions share."""
 
     model: str | None = Field(None, description="A name from /v1/models; by default the first.")
@@ -92,11 +102,6 @@ class GenerationBody(StrictModel, GrammarFields):
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
-    tbt_target: Duration | None = Field(
-        None, description="Target time between this stream's tokens: seconds or '50ms'."
-    )
-    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
-    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
     user: str | None = Field(None, description="Has no effect.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
     store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
@@ -192,8 +197,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Role
-    content: str | Annotated[list[TextPart], _FEW] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], _FEW] | None = None
+    content: str | Annotated[list[TextPart], FEW] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], FEW] | None = None
 
     def texts(self) -> Iterator[str]:
         """The texts of its content."""
@@ -221,7 +226,7 @@ class ChatBody(GenerationBody, ToolFields):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
-    modalities: Annotated[list[Literal["text"]], _FEW] | None = None
+    modalities: Annotated[list[Literal["text"]], FEW] | None = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatBody:

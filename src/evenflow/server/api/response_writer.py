@@ -18,7 +18,7 @@ from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller, cache_salt
 from evenflow.server.api.logprobs import prompt_logprobs
-from evenflow.server.api.request_models import GenerationBody
+from evenflow.server.api.request_models import GenerationBody, StreamOptions
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import is_anthropic
 from evenflow.server.errors import ApiError
@@ -35,7 +35,7 @@ def event_of(content: bytes) -> bytes:
 
 
 def named_event(content: dict[str, Any]) -> bytes:
-    """An event of Anthropic's API: its type is its name too."""
+    """An event whose type is its name too, as in Anthropic's API and OpenAI's Responses."""
     return f"event: {content['type']}\n".encode() + event_of(encode_json(content))
 
 
@@ -48,7 +48,6 @@ def failed_stream(error: ApiError, path: str) -> bytes:
 class ResponseWriter(ABC, Generic[BodyType]):
     """Writes the response to one HTTP request, whole or as events. The choices of a prompt have adjacent indexes."""
 
-    END: ClassVar[bytes] = DONE  # of a stream, after its last event
     _ID_PREFIX: ClassVar[str]
     _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
     _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
@@ -109,8 +108,16 @@ class ResponseWriter(ABC, Generic[BodyType]):
             reason = encode_json(self._finish_reason(index, delta.finish_reason))
         return self._write_event(index, content, usage, logprobs, reason)
 
-    def usage_event(self, usage: bytes) -> bytes:
-        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        """What follows the last event of every choice."""
+        if not options.include_usage:
+            return DONE
+        head = encode_json(self._head)[:-1]
+        return event_of(head + b',"choices":[],"usage":' + encode_json(usage) + b"}") + DONE
+
+    def failure_events(self, error: ApiError, path: str) -> bytes:
+        """The end of a stream that fails after it has started."""
+        return failed_stream(error, path)
 
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return len(output.token_ids)

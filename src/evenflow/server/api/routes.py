@@ -25,7 +25,7 @@ from evenflow.server.errors import ApiError, overloaded
 logger = logging.getLogger("evenflow")
 
 _BUSY = (404, 429, 503)
-_GENERATION_ERRORS = (*_BUSY, 500)
+GENERATION_ERRORS = (*_BUSY, 500)
 _MAX_TARGET_BYTES = 1 << 12
 
 
@@ -40,7 +40,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     @routes.post(
         "/v1/completions",
         summary="Continue prompts",
-        **described(models.Completion, body=CompletionBody, errors=_GENERATION_ERRORS, streams=True),
+        **described(models.Completion, body=CompletionBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
         body, num_bytes = await read_body(request, CompletionBody, max_bytes, work)
@@ -51,7 +51,7 @@ def generation_routes(service: ModelService) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         summary="Continue a conversation",
-        **described(models.ChatCompletion, body=ChatBody, errors=_GENERATION_ERRORS, streams=True),
+        **described(models.ChatCompletion, body=ChatBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         body, num_bytes = await read_body(request, ChatBody, max_bytes, work)
