@@ -111,13 +111,13 @@ class ServeOptions:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
-    def server_settings(self, model: str) -> ServerSettings:
+    def server_settings(self, config: EngineConfig) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
         from evenflow.server.access import ServerLimits
         from evenflow.server.serving import ServerSettings
 
         return ServerSettings(
-            model_names=tuple(self.served_model_name or (model,)),
+            model_names=tuple(self.served_model_name or (config.model,)),
             host=self.host,
             port=self.port,
             api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
@@ -128,6 +128,7 @@ class ServeOptions:
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
+            engine=repr(config),
         )
 
 
@@ -158,7 +159,7 @@ def serve(
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
-        settings = options.server_settings(config.model)
+        settings = options.server_settings(config)
     if options.engine != "evenflow":
         from evenflow.cli import serve_host
 

@@ -19,7 +19,7 @@ from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
-from evenflow.server.api.service import ModelService, Service
+from evenflow.server.api.service import ModelService, Service, fingerprint
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
 from evenflow.server.connections import bounded_protocol
@@ -53,6 +53,7 @@ class ServerSettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
+    engine: str = ""  # its settings as text, for the fingerprint
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -98,7 +99,8 @@ async def serve(
         await templates.start()
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, settings.model_names)
+        named = settings.model_names, fingerprint(settings.engine)
+        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

@@ -80,8 +80,15 @@ class GenerationResponse(Response):
         outputs = [stream.output for stream in self._streams]
         if any(output.finish_reason == FinishReason.ABORT for output in outputs):
             return  # the client is gone
-        body = encode_json(self._writer.response(outputs, self._usage()))
+        if self._writer.body.prompt_logprobs:  # thousands of them take long to write
+            body = await asyncio.to_thread(self._whole_body)
+        else:
+            body = self._whole_body()
         await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _whole_body(self) -> bytes:
+        outputs = [stream.output for stream in self._streams]
+        return encode_json(self._writer.response(outputs, self._usage()))
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from evenflow import __version__
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Gate
@@ -16,6 +18,11 @@ from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
+
+
+def fingerprint(engine: str) -> str:
+    """Changes with evenflow's version or the engine's settings, after which a seed may give other output."""
+    return f"fp_{hashlib.sha256(f'{__version__} {engine}'.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class ModelService(Service):
     grammar_gate: GrammarGate
     templates: TemplateRenderer
     model_names: tuple[str, ...]
+    system_fingerprint: str
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def fail_all(self, failure: EvenflowError) -> None:
