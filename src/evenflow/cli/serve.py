@@ -92,6 +92,7 @@ class ServeOptions:
     max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
+    request_log: Path | None = option("Append a JSON line for each request, without its text.", metavar="PATH")
     record: RecordTarget = None
 
     @property
@@ -128,6 +129,7 @@ class ServeOptions:
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
+            request_log=self.request_log,
             engine=repr(config),
         )
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 
@@ -27,6 +28,7 @@ from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
@@ -53,6 +55,7 @@ class ServerSettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
+    request_log: Path | None = None
     engine: str = ""  # its settings as text, for the fingerprint
 
     def __post_init__(self) -> None:
@@ -88,8 +91,9 @@ async def serve(
 ) -> None:
     """Serve on a bound socket until a signal. Raises the error if the engine's first start fails."""
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
-    tokenizer = await asyncio.to_thread(load_tokenizer)
     observer = Observer(settings.model_names[0])
+    request_log = None if settings.request_log is None else RequestLog(settings.request_log, observer)
+    tokenizer = await asyncio.to_thread(load_tokenizer)
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
@@ -110,6 +114,8 @@ async def serve(
         await templates.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+        if request_log is not None:
+            await asyncio.to_thread(request_log.close)
 
 
 async def serve_host(

@@ -44,11 +44,10 @@ class GenerationResponse(Response):
             requests = await self._prepare()
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
+                names = {"tenant": writer.tenant, "endpoint": scope["path"], "model": writer.model}
                 for index, request in enumerate(requests):
                     num_choices = None if index else len(requests)
-                    self._streams.append(
-                        client.submit(request, caller=writer.caller, tenant=writer.tenant, num_choices=num_choices)
-                    )
+                    self._streams.append(client.submit(request, caller=writer.caller, num_choices=num_choices, **names))
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:

@@ -53,12 +53,12 @@ class ResponseWriter(ABC, Generic[BodyType]):
         self._num_logprobs = body.num_logprobs
         self._returns_token_ids = bool(body.return_token_ids)
         self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
-        model = service.model_name(body.model)
+        self.model = service.model_name(body.model)
         self._head = {
             "id": self._id,
             "object": object_name,
             "created": int(time.time()),
-            "model": model,
+            "model": self.model,
             "system_fingerprint": service.system_fingerprint,
         }
         # Everything before the content is the same in all events of a choice.
