@@ -71,6 +71,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
     (CHAT, {"messages": MESSAGES, "prompt_logprobs": -2}, 400, "prompt_logprobs"),
     (COMPLETION, {"prompt": [5] * 300, "prompt_logprobs": -1}, 400, "153088 logprobs but expected at most 131072"),
+    (COMPLETION, {"prompt": [[5], [6]], "prompt_logprobs": -1}, 400, "prompt_logprobs=-1 with 2 choices"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": [5] * 40_000, "n": 8}, 400, "320000 ids and characters"),
+    (CHAT, {"messages": MESSAGES, "bad_words": ["ab" * 200] * 100, "n": 8}, 400, "320000 ids and characters"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "huge"}, 400, "got 'huge' but expected 'none'"),
     (CHAT, {"messages": MESSAGES, "continue_final_message": True}, 400, "not text of the assistant"),
     (

@@ -16,6 +16,7 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import ALL_LOGPROBS, MAX_TOP_K, SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
+from evenflow.errors import InvalidRequest
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.token_fields import TokenFields, TokenId
@@ -134,6 +135,11 @@ class GenerationBody(StrictModel, GrammarFields, TokenFields):
     def streaming(self) -> StreamOptions | None:
         """How to stream; None asks for one whole response."""
         return (self.stream_options or StreamOptions()) if self.stream else None
+
+    def check_size(self, num_choices: int) -> None:
+        super().check_size(num_choices)
+        if self.prompt_logprobs == ALL_LOGPROBS and num_choices > 1:
+            raise InvalidRequest(f"Got prompt_logprobs=-1 with {num_choices} choices but expected one.")
 
     @property
     @abstractmethod

@@ -44,6 +44,7 @@ class ResponseWriter(ABC, Generic[BodyType]):
     ) -> None:
         self.num_choices = num_prompts * body.num_choices
         service.gate.check_num_choices(self.num_choices)
+        body.check_size(self.num_choices)
         self.body = body
         self.caller = caller
         self.grammar: Grammar | None = None  # of every choice

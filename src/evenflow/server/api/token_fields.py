@@ -13,10 +13,12 @@ from evenflow.core.request import (
     MAX_BIAS,
     MAX_LOGIT_BIASES,
 )
+from evenflow.errors import InvalidRequest
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON has no numbers as names
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+MAX_RULE_VALUES = 1 << 18  # for all choices of a request: each takes its own to the engine
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 
 
@@ -32,6 +34,16 @@ class TokenFields(BaseModel):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
         None, description="Never generate the last token of one of these words after its other tokens."
     )
+
+    def check_size(self, num_choices: int) -> None:
+        """Refuse rules that are short for one choice and long for all."""
+        num_characters = sum(map(len, self.bad_words or ()))
+        num_values = (len(self.allowed_token_ids or ()) + num_characters) * num_choices
+        if num_values > MAX_RULE_VALUES:
+            raise InvalidRequest(
+                f"Got allowed_token_ids and bad_words of {num_values} ids and characters for {num_choices} choices but "
+                f"expected at most {MAX_RULE_VALUES}."
+            )
 
     @property
     def token_rules(self) -> dict[str, Any]:
