@@ -31,9 +31,12 @@ class ServerLimits:
                 raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
 
 
-def cache_salt(key: str, tenant: str = "") -> str:
-    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns."""
-    return f"{key}/{tenant}"
+def cache_salt(key: str, tenant: str = "", salt: str | None = None) -> str:
+    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns.
+
+    Keys are hexadecimal, and the tenant's length separates it from the salt: no two triples give the same text.
+    """
+    return f"{key}/{tenant}" if salt is None else f"{key}+{len(tenant)}:{tenant}{salt}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,16 @@ UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused
 _DURATIONS = ("tbt_target", "ttft_target")
 _UNSUPPORTED = {
     "priority": "requests have no priorities yet; leave it out",
-    "logit_bias": "biases are not supported; leave it out",
-    "best_of": "all generated choices are returned; leave it out and set n",
-    "suffix": "text cannot be filled in before a suffix; leave it out",
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
+    "audio": "answers are text; leave it out",
+    "web_search_options": "this server does not search the web; leave it out, or offer a tool",
+    "moderation": "this server does not moderate; leave it out",
+    "functions": "this old field is not supported; use tools",
+    "function_call": "this old field is not supported; use tool_choice",
+    "chat_template": "a request cannot bring its own template; leave it out",
+    "use_beam_search": "there is no beam search; leave it out and set best_of",
+    "guided_decoding_backend": "there is one backend; leave it out",
 }
 
 

@@ -23,17 +23,21 @@ def template_question(
     *,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     variables: dict[str, Any] | None = None,
     param: str = "messages",
 ) -> bytes:
     """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
     service.check_text((text for message in messages for text in message.texts()), param)
     plain = [message.model_dump(exclude_none=True) for message in messages]
-    return service.templates.question(plain, tools, add_generation_prompt is not False, variables)
+    adds_turn = add_generation_prompt is not False and not continue_final_message
+    return service.templates.question(
+        plain, tools, adds_turn, variables, continue_final_message=bool(continue_final_message)
+    )
 
 
 def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
@@ -55,6 +59,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
         self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
         self.grammar = self._tool_use.grammar
         self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
+        self._prompt: list[int] = []
 
     def template_question(self) -> bytes:
         return template_question(
@@ -62,13 +67,15 @@ class ChatWriter(ResponseWriter[ChatBody]):
             self.body.messages,
             tools=self._tool_use.tools,
             add_generation_prompt=self.body.add_generation_prompt,
-            variables=self.body.chat_template_kwargs,
+            continue_final_message=self.body.continue_final_message,
+            variables=self.body.template_variables,
             param=self._PROMPT_PARAM,
         )
 
     def prepare(self, rendered: str) -> list[Request]:
         token_ids = encode_rendered(self._service, rendered, self._PROMPT_PARAM)
-        return self._requests(token_ids, self._max_tokens(len(token_ids)))
+        self._prompt = self._truncated(token_ids, self.body.max_output_tokens)
+        return self._requests(self._prompt, self._max_tokens(len(self._prompt)))
 
     def _max_tokens(self, num_prompt_tokens: int) -> int:
         """Of the output, after a check that there is room for them."""
@@ -80,10 +87,15 @@ class ChatWriter(ResponseWriter[ChatBody]):
         response = super().response(outputs, usage)
         if self.body.prompt_logprobs is not None:
             response["prompt_logprobs"] = self._prompt_logprobs(outputs[0], self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = outputs[0].prompt_token_ids
         return response
 
     def first_event(self, index: int, usage: bytes) -> bytes:
-        return self._write_event(index, b'{"role":"assistant","content":""}', usage)
+        event = self._write_event(index, b'{"role":"assistant","content":""}', usage)
+        if self.body.return_token_ids:
+            event = event.removesuffix(b"}\n\n") + b',"prompt_token_ids":' + encode_json(self._prompt) + b"}\n\n"
+        return event
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
         return {"message": {**self._message(index, output), "refusal": None}}

@@ -44,11 +44,10 @@ class GenerationResponse(Response):
             requests = await self._prepare()
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
+                names = {"tenant": writer.tenant, "endpoint": scope["path"], "model": writer.model}
                 for index, request in enumerate(requests):
                     num_choices = None if index else len(requests)
-                    self._streams.append(
-                        client.submit(request, caller=writer.caller, tenant=writer.tenant, num_choices=num_choices)
-                    )
+                    self._streams.append(client.submit(request, caller=writer.caller, num_choices=num_choices, **names))
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:
@@ -80,8 +79,15 @@ class GenerationResponse(Response):
         outputs = [stream.output for stream in self._streams]
         if any(output.finish_reason == FinishReason.ABORT for output in outputs):
             return  # the client is gone
-        body = encode_json(self._writer.response(outputs, self._usage()))
+        if self._writer.body.prompt_logprobs:  # thousands of them take long to write
+            body = await asyncio.to_thread(self._whole_body)
+        else:
+            body = self._whole_body()
         await Response(body, headers=self._writer.headers, media_type="application/json")(scope, receive, send)
+
+    def _whole_body(self) -> bytes:
+        outputs = [stream.output for stream in self._streams]
+        return encode_json(self._writer.response(outputs, self._usage()))
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""

@@ -171,6 +171,7 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
         service,
         body.messages or (),
         add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from evenflow import __version__
 from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
@@ -22,6 +24,11 @@ from evenflow.server.errors import ApiError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+def fingerprint(engine: str) -> str:
+    """Changes with evenflow's version or the engine's settings, after which a seed may give other output."""
+    return f"fp_{hashlib.sha256(f'{__version__} {engine}'.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class ModelService(Service):
     grammar_gate: GrammarGate
     templates: TemplateRenderer
     model_names: tuple[str, ...]
+    system_fingerprint: str
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def fail_all(self, failure: EvenflowError) -> None:
