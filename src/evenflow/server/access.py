@@ -32,7 +32,10 @@ class ServerLimits:
 
 
 def cache_salt(key: str, tenant: str = "") -> str:
-    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns."""
+    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns.
+
+    What is before the slash has an equal share of the cache: `Request.cache_owner`.
+    """
     return f"{key}/{tenant}"
 
 
