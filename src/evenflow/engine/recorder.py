@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,11 @@ from evenflow.executors.recorded import Record, header_record, policy_record, wr
 logger = logging.getLogger("evenflow")
 
 
+def open_private(path: str | Path) -> io.FileIO:
+    """An empty recording. It holds what people asked, so a new file is for its owner alone."""
+    return open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 class Recorder:
     """An open recording. Lines are complete at any moment: the recording of a run that dies can be read.
 
@@ -35,7 +41,7 @@ class Recorder:
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
             self._path = path
-            self._file: io.RawIOBase = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file: io.RawIOBase = open_private(path)
         except OSError as error:
             raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
         self._num_bytes = 0  # of whole lines
