@@ -188,8 +188,10 @@ def serve(
 
 def _empty(path: Path) -> None:
     """An engine that is restarted later must not overwrite what the first one recorded, so that is decided here."""
+    from evenflow.line_file import LineFile
+
     try:
-        path.open("wb").close()
+        LineFile(path, "wb").close()
     except OSError as error:
         raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
 

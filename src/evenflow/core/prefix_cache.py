@@ -77,7 +77,7 @@ class PrefixCache:
             request.block_hashes += hash_blocks(request.tokens, self._block_size, request.salt, request.block_hashes)
         for index in range(first, end):
             block_hash = request.block_hashes[index]
-            self._pool.publish(request.block_ids[index], block_hash)
+            self._pool.publish(request.block_ids[index], block_hash, request.cache_owner)
             self._stop_computing(block_hash, request)
 
     def abandon(self, request: Request) -> None:

@@ -244,6 +244,11 @@ class Request:
         )
 
     @property
+    def cache_owner(self) -> bytes:
+        """Who has a share of the prefix cache. What a salt has behind a slash can be made up by clients."""
+        return self.salt.partition(b"/")[0]
+
+    @property
     def num_known(self) -> int:
         return len(self.tokens)
 

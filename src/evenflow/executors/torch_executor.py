@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import InvalidConfig, OutOfMemory
+from evenflow.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
@@ -27,7 +27,7 @@ from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
-from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
 from evenflow.model.token_rules import TokenRules
 from evenflow.model.weights import needed_shapes
 
@@ -110,6 +110,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
 
@@ -140,12 +142,9 @@ class TorchExecutor:
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
-        prompt_logprobs = {
-            number: self._prompt_logprobs(part, hidden[number])
-            for number, part in enumerate(parts)
-            if part.prompt_logprobs
-        }
+        prompt_logprobs, prompt_errors = self._all_prompt_logprobs(parts, hidden)
         tokens, errors, logprobs = self._sample(parts, hidden)
+        errors = prompt_errors | errors
         if self._store is not None:
             for part in parts:
                 self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
@@ -205,6 +204,20 @@ class TorchExecutor:
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
+    def _all_prompt_logprobs(
+        self, parts: list[_Part], hidden: tuple[Tensor, ...]
+    ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+        """Prompt logprobs and errors by the part's number."""
+        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
+        for number, part in enumerate(parts):
+            if part.prompt_logprobs:
+                try:
+                    found[number] = self._prompt_logprobs(part, hidden[number])
+                except InvalidRequest as error:
+                    errors[number] = str(error)
+        return found, errors
+
     def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """For the prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
         sampled = part.slot.sampled
@@ -212,7 +225,10 @@ class TorchExecutor:
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
-            logprobs = self._decoder.logits(hidden[first : first + len(targets)]).log_softmax(-1)
+            logits = self._decoder.logits(hidden[first : first + len(targets)])
+            if unusable := logit_errors(logits):
+                raise InvalidRequest(next(iter(unusable.values())))
+            logprobs = logits.log_softmax(-1)
             found += [
                 row_logprobs(row, token, sampled.params.prompt_logprobs)
                 for row, token in zip(logprobs, targets, strict=True)

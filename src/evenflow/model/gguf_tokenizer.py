@@ -15,6 +15,7 @@ from evenflow.model.config import unsupported
 from evenflow.model.gguf_file import GgufFile
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
 
+_MOST_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 # Files often name only one end of text, not always the one that ends an answer in a conversation.
@@ -72,6 +73,8 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     if len(set(tokens)) != len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise BrokenModel(f"the vocabulary holds the token {twice!r} more than once")
+    if (longest := max(map(len, tokens), default=0)) > _MOST_CHARACTERS:
+        raise BrokenModel(f"a token has {longest} characters, expected at most {_MOST_CHARACTERS}")
     types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")

@@ -59,7 +59,7 @@ class Samples:
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     """One token for each row of `logits`, which it overwrites."""
-    errors = _errors(logits)
+    errors = logit_errors(logits)
     raw = {
         row: logits[row].log_softmax(-1)
         for row, sequence in enumerate(sequences)
@@ -92,7 +92,7 @@ def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogpro
     return RowLogprobs(TokenLogprob(token, float(logprobs[token])), top)
 
 
-def _errors(logits: Tensor) -> dict[int, str]:
+def logit_errors(logits: Tensor) -> dict[int, str]:
     """Rows whose largest value is not finite."""
     largest: list[float] = logits.amax(-1).tolist()
     return {

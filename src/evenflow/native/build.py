@@ -129,7 +129,7 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
 
 def _scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code: keep other users out
         return tempfile.TemporaryDirectory(prefix="build-", dir=parent)
     except OSError as error:
         raise Unavailable(
