@@ -1,4 +1,6 @@
-"""Runs unmodified clients of OpenAI's API against a server of this checkout, each in an environment of its own.
+"""Runs unmodified clients of OpenAI's API and Anthropic's against a server of this checkout.
+
+Each has an environment of its own.
 
     python tests/clients/run.py                 # all
     python tests/clients/run.py litellm lm-eval
@@ -78,6 +80,7 @@ def write_expected_loglikelihoods(work: Path) -> None:
 CLIENTS = {
     "openai-python": Client("openai_python.py", ("openai",)),
     "openai-node": Client("openai_node.mjs", ("openai",), is_node=True),
+    "anthropic-python": Client("anthropic_python.py", ("anthropic",)),
     "llm": Client("llm_command.py", ("llm",)),
     "litellm": Client("litellm_sdk.py", ("litellm",)),
     "lm-eval": Client(

@@ -15,7 +15,7 @@ from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 OPEN = ("/health", "/ready", "/version")
-CLOSED = ("/v1/models", "/v1/target", "/metrics", "/live/feed", "/live/load")
+CLOSED = ("/v1/models", "/v1/responses/resp_1", "/v1/target", "/metrics", "/live/feed", "/live/load")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_only_what_watches_the_server_needs_no_key(locked: RunningServer) -> Non
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         assert locked.post(path, {"prompt": "a"}).status_code == 401
         assert locked.post(path, content=b"{").status_code == 401
 

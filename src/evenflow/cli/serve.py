@@ -92,6 +92,7 @@ class ServeOptions:
     max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
+    request_log: Path | None = option("Append a JSON line for each request, without its text.", metavar="PATH")
     record: RecordTarget = None
 
     @property
@@ -111,13 +112,13 @@ class ServeOptions:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
-    def server_settings(self, model: str) -> ServerSettings:
+    def server_settings(self, config: EngineConfig) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
         from evenflow.server.access import ServerLimits
         from evenflow.server.serving import ServerSettings
 
         return ServerSettings(
-            model_names=tuple(self.served_model_name or (model,)),
+            model_names=tuple(self.served_model_name or (config.model,)),
             host=self.host,
             port=self.port,
             api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
@@ -128,6 +129,8 @@ class ServeOptions:
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
+            request_log=self.request_log,
+            engine=repr(config),
         )
 
 
@@ -158,7 +161,7 @@ def serve(
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
-        settings = options.server_settings(config.model)
+        settings = options.server_settings(config)
     if options.engine != "evenflow":
         from evenflow.cli import serve_host
 

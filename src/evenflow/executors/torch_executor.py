@@ -28,6 +28,7 @@ from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
 from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+from evenflow.model.token_rules import TokenRules
 from evenflow.model.weights import needed_shapes
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class TorchExecutor:
             num_prompt_tokens=admission.num_prompt_tokens,
             stop_token_ids=admission.stop_token_ids,
             constraint=constraint,
+            rules=TokenRules.of(admission.sampling, self._config.vocab_size),
         )
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 

@@ -72,6 +72,11 @@ class Tokenizer:
             known = self._bytes_of_token[token_id] = b"" if piece is None else self._piece_to_bytes(piece)
         return known
 
+    def token_id(self, piece: str) -> int | None:
+        """The id of a token by its text in the vocabulary, None if there is none."""
+        found: int | None = self._backend.token_to_id(piece)
+        return found
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """No text of more than this times n bytes fits into n tokens."""

@@ -62,11 +62,11 @@ def test_requests_pass_both_ways(server: RunningServer) -> None:
     assert bad.status_code == 400
     assert bad.json()["error"]["message"] == "no prompt"
     assert server.get("/no/such/route").json() == {"detail": "Not Found"}
-    headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
+    headers = {"authorization": "Bearer secret", "x-api-key": "secret", "x-request-id": "mine"}
     arrived = seen(server, params={"a": "b c"}, headers=headers)
     assert arrived["query"] == "a=b+c"
     assert arrived["headers"]["x-request-id"] == "mine"
-    assert "authorization" not in arrived["headers"]
+    assert not {"authorization", "x-api-key"} & arrived["headers"].keys()
 
 
 def test_the_live_pages_load_fits_the_hosts_context(server: RunningServer) -> None:
@@ -197,6 +197,9 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
             assert server.get(path).status_code == 200
         key = {"authorization": "Bearer secret"}
         assert server.get("/v1/models", headers=key).status_code == 200
+        assert server.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+        refused = server.post("/v1/messages", {})  # vLLM's route, but the refusal is evenflow's
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
         with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
             lines = first.iter_lines()

@@ -18,7 +18,7 @@ from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
 from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import DONE, ResponseWriter, encode_json, event_of
+from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError, as_api_error
 
@@ -44,15 +44,14 @@ class GenerationResponse(Response):
             requests = await self._prepare()
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
+                names = {"tenant": writer.tenant, "endpoint": scope["path"], "model": writer.model}
                 for index, request in enumerate(requests):
                     num_choices = None if index else len(requests)
-                    self._streams.append(
-                        client.submit(request, caller=writer.caller, tenant=writer.tenant, num_choices=num_choices)
-                    )
+                    self._streams.append(client.submit(request, caller=writer.caller, num_choices=num_choices, **names))
                 if (options := writer.body.streaming) is None:
                     await self._send_whole(scope, receive, send)
                 else:
-                    await self._send_events(send, options)
+                    await self._send_events(scope["path"], send, options)
             finally:
                 watch.cancel()
                 self._abort()
@@ -80,8 +79,15 @@ class GenerationResponse(Response):
         outputs = [stream.output for stream in self._streams]
         if any(output.finish_reason == FinishReason.ABORT for output in outputs):
             return  # the client is gone
-        body = encode_json(self._writer.response(outputs, self._usage()))
-        await Response(body, media_type="application/json")(scope, receive, send)
+        if self._writer.body.prompt_logprobs:  # thousands of them take long to write
+            body = await asyncio.to_thread(self._whole_body)
+        else:
+            body = self._whole_body()
+        await Response(body, headers=self._writer.headers, media_type="application/json")(scope, receive, send)
+
+    def _whole_body(self) -> bytes:
+        outputs = [stream.output for stream in self._streams]
+        return encode_json(self._writer.response(outputs, self._usage()))
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""
@@ -95,22 +101,21 @@ class GenerationResponse(Response):
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in by_prompt)},
         }
 
-    async def _send_events(self, send: Send, options: StreamOptions) -> None:
+    async def _send_events(self, path: str, send: Send, options: StreamOptions) -> None:
         try:
             if len(self._streams) == 1:
                 last = await self._send_choice(0, send, options)
             else:
                 choices = [self._send_choice(index, send, options) for index in range(len(self._streams))]
                 last = b"".join(await _run_all(choices))
-            if options.include_usage:
-                last += self._writer.usage_event(encode_json(self._usage()))
+            last += self._writer.last_events(options, self._usage())
         except (EvenflowError, ApiError) as error:
             if not self._has_started:  # the status can still say it
                 raise
-            last = event_of(encode_json(as_api_error(error).body()))
+            last = self._writer.failure_events(as_api_error(error), path)
         if not self._has_started:
             await self._start(send)
-        await send({"type": "http.response.body", "body": last + DONE})
+        await send({"type": "http.response.body", "body": last})
 
     async def _send_choice(self, index: int, send: Send, options: StreamOptions) -> bytes:
         """Send one choice except its last event, which is returned to be sent together with what follows."""
@@ -136,7 +141,8 @@ class GenerationResponse(Response):
     async def _start(self, send: Send) -> None:
         """With the first token: until then, an error can have a status of its own."""
         self._has_started = True
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in self._writer.headers.items())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def client_disconnected(receive: Receive) -> None:

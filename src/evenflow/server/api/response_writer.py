@@ -18,8 +18,10 @@ from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller, cache_salt
 from evenflow.server.api.logprobs import prompt_logprobs
-from evenflow.server.api.request_models import GenerationBody
+from evenflow.server.api.request_models import GenerationBody, StreamOptions
 from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import is_anthropic
+from evenflow.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,6 +32,17 @@ BodyType = TypeVar("BodyType", bound=GenerationBody)
 
 def event_of(content: bytes) -> bytes:
     return b"data: " + content + b"\n\n"
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event whose type is its name too, as in Anthropic's API and OpenAI's Responses."""
+    return f"event: {content['type']}\n".encode() + event_of(encode_json(content))
+
+
+def failed_stream(error: ApiError, path: str) -> bytes:
+    """The end of a stream of this path that fails after it has started."""
+    body = error.body(path)
+    return named_event(body) if is_anthropic(path) else event_of(encode_json(body)) + DONE
 
 
 class ResponseWriter(ABC, Generic[BodyType]):
@@ -44,16 +57,25 @@ class ResponseWriter(ABC, Generic[BodyType]):
     ) -> None:
         self.num_choices = num_prompts * body.num_choices
         service.gate.check_num_choices(self.num_choices)
+        body.check_size(self.num_choices)
         self.body = body
         self.caller = caller
         self.grammar: Grammar | None = None  # of every choice
         self.tenant = body.tenant or ""
-        self.cache_salt = cache_salt(caller.key, self.tenant)
+        self.cache_salt = cache_salt(caller.key, self.tenant, body.cache_salt)
         self._service = service
         self._num_logprobs = body.num_logprobs
-        self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
-        model = service.model_name(body.model)
-        self._head = {"id": self._id, "object": object_name, "created": int(time.time()), "model": model}
+        self.headers: dict[str, str] = {}  # of the response
+        self._returns_token_ids = bool(body.return_token_ids)
+        self._id = f"{self._ID_PREFIX}{secrets.token_hex(12)}"
+        self.model = service.model_name(body.model)
+        self._head = {
+            "id": self._id,
+            "object": object_name,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": service.system_fingerprint,
+        }
         # Everything before the content is the same in all events of a choice.
         start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
         self._event_starts = [start % index for index in range(self.num_choices)]
@@ -69,15 +91,24 @@ class ResponseWriter(ABC, Generic[BodyType]):
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         """The whole response."""
         choices = [
-            {
-                "index": index,
-                **self._content(index, output),
-                "logprobs": None if self._num_logprobs is None else self._logprobs(index, output, output.token_ids),
-                "finish_reason": self._finish_reason(index, output.finish_reason),
-            }
-            for index, output in enumerate(outputs)
+            {"index": place, **self._choice(index, outputs[index])}
+            for place, index in enumerate(self._returned(outputs))
         ]
         return {**self._head, "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        choice = {
+            **self._content(index, output),
+            "logprobs": None if self._num_logprobs is None else self._logprobs(index, output, output.token_ids),
+            "finish_reason": self._finish_reason(index, output.finish_reason),
+        }
+        if self._returns_token_ids:
+            choice["token_ids"] = output.token_ids[: self.num_completion_tokens(output)]
+        return choice
+
+    def _returned(self, outputs: Sequence[RequestOutput]) -> Sequence[int]:
+        """The indexes of the outputs to return, in order."""
+        return range(len(outputs))
 
     def first_event(self, index: int, usage: bytes) -> bytes:
         """An event to send before the first delta of a choice, if any."""
@@ -86,19 +117,32 @@ class ResponseWriter(ABC, Generic[BodyType]):
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
         """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
         content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
+        token_ids = self._token_ids(index, delta) if self._returns_token_ids else b""
         if self._num_logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
-        elif content == self._NO_CONTENT and usage in (b"", b"null") and delta.finish_reason is None:
+        elif content == self._NO_CONTENT and not token_ids and usage in (b"", b"null") and delta.finish_reason is None:
             return b""
         if delta.finish_reason is not None:
             reason = encode_json(self._finish_reason(index, delta.finish_reason))
-        return self._write_event(index, content, usage, logprobs, reason)
+        return self._write_event(index, content, usage, logprobs, reason + token_ids)
 
-    def usage_event(self, usage: bytes) -> bytes:
-        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        """What follows the last event of every choice."""
+        if not options.include_usage:
+            return DONE
+        head = encode_json(self._head)[:-1]
+        return event_of(head + b',"choices":[],"usage":' + encode_json(usage) + b"}") + DONE
+
+    def failure_events(self, error: ApiError, path: str) -> bytes:
+        """The end of a stream that fails after it has started."""
+        return failed_stream(error, path)
 
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return len(output.token_ids)
+
+    def _token_ids(self, index: int, delta: Delta) -> bytes:
+        """Further fields of an event's choice: the new tokens."""
+        return b',"token_ids":' + encode_json(delta.token_ids)
 
     @abstractmethod
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -125,6 +169,19 @@ class ResponseWriter(ABC, Generic[BodyType]):
         return b"".join(
             (self._event_starts[index], content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end)
         )
+
+    def _truncated(self, token_ids: list[int], max_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; its BOS token stays."""
+        most = self.body.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            room = self._service.client.limits.max_model_len - max(1, max_tokens or 1)
+            most = max(1, min(room, self._service.gate.limits.max_prompt_tokens or room))
+        if len(token_ids) <= most:
+            return token_ids
+        first = [token for token in token_ids[: int(most > 1)] if token == self._service.tokenizer.bos_token_id]
+        return first + token_ids[len(token_ids) - most + len(first) :]
 
     def _requests(self, prompt: list[int], max_tokens: int, first_index: int = 0) -> list[Request]:
         """The requests for all choices of one prompt, numbered from `first_index`."""

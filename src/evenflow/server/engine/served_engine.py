@@ -65,12 +65,29 @@ class ServedEngine(SupervisedEngine):
         assert self._intake is not None
         return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
 
-    def submit(self, request: Request, *, caller: Caller, tenant: str = "", num_choices: int | None = 1) -> Stream:
+    def submit(
+        self,
+        request: Request,
+        *,
+        caller: Caller,
+        tenant: str = "",
+        endpoint: str = "",
+        model: str = "",
+        num_choices: int | None = 1,
+    ) -> Stream:
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
-        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time, key=caller.name)
+        record = RequestRecord(
+            request.id,
+            tenant,
+            *sizes,
+            started_at=request.arrival_time,
+            key=caller.name,
+            endpoint=endpoint,
+            model=model,
+        )
         stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
         return stream

@@ -1,0 +1,64 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from evenflow.server.access import Caller
+from evenflow.server.api import messages_models as models
+from evenflow.server.api.chat import ChatWriter, encode_rendered
+from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.messages import MessagesWriter
+from evenflow.server.api.messages_body import CountTokensBody, MessagesBody
+from evenflow.server.api.messages_chat import as_chat
+from evenflow.server.api.openapi import described
+from evenflow.server.api.request_body import read_body
+from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import MESSAGES_PATH, new_request_id
+
+_BUSY = (404, 429, 503)
+
+
+def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
+    routes = APIRouter()
+    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
+    errors = (*_BUSY, 401) if needs_key else _BUSY
+
+    @routes.post(
+        MESSAGES_PATH,
+        summary="Continue a conversation, in the form of Anthropic's API",
+        **described(
+            models.Message,
+            body=MessagesBody,
+            errors=(*errors, 500),
+            streams=True,
+            error_body=models.MessageErrorBody,
+        ),
+    )
+    async def messages(request: Request) -> Response:
+        body, num_bytes = await read_body(request, MessagesBody, max_bytes, work)
+        caller = request.state.caller
+        writer = await work.run(num_bytes, caller.client, MessagesWriter, service, body, caller)
+        return GenerationResponse(service, writer, num_bytes)
+
+    @routes.post(
+        MESSAGES_PATH + "/count_tokens",
+        summary="Count the tokens of a conversation",
+        **described(models.InputTokens, body=CountTokensBody, errors=errors, error_body=models.MessageErrorBody),
+    )
+    async def count_tokens(request: Request) -> Response:
+        body, num_bytes = await read_body(request, CountTokensBody, max_bytes, work)
+        caller = request.state.caller
+        question = await work.run(num_bytes, caller.client, _question, service, body, caller)
+        rendered = await service.templates.render(question, caller.client)
+        tokens = await service.in_turn(caller, num_bytes, encode_rendered, service, rendered)
+        content, headers = encode_json({"input_tokens": len(tokens)}), {"request-id": new_request_id()}
+        return Response(content, headers=headers, media_type="application/json")
+
+    return routes
+
+
+def _question(service: ModelService, body: CountTokensBody, caller: Caller) -> bytes:
+    """The one that a message with this body would ask the template renderer."""
+    return ChatWriter(service, as_chat(body), caller).template_question()
