@@ -20,7 +20,7 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.token_fields import TokenFields, TokenId
-from evenflow.server.api.tools import ToolFields
+from evenflow.server.api.tools import ToolFields, Tools
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -234,7 +234,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(StrictModel):
-    """A part of a message's content; parts are joined."""
+    """A part of a message's content; the template gets them as lines."""
 
     type: Literal["text"]
     text: str
@@ -331,6 +331,7 @@ class TokenizeBody(StrictModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = Field(None, description="That the conversation offers to the model.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

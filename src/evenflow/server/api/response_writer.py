@@ -115,16 +115,23 @@ class ResponseWriter(ABC, Generic[BodyType]):
         return b""
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
-        content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
+        """The events for a delta, empty if nothing is new; `usage` is JSON to include, or empty.
+
+        As with OpenAI, the one with the finish_reason has no content: clients may read no further when they see it.
+        """
+        content, logprobs, is_last = self._delta_content(index, delta), b"null", delta.finish_reason is not None
         token_ids = self._token_ids(index, delta) if self._returns_token_ids else b""
         if self._num_logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
-        elif content == self._NO_CONTENT and not token_ids and usage in (b"", b"null") and delta.finish_reason is None:
-            return b""
-        if delta.finish_reason is not None:
-            reason = encode_json(self._finish_reason(index, delta.finish_reason))
-        return self._write_event(index, content, usage, logprobs, reason + token_ids)
+        elif content == self._NO_CONTENT and not token_ids and (is_last or usage in (b"", b"null")):
+            return self._finish_event(index, delta, usage) if is_last else b""
+        event = self._write_event(index, content, usage, logprobs, b"null" + token_ids)
+        return event + self._finish_event(index, delta, usage) if is_last else event
+
+    def _finish_event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        reason = encode_json(self._finish_reason(index, delta.finish_reason))
+        token_ids = b',"token_ids":[]' if self._returns_token_ids else b""
+        return self._write_event(index, self._NO_CONTENT, usage, reason=reason + token_ids)
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
         """What follows the last event of every choice."""

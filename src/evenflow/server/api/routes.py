@@ -170,6 +170,7 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
     return template_question(
         service,
         body.messages or (),
+        tools=[tool.for_template() for tool in body.tools or ()] or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
