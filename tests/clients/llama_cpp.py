@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from checking import WORK
@@ -24,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 def main() -> int:
     tests = Path(os.environ["EVENFLOW_LLAMA_CPP"]).resolve() / "tools" / "server" / "tests"
     os.chdir(tests)
+    sys.modules["wget"] = ModuleType("wget")  # the tests import it to download models
     sys.path[:0] = [str(HERE), str(tests)]
     options = ["--quiet", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider", "-p", "llama_cpp_plugin"]
     return pytest.main([*options, f"--basetemp={WORK / 'pytest'}", *shlex.split(os.environ.get("LLAMA_CPP_TESTS", ""))])

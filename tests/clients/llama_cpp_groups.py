@@ -93,7 +93,9 @@ LLAMA_SPECIFIC = {
     "metrics": Group(
         "reads metrics by llama.cpp's names; evenflow's have vLLM's", ("test_metrics.py::*", "test_sleep.py::*")
     ),
-    "router": Group("starts a server of many models that loads and unloads them", ("test_router.py::*", "test_stream.py::*")),
+    "router": Group(
+        "starts a server of many models that loads and unloads them", ("test_router.py::*", "test_stream.py::*")
+    ),
     "page": Group(
         "checks files of llama.cpp's web page, and the options for it",
         ("test_basic.py::test_no_ui", "test_security.py::test_access_static_assets_without_api_key"),
@@ -104,15 +106,25 @@ LLAMA_SPECIFIC = {
     ),
     "tools on the server": Group(
         "lets the server run tools, programs and requests to other servers",
-        ("test_tools_builtin.py::*", "test_mcp_servers.py::*", "test_proxy.py::*", "test_security.py::test_cors_proxy*"),
+        (
+            "test_tools_builtin.py::*",
+            "test_mcp_servers.py::*",
+            "test_proxy.py::*",
+            "test_security.py::test_cors_proxy*",
+        ),
     ),
     "other APIs": Group(
         "speaks an API that only llama.cpp has: /infill, and Google's /predict",
         ("test_infill.py::*", "test_compat_gcp.py::*"),
     ),
-    "lenient": Group(
-        "expects an answer to a conversation without messages, which Anthropic's API refuses",
-        ("test_compat_anthropic.py::test_anthropic_empty_messages",),
+    "other rules": Group(
+        "expects an answer to nothing (no messages, an empty text to embed), which Anthropic and OpenAI refuse, or a "
+        "refusal of two assistant's turns in a row, which OpenAI takes",
+        (
+            "test_compat_anthropic.py::test_anthropic_empty_messages",
+            "test_chat_completion.py::test_invalid_chat_completion_req[[]messages7]",
+            "test_embedding.py::test_embedding_mixed_input[[]-False]",
+        ),
     ),
     "disabled": Group("llama.cpp skips it, too", ("test_completion.py::test_cache_vs_nocache_prompt",)),
 }

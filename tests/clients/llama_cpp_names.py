@@ -37,6 +37,8 @@ class Defaults:
     temperature: float
     seed: int
     max_tokens: int | None
+    is_verbose: bool  # each response has the prompt as the model got it
+    reasoning: str | None  # on, off, or as the template decides
 
 
 def path_of(path: str) -> str:
@@ -56,6 +58,12 @@ def request_of(path: str, body: Body, defaults: Defaults) -> Body:
         asked.setdefault("seed", defaults.seed)
         if defaults.max_tokens is not None:
             asked.setdefault("max_tokens", defaults.max_tokens)
+        if defaults.is_verbose:
+            asked["return_token_ids"] = True
+    if isinstance(biases := asked.get("logit_bias"), list):
+        asked["logit_bias"] = {str(token): bias for token, bias in biases}
+    if defaults.reasoning == "off" and "messages" in asked:
+        asked["chat_template_kwargs"] = {"enable_thinking": False}
     if isinstance(wanted := asked.get("response_format"), dict):
         asked["response_format"] = _response_format(wanted)
     return asked
@@ -77,7 +85,7 @@ def _response_format(wanted: Body) -> Body:
     return wanted
 
 
-def response_of(path: str, asked: Body, answer: Any) -> Any:
+def response_of(path: str, answer: Any) -> Any:
     """A successful response, or one event of a stream, as llama-server writes it."""
     if isinstance(fingerprint := answer.get("system_fingerprint"), str):
         answer["system_fingerprint"] = f"b{fingerprint}"  # llama.cpp's builds are numbered b1, b2, ...
@@ -87,7 +95,7 @@ def response_of(path: str, asked: Body, answer: Any) -> Any:
     if path == "/detokenize":
         return {"content": answer["prompt"]}
     if path in _NATIVE:
-        choices = [_native_completion(choice, answer.get("usage"), asked) for choice in answer["choices"]]
+        choices = [_native_completion(choice, answer.get("usage")) for choice in answer["choices"]]
         return choices[0] if len(choices) == 1 else choices
     for choice in answer.get("choices", ()):
         # OpenAI starts a stream with an empty text, llama.cpp with none.
@@ -96,7 +104,7 @@ def response_of(path: str, asked: Body, answer: Any) -> Any:
     return answer
 
 
-def _native_completion(choice: Body, usage: Body | None, asked: Body) -> Body:
+def _native_completion(choice: Body, usage: Body | None) -> Body:
     text: str = choice["text"]
     token_ids = choice.get("token_ids") or []
     answer: Body = {"content": text, "tokens": token_ids, "stop": choice["finish_reason"] is not None}
@@ -111,6 +119,17 @@ def _native_completion(choice: Body, usage: Body | None, asked: Body) -> Body:
             "cache_n": cached,
             "predicted_n": usage["completion_tokens"],
         }
+    return answer
+
+
+def error_of(answer: Body) -> Body:
+    """A failed response: what OpenAI calls a code, llama.cpp calls a type and says in its own words."""
+    error = answer["error"]
+    if error.get("code") == "context_length_exceeded":
+        words = "too large: the request exceeds the available context size"
+        return {"error": {**error, "type": "exceed_context_size_error", "message": f"{words}. {error['message']}"}}
+    if error.get("code") == "invalid_api_key":
+        return {"error": {**error, "type": "authentication_error"}}
     return answer
 
 

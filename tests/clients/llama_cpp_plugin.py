@@ -10,13 +10,10 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import subprocess
-import sys
 import tempfile
-import time
-import types
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,21 +22,18 @@ from typing import Any, ClassVar
 
 import pytest
 import requests
+import utils  # of llama.cpp's tests
 from checking import WORK
 from llama_cpp_groups import LLAMA_SPECIFIC, group_of
-from llama_cpp_names import COMBINED, Body, Defaults, path_of, request_of, response_of
-
-sys.modules.setdefault("wget", types.ModuleType("wget"))  # only used to download models
-import utils  # of llama.cpp's tests
+from llama_cpp_names import COMBINED, Body, Defaults, Send, error_of, path_of, request_of, response_of
+from server_process import start_server, stop_server
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{{ message['content'] | map(attribute='text') | join('\\n') }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LONG = {"max_position_embeddings": 8192}  # llama.cpp lets a context be longer than the model was trained for
-_START_S = 120.0
 _UPSTREAM_S = 300.0
 _RELAYED_HEADERS = ("Authorization", "X-Api-Key", "Origin", "Access-Control-Request-Method", "Content-Type")
 
@@ -62,25 +56,36 @@ def _model_folder(template: str) -> Path:
     return folder
 
 
-@cache
-def _running_server(*options: str) -> str:
-    """The address of an evenflow server with these options, started on first use."""
-    log = WORK / f"server-{len(list(WORK.glob('server-*')))}.log"
-    with log.open("wb") as output:
-        command = [os.environ["EVENFLOW_COMMAND"], "serve", "--port", "0", *options]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    atexit.register(_stop, process)
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end and process.poll() is None:
-        if found := re.search(r"at (http://[\d.]+:\d+)/v1", log.read_text()):
-            return found[1]
-        time.sleep(0.05)
-    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+class _Servers:
+    """Running servers by their options; the one that was used least recently makes room for another."""
+
+    _MOST = 3
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], str]] = {}
+        self._num_started = 0
+        atexit.register(self._keep, 0)
+
+    def address(self, *options: str) -> str:
+        if options in self._running:
+            self._running[options] = self._running.pop(options)
+        else:
+            self._keep(self._MOST - 1)
+            self._running[options] = self._start(options)
+        return self._running[options][1]
+
+    def _keep(self, most: int) -> None:
+        while len(self._running) > most:
+            process, _ = self._running.pop(next(iter(self._running)))
+            stop_server(process)
+
+    def _start(self, options: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], str]:
+        self._num_started += 1
+        command = [os.environ["EVENFLOW_COMMAND"], "serve", *options]
+        return start_server(command, WORK / f"server-{self._num_started}.log")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(60)
+_servers = _Servers()
 
 
 class EvenflowServer(utils.ServerProcess):  # type: ignore[misc, name-defined]
@@ -100,8 +105,8 @@ class EvenflowServer(utils.ServerProcess):  # type: ignore[misc, name-defined]
             "--threads": 1,
         }
         options = [text for name, value in settings.items() if value is not None for text in (name, str(value))]
-        defaults = Defaults(self.model_alias, self.temperature, self.seed, self.n_predict)
-        handler = type("Handler", (_Proxy,), {"address": _running_server(*options), "defaults": defaults})
+        defaults = Defaults(self.model_alias, self.temperature, self.seed, self.n_predict, self.debug, self.reasoning)
+        handler = type("Handler", (_Proxy,), {"address": _servers.address(*options), "defaults": defaults})
         self._proxy = ThreadingHTTPServer((self.server_host, 0), handler)
         self.server_port = self._proxy.server_port
         Thread(target=self._proxy.serve_forever, daemon=True).start()
@@ -146,29 +151,38 @@ class _Proxy(BaseHTTPRequestHandler):
         if "event-stream" in kind:
             self._begin(upstream, kind)
             for line in upstream.iter_lines():
-                self.wfile.write(_event_line(self.path, asked or {}, line) + b"\n")
+                self.wfile.write(_event_line(self.path, line) + b"\n")
         else:
             answer = upstream.content
-            if upstream.ok and asked is not None:
-                answer = json.dumps(response_of(self.path, asked, upstream.json())).encode()
+            if asked is not None:
+                answer = json.dumps(self._translated(upstream, asked)).encode()
             self._begin(upstream, kind)
             self.wfile.write(answer)
 
-    def _combine(self, combine: Any, body: Body) -> None:
-        def send(path: str, asked: Body) -> Body:
-            upstream = self._send(path, asked)
-            if not upstream.ok:
-                raise requests.HTTPError(response=upstream)
-            answer: Body = upstream.json()
-            return answer
+    def _translated(self, upstream: requests.Response, asked: Body) -> Any:
+        answer = upstream.json()
+        if not upstream.ok:
+            return error_of(answer)
+        if self.defaults.is_verbose and "prompt_token_ids" in answer:
+            prompt = self._ask("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
+            answer["__verbose"] = {"prompt": prompt}
+        return response_of(self.path, answer)
 
+    def _combine(self, combine: Callable[[Send, Body], Body], body: Body) -> None:
         try:
-            content, status = json.dumps(combine(send, body)).encode(), 200
+            content, status = json.dumps(combine(self._ask, request_of(self.path, body, self.defaults))).encode(), 200
         except requests.HTTPError as error:
             content, status = error.response.content, error.response.status_code
         self.send_response(status)
         self.end_headers()
         self.wfile.write(content)
+
+    def _ask(self, path: str, body: Body) -> Body:
+        upstream = self._send(path, body)
+        if not upstream.ok:
+            raise requests.HTTPError(response=upstream)
+        answer: Body = upstream.json()
+        return answer
 
     def _send(self, path: str, body: Body | None) -> requests.Response:
         headers = {name: value for name in _RELAYED_HEADERS if (value := self.headers.get(name)) is not None}
@@ -185,10 +199,10 @@ class _Proxy(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _event_line(path: str, asked: Body, line: bytes) -> bytes:
+def _event_line(path: str, line: bytes) -> bytes:
     if not line.startswith(b"data: {"):
         return line
-    return b"data: " + json.dumps(response_of(path, asked, json.loads(line[6:]))).encode()
+    return b"data: " + json.dumps(response_of(path, json.loads(line[6:]))).encode()
 
 
 def _is_there(pattern: str, text: str) -> bool:
