@@ -38,7 +38,7 @@ class Defaults:
     seed: int
     max_tokens: int | None
     is_verbose: bool  # each response has the prompt as the model got it
-    reasoning: str | None  # on, off, or as the template decides
+    thinks: bool  # what templates get as `enable_thinking`
 
 
 def path_of(path: str) -> str:
@@ -62,8 +62,8 @@ def request_of(path: str, body: Body, defaults: Defaults) -> Body:
             asked["return_token_ids"] = True
     if isinstance(biases := asked.get("logit_bias"), list):
         asked["logit_bias"] = {str(token): bias for token, bias in biases}
-    if defaults.reasoning == "off" and "messages" in asked:
-        asked["chat_template_kwargs"] = {"enable_thinking": False}
+    if path in COMBINED or target == "/v1/chat/completions":
+        asked["chat_template_kwargs"] = {"enable_thinking": defaults.thinks}
     if isinstance(wanted := asked.get("response_format"), dict):
         asked["response_format"] = _response_format(wanted)
     return asked

@@ -101,11 +101,13 @@ class EvenflowServer(utils.ServerProcess):  # type: ignore[misc, name-defined]
             "--max-num-seqs": self.n_slots,
             "--max-num-batched-tokens": self.n_batch,
             "--api-key": self.api_key,
+            "--pooling": (self.pooling or "last") if self.server_embeddings else None,
             "--kv-cache-memory": "64MiB",
             "--threads": 1,
         }
         options = [text for name, value in settings.items() if value is not None for text in (name, str(value))]
-        defaults = Defaults(self.model_alias, self.temperature, self.seed, self.n_predict, self.debug, self.reasoning)
+        sampling = self.temperature, self.seed, self.n_predict
+        defaults = Defaults(self.model_alias, *sampling, self.debug, self.reasoning != "off")
         handler = type("Handler", (_Proxy,), {"address": _servers.address(*options), "defaults": defaults})
         self._proxy = ThreadingHTTPServer((self.server_host, 0), handler)
         self.server_port = self._proxy.server_port

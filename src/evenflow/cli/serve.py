@@ -83,6 +83,9 @@ class ServeOptions:
         "--allow-special-tokens",
         default=False,
     )
+    pooling: Literal["last", "mean"] | None = option(
+        "Serve /v1/embeddings: the vector of a text's last token, or the mean of all, as the model was trained."
+    )
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
@@ -130,6 +133,7 @@ class ServeOptions:
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
             request_log=self.request_log,
+            pooling=self.pooling,
             engine=repr(config),
         )
 
