@@ -51,8 +51,9 @@ LLAMA_SPECIFIC = {
         ),
     ),
     "context": Group(
-        "moves or ends a text at the end of the context; evenflow refuses such a request, as OpenAI and vLLM do",
+        "cuts a text at the end of the context, or renders one beyond it; evenflow refuses such a request, as vLLM does",
         (
+            "test_template.py::test_reasoning[[]Cohere*-tools2]",
             "test_ctx_shift.py::test_ctx_shift_enabled",
             "test_ctx_shift.py::test_ctx_shift_disabled_stream",
             "test_ctx_shift.py::test_ctx_shift_disabled_short_prompt[[]-1-*",
