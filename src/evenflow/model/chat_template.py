@@ -112,7 +112,7 @@ def _marked(message: Message) -> dict[str, Any]:
     """A message whose end can be found in the rendered text, even if the template strips it."""
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str) or message.get("tool_calls"):
-        raise InvalidRequest("Got continue_final_message but the last message is not text of the assistant.")
+        raise InvalidRequest("Got a last message to continue that is not text of the assistant.")
     return {**message, "content": content + END_OF_MESSAGE}
 
 

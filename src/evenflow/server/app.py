@@ -12,8 +12,8 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from evenflow import __version__
 from evenflow.server.access import ApiKeys
 from evenflow.server.api.embeddings import EmbeddingsBody
-from evenflow.server.api.messages_body import MESSAGES_BODIES
-from evenflow.server.api.messages_routes import messages_routes
+from evenflow.server.api.messages.request import MESSAGES_BODIES
+from evenflow.server.api.messages.routes import messages_routes
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from evenflow.server.api import messages_models as models
+from evenflow.server.api.messages import models
 from tests.clients import agent_trace
 from tests.server.engines import MAX_MODEL_LEN
 from tests.server.serving import MODEL, RunningServer, scripted_server, small_tokenizer
@@ -178,9 +178,11 @@ def test_a_call_that_is_cut_off_keeps_what_it_has(caller: RunningServer) -> None
 def test_text_after_a_call_is_a_block_of_its_own() -> None:
     script = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>\nDone.<|end|>'
     with scripted_server(script=script) as server:
-        found = put_together(events(server, {**BODY, "tools": TOOLS, "max_tokens": 200}))
-    assert [block["type"] for block in found["content"]] == ["tool_use", "text"]
-    assert found["content"][1]["text"].strip() == "Done."
+        whole = message(server, tools=TOOLS, max_tokens=200)
+        stream = put_together(events(server, {**BODY, "tools": TOOLS, "max_tokens": 200}))
+    for found in (whole, stream):
+        assert [block["type"] for block in found["content"]] == ["tool_use", "text"]
+        assert found["content"][1]["text"].strip() == "Done."
 
 
 def test_a_coding_agents_session() -> None:
@@ -217,8 +219,9 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_request_error", "got 'tool' but expected 'user'"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, 400,
      "invalid_request_error", "only the assistant has them"),
-    ({"messages": [*BODY["messages"], {"role": "assistant", "content": "It"}]}, 400, "invalid_request_error",
-     "prefill is not supported"),
+    ({"messages": [*BODY["messages"], {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, 400, "invalid_request_error",
+     "last message to continue that is not text"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, 400,
      "invalid_request_error", "no tool_use before it has this id"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error",

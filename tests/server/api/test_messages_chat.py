@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from evenflow.errors import InvalidRequest
-from evenflow.server.api.messages_body import CountTokensBody, MessagesBody
-from evenflow.server.api.messages_chat import as_chat
+from evenflow.server.api.messages.chat_request import as_chat
+from evenflow.server.api.messages.request import CountTokensBody, MessagesBody
 from evenflow.server.api.request_models import ChatBody
 from tests.clients import agent_trace
 
@@ -117,7 +117,7 @@ def test_sampling_and_formats() -> None:
     assert sampling.stop == ("a", "b")
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.tbt_target) == (0.5, 0.9, 7, 0.05)
     assert (chat.streaming is not None, chat.tenant) == (True, "docs")
-    assert chat.chat_template_kwargs == {"enable_thinking": False}
+    assert chat.template_variables == {"enable_thinking": False, "reasoning_effort": "low"}
     assert chat.grammar is not None
     assert chat.grammar.kind == "json_schema"
 
@@ -128,10 +128,12 @@ def test_a_result_without_its_call_is_refused() -> None:
         chat_of(body)
 
 
-def test_a_conversation_may_end_with_the_assistant_where_it_is_only_counted() -> None:
+def test_the_assistants_last_message_is_continued() -> None:
     body = {"model": "m", "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}
-    expected = [{"role": "assistant", "content": "", "reasoning_content": "x"}]
-    assert plain(as_chat(CountTokensBody.model_validate(body))) == expected
+    chat = as_chat(CountTokensBody.model_validate(body))
+    assert plain(chat) == [{"role": "assistant", "content": "", "reasoning_content": "x"}]
+    assert chat.continue_final_message
+    assert not chat_of([{"role": "user", "content": "a"}]).continue_final_message
 
 
 def test_thoughts_before_a_call_go_to_the_template() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from evenflow.server.api import response_models as models
-from evenflow.server.api.messages_models import InputTokens, Message, MessageErrorBody
+from evenflow.server.api.messages.models import InputTokens, Message, MessageErrorBody
 from evenflow.server.api.responses.models import ResponseObject
 from tests.server.serving import RunningServer, scripted_server
 

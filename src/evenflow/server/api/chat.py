@@ -98,12 +98,14 @@ class ChatWriter(ResponseWriter[ChatBody]):
         return event
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return {"message": {**self._message(index, output), "refusal": None}}
-
-    def _message(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """The whole assistant message."""
         stream = self._tool_streams[index]
-        return whole_message({"content": output.text} if stream is None else stream.push(output.text, is_last=True))
+        delta = {"content": output.text} if stream is None else stream.push(output.text, is_last=True)
+        return {"message": {**whole_message(delta), "refusal": None}}
+
+    def _deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """What the only choice adds with this text, in the order in which the model wrote it."""
+        [stream] = self._tool_streams
+        return [{"content": text}] if stream is None else stream.push_in_order(text, is_last)
 
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         stream = self._tool_streams[index]

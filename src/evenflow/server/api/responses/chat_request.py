@@ -26,7 +26,6 @@ def chat_request(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     messages = list(_messages(body.instructions, items))
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"Got a conversation of {len(messages)} messages but at most {MAX_MESSAGES} are allowed.")
-    effort = body.reasoning.effort if body.reasoning else None
     return ChatBody(
         messages=messages,
         model=body.model,
@@ -37,7 +36,7 @@ def chat_request(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=None if effort is None else {"reasoning_effort": effort},
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_response_format(body),
         tbt_target=body.tbt_target,
         ttft_target=body.ttft_target,

@@ -92,10 +92,8 @@ class ResponsesWriter(ChatWriter):
 
     def _take(self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None) -> Iterator[Event]:
         """Add what the model wrote to the output."""
-        [stream] = self._tool_streams
         is_last = reason is not None
-        deltas = [{"content": text}] if stream is None else stream.push_in_order(text, is_last)
-        for delta in deltas:
+        for delta in self._deltas(text, is_last):
             yield from self._output.add(delta, logprobs)
             logprobs = ()
         if is_last:

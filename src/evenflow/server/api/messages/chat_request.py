@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from evenflow.errors import InvalidRequest
-from evenflow.server.api.messages_body import (
+from evenflow.server.api.messages.request import (
     CountTokensBody,
     InputMessage,
     MessagesBody,
@@ -29,14 +29,18 @@ _SAME_FIELDS = ("temperature", "top_p", "top_k", "stream", "tbt_target", "ttft_t
 
 def as_chat(body: CountTokensBody) -> ChatBody:
     """The chat that a body asks for."""
-    fields: dict[str, Any] = {"model": body.model, "messages": list(_merged(_messages(body)))}
+    messages = list(_merged(_messages(body)))
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if messages[-1].role == "assistant":
+        fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
         fields |= _choice(body.tool_choice)
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
-    if body.output_config is not None and body.output_config.format is not None:
-        fields["guided_json"] = body.output_config.format.schema_
+    if (output := body.output_config) is not None:
+        fields["reasoning_effort"] = output.effort
+        fields["guided_json"] = None if output.format is None else output.format.schema_
     if isinstance(body, MessagesBody):
         fields |= {name: getattr(body, name) for name in _SAME_FIELDS}
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}

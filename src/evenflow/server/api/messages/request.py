@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, checked field by field. `messages_chat` turns them into chats.
+"""The bodies of Anthropic's Messages API, checked field by field. `chat_request` turns them into chats.
 
 As in OpenAI's API here, unknown fields are refused, and fields that change nothing say so.
 """
@@ -168,7 +168,9 @@ class JsonFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(None, description=_NO_EFFECT)
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For the model's chat template, as reasoning_effort."
+    )
     format: JsonFormat | None = Field(None, description="The text of the response matches this schema.")
 
 
@@ -224,12 +226,6 @@ class MessagesBody(CountTokensBody):
 
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Must be empty.")
     container: None = None
-
-    @model_validator(mode="after")
-    def _check_last(self) -> MessagesBody:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's but expected the user's: prefill is not supported")
-        return self
 
 
 MESSAGES_BODIES = (MessagesBody, CountTokensBody)

@@ -19,7 +19,7 @@ class BlockEvents:
         self._call: int | None = None  # the number of the call whose block is open
         self._text_start = b""  # of the events of an open text block: up to the text
 
-    def text(self, text: str) -> bytes:
+    def _text(self, text: str) -> bytes:
         if not text:
             return b""
         opening = b""
@@ -32,13 +32,11 @@ class BlockEvents:
         return opening + self._text_start + encode_json(text) + b"}}\n\n"
 
     def delta(self, delta: dict[str, Any]) -> bytes:
-        """The events for what `ToolStream.push` returns. The rest of an open call comes before text and new calls."""
-        calls = delta.get("tool_calls", ())
-        parts = [self._call_piece(call) for call in calls if call["index"] == self._call]
-        rest = [call for call in calls if call["index"] != self._call]
-        parts.append(self.text(delta.get("content", "")))
-        parts += [self._new_call(call) for call in rest]
-        return b"".join(parts)
+        """The events for one of the deltas that `ToolStream.push_in_order` returns."""
+        if "content" in delta:
+            return self._text(delta["content"])
+        [call] = delta["tool_calls"]
+        return self._call_piece(call) if call["index"] == self._call else self._new_call(call)
 
     def stop(self) -> bytes:
         """Stop the open block, if any."""

@@ -10,9 +10,9 @@ from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
 from evenflow.server.api.chat import ChatWriter
-from evenflow.server.api.message_events import PING, BlockEvents
-from evenflow.server.api.messages_body import MessagesBody
-from evenflow.server.api.messages_chat import as_chat
+from evenflow.server.api.messages.chat_request import as_chat
+from evenflow.server.api.messages.events import PING, BlockEvents
+from evenflow.server.api.messages.request import MessagesBody
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.service import ModelService
@@ -32,13 +32,8 @@ class MessagesWriter(ChatWriter):
         self._blocks = BlockEvents()
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        output = outputs[0]
-        message = self._message(0, output)
-        content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-            content.append({**block, "input": _parsed(function["arguments"])})
+        [output] = outputs
+        content = [_block(delta) for delta in self._deltas(output.text, is_last=True) if delta.get("content") != ""]
         return self._envelope(output, content)
 
     def first_event(self, index: int, usage: bytes) -> bytes:
@@ -49,12 +44,11 @@ class MessagesWriter(ChatWriter):
         if not self._has_begun:
             self._has_begun = True
             parts += [named_event({"type": "message_start", "message": self._envelope(delta.output, [])}), PING]
-        stream, is_last = self._tool_streams[index], delta.finish_reason is not None
-        blocks = self._blocks
-        parts.append(blocks.text(delta.text) if stream is None else blocks.delta(stream.push(delta.text, is_last)))
+        is_last = delta.finish_reason is not None
+        parts += [self._blocks.delta(new) for new in self._deltas(delta.text, is_last)]
         if is_last:
             end = {"type": "message_delta", "delta": self._ending(delta.output), "usage": _usage(delta.output)}
-            parts += [blocks.stop(), named_event(end), named_event({"type": "message_stop"})]
+            parts += [self._blocks.stop(), named_event(end), named_event({"type": "message_stop"})]
         return b"".join(parts)
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
@@ -81,6 +75,15 @@ class MessagesWriter(ChatWriter):
             is_full = len(output.token_ids) < self._asked_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens"
         return "tool_use" if self._finish_reason(0, output.finish_reason) == "tool_calls" else "end_turn"
+
+
+def _block(delta: dict[str, Any]) -> dict[str, Any]:
+    """The block for some whole text or a whole call."""
+    if "content" in delta:
+        return {"type": "text", "text": delta["content"]}
+    [call] = delta["tool_calls"]
+    function = call["function"]
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _parsed(function["arguments"])}
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
