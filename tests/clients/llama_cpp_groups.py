@@ -51,7 +51,7 @@ LLAMA_SPECIFIC = {
         ),
     ),
     "context": Group(
-        "cuts a text at the end of the context, or renders one beyond it; evenflow refuses such a request, as vLLM does",
+        "cuts a text at the end of the context, or renders one beyond it; evenflow refuses such requests, as vLLM does",
         (
             "test_template.py::test_reasoning[[]Cohere*-tools2]",
             "test_ctx_shift.py::test_ctx_shift_enabled",

@@ -32,7 +32,7 @@ class RequestOutput:
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[RowLogprobs] | None = None
     prompt_logprobs: list[RowLogprobs] | None = None  # for the prompt's tokens from the second on
-    embedding: list[float] | None = None  # of the prompt, of unit length; with `pooling`
+    embedding: array[float] | None = None  # of the prompt, of unit length; with `pooling`
 
     @property
     def ttft_s(self) -> float | None:
@@ -263,7 +263,7 @@ class Outputs:
                 builder.take_chunk(chunk, report.prompt_logprobs.get(place))
         for row, values in report.embeddings.items():
             if (builder := builders.get(report.ids[row])) is not None:
-                builder.output.embedding = array("f", values).tolist()
+                builder.output.embedding = array("f", values)
         ended, logprobs, now = report.ended, report.logprobs, report.at
         for row, (request_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
             builder = builders.get(request_id)

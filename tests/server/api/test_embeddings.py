@@ -93,6 +93,16 @@ def test_a_batch_may_be_larger_than_the_queue(server: RunningServer) -> None:
     assert_close(found[29], expected(batch[29]))
 
 
+def test_a_response_is_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenflow.server.api.embeddings._MAX_VALUES", 2 * HIDDEN_SIZE)
+    response = server.post(PATH, {"input": [[5], [6], [7]]})
+    assert response.status_code == 400
+    assert "Got inputs for 192 numbers but expected at most 128" in response.json()["error"]["message"]
+    assert len(embed(server, [[5], [6]])) == 2
+    assert len(embed(server, [[5], [6], [7]], encoding_format="base64")) == 3
+    assert len(embed(server, [[5], [6], [7]], dimensions=40)) == 3
+
+
 def test_a_long_input_may_be_truncated(server: RunningServer) -> None:
     long = [1, *range(5, 405)]
     refused = server.post(PATH, {"input": long})

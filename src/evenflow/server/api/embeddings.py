@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import hypot
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from evenflow.core.request import Request, SamplingParams
@@ -18,10 +19,12 @@ from evenflow.engine.outputs import RequestOutput
 from evenflow.server.access import Caller
 from evenflow.server.api.request_models import MAX_INT, EngineBody, Text, TokenIds, as_batch
 from evenflow.server.api.request_writer import RequestWriter
+from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
 MAX_INPUTS = 2048  # as with OpenAI
+_MAX_VALUES = 1 << 21  # numbers written as text in one response: 40 MB
 _MANY = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 
 
@@ -67,25 +70,38 @@ class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
         return requests
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        embeddings = [self._embedding(output) for output in outputs]
+        num_values = sum(map(len, embeddings))
+        if num_values > _MAX_VALUES and self.body.encoding_format != "base64":
+            limit = f"but expected at most {_MAX_VALUES}: send fewer inputs, or set encoding_format to base64"
+            raise ApiError(400, f"Got inputs for {num_values} numbers {limit}.", param="input")
+        encode = _as_base64 if self.body.encoding_format == "base64" else _as_numbers
         data = [
-            {"object": "embedding", "index": index, "embedding": self._embedding(output)}
-            for index, output in enumerate(outputs)
+            {"object": "embedding", "index": index, "embedding": encode(embedding)}
+            for index, embedding in enumerate(embeddings)
         ]
         counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
         return {"object": "list", "data": data, "model": self.model, "usage": counts}
 
-    def _embedding(self, output: RequestOutput) -> list[float] | str:
-        values = output.embedding
-        assert values is not None, "the engine pools what it is asked to"
-        if self.body.dimensions is not None:
-            values = _shortened(values, self.body.dimensions)
-        return b64encode(array("f", values).tobytes()).decode() if self.body.encoding_format == "base64" else values
+    def _embedding(self, output: RequestOutput) -> array[float]:
+        assert output.embedding is not None, "the engine pools what it is asked to"
+        dimensions = self.body.dimensions
+        return output.embedding if dimensions is None else _shortened(output.embedding, dimensions)
 
 
-def _shortened(values: list[float], dimensions: int) -> list[float]:
+def _shortened(values: array[float], dimensions: int) -> array[float]:
     if dimensions > len(values):
         message = f"Got dimensions={dimensions} but this model's embeddings have {len(values)}."
         raise ApiError(400, message, param="dimensions")
     kept = values[:dimensions]
     length = hypot(*kept) or 1.0
-    return [value / length for value in kept]
+    return array("f", [value / length for value in kept])
+
+
+def _as_base64(values: array[float]) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def _as_numbers(values: array[float]) -> msgspec.Raw:
+    """Written at once: as Python's numbers, those of a large batch would take eight times the memory."""
+    return msgspec.Raw(encode_json(values.tolist()))
