@@ -17,10 +17,19 @@ class Group:
     patterns: tuple[str, ...]
 
 
-LARGE_MODELS = "large models"
-
 LLAMA_SPECIFIC = {
-    LARGE_MODELS: Group("downloads models of up to 8 billion parameters and checks what they say", ()),
+    "large models": Group(
+        "downloads models of 1 to 8 billion parameters and checks what they say",
+        (
+            "test_tool_call.py::test_completion_with_required_tool_real_model*",
+            "test_tool_call.py::test_weather*",
+            "test_tool_call.py::test_calc_result*",
+            "test_tool_call.py::test_thoughts*",
+            "test_tool_call.py::test_hello_world*",
+            "test_compat_anthropic.py::test_anthropic_thinking_with_reasoning_model*",
+            "test_completion.py::test_completion_stream_with_openai_library_stops",
+        ),
+    ),
     "other models": Group(
         "needs a model of a kind that evenflow does not read: split GGUF files, LoRA adapters, a draft model",
         ("test_basic.py::test_load_split_model", "test_lora.py::*", "test_speculative.py::*"),
@@ -130,15 +139,7 @@ LLAMA_SPECIFIC = {
 }
 
 
-def group_of(name: str, *, is_slow: bool) -> str | None:
+def group_of(name: str) -> str | None:
     """The group of a test that is about llama.cpp alone."""
-    if is_slow:
-        return LARGE_MODELS
-    return next(
-        (
-            group
-            for group, tests in LLAMA_SPECIFIC.items()
-            if any(fnmatchcase(name, pattern) for pattern in tests.patterns)
-        ),
-        None,
-    )
+    groups = (group for group, tests in LLAMA_SPECIFIC.items() if any(fnmatchcase(name, one) for one in tests.patterns))
+    return next(groups, None)
