@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ TEXT = "the end of it"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    served = {"pooling": "mean", "limits": {"max_n": 8, "max_waiting": 2}}
+    served = {"pooling": "mean", "limits": {"max_n": 8, "max_waiting": 2, "max_tenant_requests": 5}}
     with model_server(str(tiny_llama()), served=served, policy="fixed:16", max_num_seqs=6) as running:
         yield running
 
@@ -86,11 +87,25 @@ def test_fewer_dimensions_are_the_first_ones_at_unit_length(server: RunningServe
 
 
 def test_a_batch_may_be_larger_than_the_queue(server: RunningServer) -> None:
-    """8 requests may run or wait: a batch of more runs part by part."""
+    """Five requests of one caller may run or wait: a batch of more runs part by part."""
     batch = [[index, index + 1] for index in range(3, 33)]
     found = embed(server, batch)
     assert len(found) == 30
     assert_close(found[29], expected(batch[29]))
+
+
+def test_a_client_that_leaves_ends_its_batch(server: RunningServer) -> None:
+    """Also the parts of it that have not begun."""
+
+    def num_prompt_tokens() -> float:
+        lines = server.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prompt_tokens_total{"))
+
+    before, batch = num_prompt_tokens(), [[index, *range(5, 205)] for index in range(210, 410)]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{PATH}", json={"input": batch}, timeout=httpx.Timeout(30, read=0.2))
+    server.until(lambda: not server.client.num_open and not server.server.service.gate.num_inside)
+    assert num_prompt_tokens() - before < sum(map(len, batch))
 
 
 def test_a_response_is_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

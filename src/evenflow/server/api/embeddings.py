@@ -53,8 +53,9 @@ class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
             advice = "Start it with --pooling last or --pooling mean, as the model was trained"
             raise ApiError(501, f"This server gives no embeddings. {advice}.", code="pooling_required")
         self._prompts = as_batch(body.input)
-        # A long batch runs part by part: it must not need more room than a server ever has.
-        super().__init__(service, body, caller, min(len(self._prompts), service.gate.limits.max_n))
+        # A long batch runs part by part: it must not need more room than its caller ever has.
+        most = min(service.gate.limits.max_n, service.gate.max_tenant_running)
+        super().__init__(service, body, caller, min(len(self._prompts), most))
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, **body.targets)
 
     @property

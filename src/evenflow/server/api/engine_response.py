@@ -51,7 +51,11 @@ class EngineResponse(Response):
     async def _respond(self, requests: Sequence[Request], scope: Scope, receive: Receive, send: Send) -> None:
         for first in range(0, len(requests), self._writer.num_choices):
             self._submit(requests[first : first + self._writer.num_choices], scope["path"])
-            await self._finish()
+            for stream in self._streams[first:]:
+                async for delta in stream:
+                    check(delta)
+            if any(stream.output.finish_reason == FinishReason.ABORT for stream in self._streams[first:]):
+                return  # the client is gone
         await self._send_whole(scope, receive, send)
 
     async def _prepare(self) -> list[Request]:
@@ -77,14 +81,7 @@ class EngineResponse(Response):
         for stream in self._streams:
             self._service.client.abort(stream)
 
-    async def _finish(self) -> None:
-        for stream in self._streams:
-            async for delta in stream:
-                check(delta)
-
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if any(stream.output.finish_reason == FinishReason.ABORT for stream in self._streams):
-            return  # the client is gone
         body = await asyncio.to_thread(self._whole_body) if self._writer.is_slow_to_write else self._whole_body()
         await Response(body, headers=self._writer.headers, media_type="application/json")(scope, receive, send)
 
