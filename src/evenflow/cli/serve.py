@@ -182,7 +182,10 @@ def serve(
 
         def say_ready(server: Server) -> None:
             names, policy = ", ".join(settings.model_names), server.service.client.policy
-            logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
+            logger.info(
+                "Serving %s (%s) at http://%s:%d/v1, with a live page at http://%s:%d/, until Ctrl-C.",
+                *(names, policy, host, port, host, port),
+            )
 
         _run(serve_model(settings, listener, config, options.record, say_ready))
 

@@ -171,8 +171,8 @@ def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
     logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
     if config.chosen_policy is None:
         logger.info(
-            "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. None: "
-            "--max-num-batched-tokens %d.",
+            "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. "
+            "Chunks of a fixed size instead: --max-num-batched-tokens %d.",
             *(target_reason(policy.target), DEFAULT_BUDGET),
         )
 
