@@ -135,10 +135,13 @@ def scripted_server(
 
 
 @contextmanager
-def model_server(folder: str, record: Path | None = None, **settings: Any) -> Iterator[RunningServer]:
-    """A server over a real model."""
+def model_server(
+    folder: str, record: Path | None = None, served: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[RunningServer]:
+    """A server over a real model; `served` are settings of the server, the others of the engine."""
     from evenflow.model.loader import load_model
 
     config = EngineConfig(model=folder, kv_cache_memory=64 << 20, threads=1, **settings)
-    with running_server(partial(build_served_engine, config, record), lambda: load_model(folder).tokenizer) as server:
+    factory = partial(build_served_engine, config, record)
+    with running_server(factory, lambda: load_model(folder).tokenizer, **(served or {})) as server:
         yield server

@@ -30,6 +30,7 @@ from evenflow.cli.options import (
 from evenflow.cli.output import engine_imports
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
+from evenflow.line_file import LineFile
 from evenflow.model.default_model import default_model_path
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ class ServeOptions:
         "--allow-special-tokens",
         default=False,
     )
+    pooling: Literal["last", "mean"] | None = option(
+        "Serve /v1/embeddings: the vector of a text's last token, or the mean of all, as the model was trained."
+    )
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
@@ -130,6 +134,7 @@ class ServeOptions:
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
             request_log=self.request_log,
+            pooling=self.pooling,
             engine=repr(config),
         )
 
@@ -188,8 +193,6 @@ def serve(
 
 def _empty(path: Path) -> None:
     """An engine that is restarted later must not overwrite what the first one recorded, so that is decided here."""
-    from evenflow.line_file import LineFile
-
     try:
         LineFile(path, "wb").close()
     except OSError as error:

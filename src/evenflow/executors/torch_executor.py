@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.core.request import Pooling
 from evenflow.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
@@ -47,6 +50,7 @@ class _Slot:
     sampled: SampledSequence
     kv: Tensor
     block_ids: list[int] = field(default_factory=list)
+    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
 
 
 @dataclass(slots=True)
@@ -70,7 +74,11 @@ class _Part:
     @property
     def num_wanted(self) -> int:
         """How many of its last rows are needed after the last layer."""
-        return self.length if self.prompt_logprobs else int(self.samples)
+        return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.slot.sampled.params.pooling
 
 
 class TorchExecutor:
@@ -143,12 +151,18 @@ class TorchExecutor:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
         prompt_logprobs, prompt_errors = self._all_prompt_logprobs(parts, hidden)
+        embeddings = {
+            number: values
+            for number, part in enumerate(parts)
+            if part.pooling is not None and (values := self._embedding(part, hidden[number])) is not None
+        }
         tokens, errors, logprobs = self._sample(parts, hidden)
         errors = prompt_errors | errors
         if self._store is not None:
             for part in parts:
                 self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
-        return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
+        seconds = time.perf_counter() - began
+        return StepResult(plan.step_id, tokens, seconds, errors, logprobs, prompt_logprobs, embeddings)
 
     def _admit(self, admission: Admission) -> _Slot:
         constraint = None
@@ -234,6 +248,14 @@ class TorchExecutor:
                 for row, token in zip(logprobs, targets, strict=True)
             ]
         return tuple(found)
+
+    def _embedding(self, part: _Part, hidden: Tensor) -> bytes | None:
+        """The prompt's embedding, once its last chunk is computed."""
+        pooled = self._decoder.normed(hidden).sum(0)  # of the last row alone, or with the direction of the mean
+        if part.slot.row_sum is not None:
+            pooled += part.slot.row_sum
+        part.slot.row_sum = pooled
+        return array("f", F.normalize(pooled, dim=0).tolist()).tobytes() if part.samples else None
 
 
 def default_threads() -> int:

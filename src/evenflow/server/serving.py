@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class ServerSettings:
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
     request_log: Path | None = None
+    pooling: Pooling | None = None  # of embeddings; None: the server gives none
     engine: str = ""  # its settings as text, for the fingerprint
 
     def __post_init__(self) -> None:
@@ -104,7 +106,9 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
         named = settings.model_names, fingerprint(settings.engine)
-        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named)
+        service = ModelService(
+            client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named, pooling=settings.pooling
+        )
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

@@ -12,6 +12,8 @@ from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
+from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter
+from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
@@ -58,6 +60,23 @@ def generation_routes(service: ModelService) -> APIRouter:
         caller = request.state.caller
         writer = await work.run(num_bytes, caller.client, ChatWriter, service, body, caller)
         return GenerationResponse(service, writer, num_bytes)
+
+    @routes.post(
+        "/v1/embeddings",
+        summary="Texts to vectors",
+        **described(models.Embeddings, body=EmbeddingsBody, errors=(*GENERATION_ERRORS, 501)),
+    )
+    async def embeddings(request: Request) -> Response:
+        body, num_bytes = await read_body(request, EmbeddingsBody, max_bytes, work)
+        caller = request.state.caller
+        writer = await work.run(num_bytes, caller.client, EmbeddingsWriter, service, body, caller)
+        return EngineResponse(service, writer, num_bytes)
+
+    @routes.post("/v1/rerank", include_in_schema=False)
+    async def rerank() -> Response:
+        names = ", ".join(service.model_names)
+        reason = "ranking documents needs a model with a score head, which no architecture of this engine has"
+        raise ApiError(501, f"{names} cannot do this: {reason}. Use --engine vllm.", code="unsupported_endpoint")
 
     return routes
 
@@ -170,6 +189,7 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
     return template_question(
         service,
         body.messages or (),
+        tools=[tool.for_template() for tool in body.tools or ()] or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
