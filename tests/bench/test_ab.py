@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,11 +81,11 @@ def test_both_sides_of_a_pair_get_the_same_requests_and_no_two_pairs_do() -> Non
 
 def test_rounds_say_how_long_the_rest_takes() -> None:
     lines: list[str] = []
-    asks = make_asks(["x", "y"], 4, 1000.0, 0)
+    asks = [*make_asks(["x"], 4, 0.0, 0), Ask("y", 4, at=0.3)]
     asyncio.run(compare(Scripted("a"), Scripted("b"), asks, num_pairs=2, goals=GOALS, on_round=lines.append))
     assert [line.split(";")[0][:-3] for line in lines[2:]] == ["pair 1 of 2"] * 2 + ["pair 2 of 2"] * 2
-    assert lines[2].endswith("; at least 0 s left")
-    assert lines[3].endswith("; 25% done, about 0 s left")
+    assert lines[2].endswith("; at least 1 s left")
+    assert re.search(r"; 25% done, about \d+ s left$", lines[3])
 
 
 def test_the_basis_of_a_verdict_is_stated_and_called_little_if_it_is() -> None:

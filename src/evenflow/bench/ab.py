@@ -162,12 +162,13 @@ def _rounds(
 
 async def _run_rounds(plan: Sequence[_PlannedRound], pairs: list[Pair], on_round: Callable[[str], None]) -> None:
     """Appends each pair once both its rounds are done."""
-    last_arrival_s, before = plan[0].asks[-1].at, None
+    arrivals_s, before = plan[0].asks[-1].at * len(plan), None
     left = TimeLeft([1.0] * len(plan))
     for number, planned in enumerate(plan):
         # Until a round was seen, only the arrivals are known.
-        remaining = left.text(number) if number else f"at least {last_arrival_s * len(plan):.0f} s left"
-        on_round(f"pair {planned.pair + 1} of {plan[-1].pair + 1}: {planned.endpoint.name}; {remaining}")
+        known = f"; at least {arrivals_s:.0f} s left" if arrivals_s >= 1 else ""
+        remaining = f"; {left.text(number)}" if number else known
+        on_round(f"pair {planned.pair + 1} of {plan[-1].pair + 1}: {planned.endpoint.name}{remaining}")
         done = await _run_round(planned.endpoint, planned.asks)
         if before is None:
             before = done
