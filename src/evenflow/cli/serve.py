@@ -27,11 +27,11 @@ from evenflow.cli.options import (
     parse_size,
     takes_options,
 )
-from evenflow.cli.output import engine_imports
+from evenflow.cli.output import engine_imports, log_information
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
-from evenflow.model.default_model import default_model_path
+from evenflow.model.locate import find_model
 
 if TYPE_CHECKING:
     from evenflow.model.tokenizer import Tokenizer
@@ -177,8 +177,7 @@ def serve(
     with bind(options.host, options.port) as listener:
         if options.record is not None:
             _empty(options.record)
-        if config.model == "default":
-            default_model_path()  # fetch it here, where a progress bar can be shown
+        find_model(config.model)  # before the slow imports; fetches `default`, where a progress bar can be shown
         host, port = listener.getsockname()[:2]
 
         def say_ready(server: Server) -> None:
@@ -225,8 +224,7 @@ async def serve_model(
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
-    if "EVENFLOW_LOG_LEVEL" not in os.environ:
-        logger.setLevel(logging.INFO)
+    log_information()
 
     async def main() -> None:
         task = asyncio.current_task()

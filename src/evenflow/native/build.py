@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from evenflow.host import cache_folder
+from evenflow.log_output import STAGE
 
 logger = logging.getLogger("evenflow")
 
@@ -98,7 +99,7 @@ def _compiled() -> Path:
         key.update(path.read_bytes())
     target = cache_folder() / "native" / f"{key.hexdigest()[:32]}.so"
     if not target.is_file():
-        logger.info("Compiling the CPU kernels, once for this machine.")
+        logger.info("Compiling the CPU kernels, once for this machine.", extra=STAGE)
         _compile(compiler, flags, sources, target)
     return target
 

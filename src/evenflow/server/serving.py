@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -80,7 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}") from error
+        advice = "; --port gives another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}{advice}") from error
     return listener
 
 
