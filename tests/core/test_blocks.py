@@ -77,7 +77,7 @@ def test_the_check_sees_a_block_released_twice() -> None:
 
 
 def test_a_flood_of_prefixes_displaces_its_own() -> None:
-    """Before, everybody's: the least recently used prefix was evicted, whoever filled the cache."""
+    """Before, everybody's: the least recently used prefix was evicted, no matter who filled the cache."""
     pool = BlockPool(8)
     for number in range(4):
         (block,) = pool.allocate(1, b"quiet")

@@ -1,4 +1,4 @@
-"""A few hundred mutated model files, other ones each time: see `python -m tests.fuzz --help` for many more."""
+"""A few hundred mutated model files, always the same ones: `python -m tests.fuzz --help` says how to try many more."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_mutated_files_are_refused_or_answer_or_fail_with_a_reason() -> None:
     files = [file for file in SHARES if file != MANIFEST]  # needs the compiler's imports, which take seconds
-    done = fuzz("--count", "500", "--seconds", "6", "--files", *files)
+    done = fuzz("--count", "500", "--seconds", "6", "--seed", "1", "--files", *files)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seed " in done.stdout
+    assert "seed 1" in done.stdout
 
 
 def test_a_mutant_is_the_same_each_time() -> None:

@@ -177,7 +177,7 @@ class _Escapes:
         self._root, self._found = str(root), ""
         libc = ctypes.CDLL(None, use_errno=True)
         self._watch = libc.inotify_init1(_IN_NONBLOCK)
-        # The kernel tells of files that libraries open; Python's hook below sees only Python's own.
+        # The kernel reports files that libraries open; Python's hook below sees only Python's own.
         for path in (root / "outside", *(root / "outside").iterdir()):
             libc.inotify_add_watch(self._watch, str(path).encode(), _IN_OPEN)
         sys.addaudithook(self._hook)
