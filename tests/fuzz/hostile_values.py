@@ -13,7 +13,7 @@ INTEGERS = (
 FLOATS = (0.0, -0.0, 0.5, 1.0, 1.0000001, -1.0, 1e-45, 1e-320, 1e-30, 1e10, 3.5e38, 1e308, 0.1)
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 
-# `outside` is a folder beside the model's: an opened file there means that the loader was led out of the model's folder.
+# `outside` is a folder beside the model's: to open a file there is to leave the model's folder.
 PATHS = (
     *("../outside/model.safetensors", "a/../../outside/model.safetensors", "./model.safetensors", "..", ".", "/"),
     *("{outside}/model.safetensors", "model.safetensors/", "/dev/zero", "/proc/self/mem", "\\\\host\\share"),
