@@ -296,6 +296,10 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
         {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a" * 128}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}},
+        # The library guesses what a step of another type is.
+        {"normalizer": {"type": None, "normalizers": [REPLACE] * 40}},
+        {"normalizer": {"type": "Other", "normalizers": [{**REPLACE, "type": 1}] * 40}},
+        {"pre_tokenizer": {"pretokenizers": [{**BYTE_LEVEL, "type": None}] * 40}},
     ],
 )
 def test_a_tokenizer_may_not_blow_up_a_text(changes: dict[str, Any]) -> None:
@@ -349,6 +353,19 @@ def test_a_token_of_a_megabyte(tmp_path: Path) -> None:
     ]
     (tmp_path / "model.gguf").write_bytes(gguf(*values).encode())
     with pytest.raises(BrokenModel, match="a token has 1000000 characters, expected at most 4096"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_a_merge_that_is_longer_than_every_token(tmp_path: Path) -> None:
+    """The library panics, which is no Exception."""
+    values = [
+        Value("tokenizer.ggml.model", STRING, "gpt2"),
+        Value("tokenizer.ggml.pre", STRING, "llama-bpe"),
+        Value("tokenizer.ggml.tokens", ARRAY, ["a", "ab"], STRING),
+        Value("tokenizer.ggml.merges", ARRAY, ["ab ab"], STRING),
+    ]
+    (tmp_path / "model.gguf").write_bytes(gguf(*values).encode())
+    with pytest.raises(BrokenModel, match="merges do not fit the vocabulary"):
         load_model(tmp_path / "model.gguf")
 
 

@@ -14,6 +14,7 @@ from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
 from evenflow.model.gguf_file import GgufFile
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.tokenizer_file import is_library_error
 
 _MOST_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -112,7 +113,9 @@ def _byte_level_backend(file: GgufFile, tokens: list[str], splitter: _Splitter) 
     merges = [(left, right) for left, _, right in pairs]
     try:
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=splitter.prefers_whole_words)
-    except Exception as error:  # the library raises its errors as plain exceptions
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
         raise BrokenModel(f"tokenizer.ggml.merges do not fit the vocabulary ({error})") from None
     backend = tokenizers.Tokenizer(model)
     if splitter.normalizes:

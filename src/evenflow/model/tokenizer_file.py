@@ -55,19 +55,22 @@ def is_library_error(error: BaseException) -> bool:
 
 
 def _growth(step: Any, parts: str) -> float:
-    """An upper bound of how many times as long a text becomes by a normalizer or pre-tokenizer."""
+    """An upper bound of how many times as long a text becomes by a normalizer or pre-tokenizer.
+
+    Its fields say what it does: the library guesses by them if it does not know the type.
+    """
     if not isinstance(step, dict):
         return 1.0
-    match step.get("type"):
-        case "Sequence":
-            return math.prod(_growth(one, parts) for one in _items(step.get(parts)))
-        case "Replace":
-            return _replace_growth(step.get("pattern"), step.get("content"))
-        case "ByteLevel":
-            return _BYTE_LEVEL_GROWTH
-        case "Precompiled":
-            return _precompiled_growth(step.get("precompiled_charsmap"))
-    return 1.0
+    kind, growths = step.get("type"), [1.0]
+    if parts in step:
+        growths.append(math.prod(_growth(one, parts) for one in _items(step[parts])))
+    if "pattern" in step:
+        growths.append(_replace_growth(step["pattern"], step.get("content")))
+    if kind == "ByteLevel" or ("add_prefix_space" in step and kind != "Metaspace"):
+        growths.append(_BYTE_LEVEL_GROWTH)
+    if kind == "Precompiled" or "precompiled_charsmap" in step:
+        growths.append(_precompiled_growth(step.get("precompiled_charsmap")))
+    return max(growths)
 
 
 def _items(value: Any) -> list[Any]:
