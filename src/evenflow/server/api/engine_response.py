@@ -6,20 +6,27 @@ A client that disconnects aborts its requests at once, at any time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
+from evenflow.server.access import Caller
 from evenflow.server.api.large_work import SMALL_BYTES
+from evenflow.server.api.request_body import read_body
 from evenflow.server.api.request_writer import RequestWriter
 from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+MakeWriter = Callable[[ModelService, BodyType, Caller], RequestWriter[Any]]
 
 
 class EngineResponse(Response):
@@ -34,6 +41,16 @@ class EngineResponse(Response):
         self._writer = writer
         self._num_bytes = num_bytes  # of the body
         self._streams: list[Stream] = []
+
+    @classmethod
+    async def to(
+        cls, request: HttpRequest, service: ModelService, body_type: type[BodyType], writer_type: MakeWriter[BodyType]
+    ) -> Self:
+        """The response to an HTTP request with such a body."""
+        body, num_bytes = await read_body(request, body_type, service.gate.limits.max_body_bytes, service.large_work)
+        caller = request.state.caller
+        writer = await service.large_work.run(num_bytes, caller.client, writer_type, service, body, caller)
+        return cls(service, writer, num_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = self._writer

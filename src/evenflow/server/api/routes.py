@@ -26,8 +26,8 @@ from evenflow.server.errors import ApiError, overloaded
 
 logger = logging.getLogger("evenflow")
 
-_BUSY = (404, 429, 503)
-GENERATION_ERRORS = (*_BUSY, 500)
+BUSY_ERRORS = (404, 429, 503)
+GENERATION_ERRORS = (*BUSY_ERRORS, 500)
 _MAX_TARGET_BYTES = 1 << 12
 
 
@@ -37,7 +37,6 @@ def _json(content: object) -> Response:
 
 def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
 
     @routes.post(
         "/v1/completions",
@@ -45,10 +44,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Completion, body=CompletionBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, CompletionBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, CompletionWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, CompletionBody, CompletionWriter)
 
     @routes.post(
         "/v1/chat/completions",
@@ -56,10 +52,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.ChatCompletion, body=ChatBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, ChatBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, ChatWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, ChatBody, ChatWriter)
 
     @routes.post(
         "/v1/embeddings",
@@ -67,10 +60,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Embeddings, body=EmbeddingsBody, errors=(*GENERATION_ERRORS, 501)),
     )
     async def embeddings(request: Request) -> Response:
-        body, num_bytes = await read_body(request, EmbeddingsBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, EmbeddingsWriter, service, body, caller)
-        return EngineResponse(service, writer, num_bytes)
+        return await EngineResponse.to(request, service, EmbeddingsBody, EmbeddingsWriter)
 
     @routes.post("/v1/rerank", include_in_schema=False)
     async def rerank() -> Response:
@@ -129,7 +119,9 @@ def model_routes(service: ModelService) -> APIRouter:
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=_BUSY))
+    @routes.post(
+        "/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=BUSY_ERRORS)
+    )
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
         service.model_name(body.model)
@@ -141,7 +133,7 @@ def model_routes(service: ModelService) -> APIRouter:
         return await service.in_turn(request.state.caller, num_bytes, _tokenize, service, body, rendered)
 
     @routes.post(
-        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
+        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=BUSY_ERRORS)
     )
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)

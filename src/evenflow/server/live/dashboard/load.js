@@ -117,7 +117,8 @@ export class Load {
       gaps.forEach((gap, index) => {
         const [before, after] = [targetAt(times[index]), targetAt(times[index + 1])];
         const target = before === null || after === null ? null : Math.max(before, after);
-        found.set(target, [...(found.get(target) ?? []), gap]);
+        if (!found.has(target)) found.set(target, []);
+        found.get(target).push(gap);
       });
     }
     return found;
