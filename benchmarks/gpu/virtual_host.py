@@ -121,6 +121,9 @@ class VirtualHost:
     def _schedule(self) -> bool:
         """Schedule and launch a step; False if there is nothing to run."""
         begun = self.now
+        if self.steering is not None:
+            self.steering.now = begun
+            self.steering.begin_step()
         decodes = [s for s in self._running if not s.is_prefilling and s.num_sampled < s.max_tokens]
         contexts = [s.num_computed + s.num_sampled for s in decodes]
         candidates = self._candidates()
@@ -176,7 +179,6 @@ class VirtualHost:
                 left -= length
                 yield stream, length
             return
-        self.steering.now = now
         _, quotas = self.steering.plan(
             now,
             [Decode(stream.id, 1, context) for stream, context in zip(decodes, contexts, strict=True)],

@@ -100,6 +100,8 @@ def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, m
     launch(driven, "third", ("chat", 96, 4))
     driven.now += 0.020
     end(driven, "second")
+    assert learned == []  # not before the tokens of this step have left
+    driven.begin_step()
     ((shapes, seconds),) = learned
     assert [shape.prefill_rows for shape in shapes] == [64, 32]
     assert seconds == pytest.approx(0.050)
@@ -124,6 +126,7 @@ def test_a_target_is_called_infeasible_only_on_evidence(tmp_path: Path, caplog: 
         launch(driven, "step", ("chat", start, 64))
         driven.now += 0.2
         end(driven, "step")
+    driven.begin_step()
     for _ in range(40):
         plan()
     (record,) = caplog.records

@@ -29,7 +29,7 @@ from evenflow.core.policy import Candidate, Policy, Quota, StepView
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, StepReport
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
-from evenflow.hosts.in_flight import InFlightStep, InFlightSteps
+from evenflow.hosts.in_flight import InFlightStep, InFlightSteps, Observation
 from evenflow.hosts.policy_file import NO_TARGET, PolicyFile
 from evenflow.hosts.reporter import Reporter
 from evenflow.hosts.settings import Settings
@@ -102,7 +102,9 @@ class Steering:
         self._reporter = Reporter(host.logger, settings.step_socket)
         self._streams: dict[str, _Stream] = {}
         self._in_flight = InFlightSteps()
+        self._observations: list[Observation] = []  # of which the model does not know yet
         self._num_steps = 0
+        self._save_at = _STEPS_BETWEEN_SAVES
         self.set_policy(settings.policy)
 
     def set_policy(self, spec: PolicySpec | None) -> None:
@@ -136,12 +138,22 @@ class Steering:
 
     # ---- before a step ----
 
-    def follow_policy_file(self) -> None:
+    def begin_step(self) -> None:
+        """The host is about to schedule a step, and has sent the tokens of the last one: they do not wait for fits."""
+        self._learn()
         policy = self._policy_file.read_if_changed(self.policy) if self._policy_file is not None else self.policy
         if policy is not self.policy:
             self.set_policy(policy)
             change = "no latency target" if self.target is None else f"latency target {1000 * self.target:g} ms"
             self._host.logger.info("evenflow: %s from now on", change)
+
+    def _learn(self) -> None:
+        for observation in self._observations:
+            self.step_time.observe(*observation)
+        self._observations.clear()
+        if self._num_steps >= self._save_at:
+            self._save_at = self._num_steps + _STEPS_BETWEEN_SAVES
+            save_step_times(self.step_time, self._host.step_times_path)
 
     def add(self, request: HostRequest) -> None:
         now = self.clock()
@@ -264,14 +276,12 @@ class Steering:
         if step.shape is None:
             return
         if (observation := self._in_flight.observation) is not None:
-            self.step_time.observe(*observation)
+            self._observations.append(observation)
         late = [one for request_id in tokens if (one := self._emit(request_id, tokens[request_id], step.ended_at))]
         if len(self._streams) > len(open_requests):
             for request_id in self._streams.keys() - open_requests.keys():
                 self._reporter.left(request_id, self._streams.pop(request_id).num_tokens)
         self._num_steps += 1
-        if self._num_steps % _STEPS_BETWEEN_SAVES == 0:
-            save_step_times(self.step_time, self._host.step_times_path)
         self._reporter.report(self._report(step, tokens, late, load))
 
     def _emit(self, request_id: str, tokens: Sequence[int], now: float) -> LateToken | None:
@@ -330,6 +340,7 @@ class Steering:
 
     def save(self) -> None:
         """Keep the step times for the next start."""
+        self._learn()
         if self.step_time.is_calibrated:
             save_step_times(self.step_time, self._host.step_times_path)
 

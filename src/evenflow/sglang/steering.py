@@ -194,7 +194,7 @@ class _Leader(SglangSteering):
         return self._can_chunk and self.core.is_active
 
     def begin_step(self) -> None:
-        self.core.follow_policy_file()
+        self.core.begin_step()
         self._next, self._passing = InFlightStep(self.core.clock()), []
         if len(self._waiting) != len(self._scheduler.waiting_queue):  # some were aborted
             queued = {request.rid for request in self._scheduler.waiting_queue}

@@ -111,7 +111,7 @@ class VllmSteering:
         """Within this, vLLM schedules a step that keeps the target."""
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         before = scheduler.policy, config.long_prefill_token_threshold
-        self.core.follow_policy_file()
+        self.core.begin_step()
         now = self.core.clock()
         decodes = [request for request in scheduler.running if not request.is_prefill_chunk]
         self._next = InFlightStep(now, {request.request_id for request in decodes})
