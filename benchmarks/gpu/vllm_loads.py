@@ -81,6 +81,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
             load_format="dummy",
             enable_prefix_caching=False,
             scheduler_cls="switchable.Switchable",
+            worker_cls="evenflow.vllm.WarmWorker",
             **settings,
         )
     )

@@ -66,7 +66,7 @@ class Scheduler:
             self.step(request_id, (start, min(self.budget, num_tokens - start)), is_end)
 
     def step(self, request_id: str, chunk: tuple[int, int] | None = None, gives_token: bool = True) -> None:
-        self._steering.follow_policy_file()
+        self._steering.begin_step()
         now = time.perf_counter()
         self._steering.clock = lambda: now  # type: ignore[method-assign]
         step = InFlightStep(now - TOKEN_S, key=object())
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--enable-mixed-chunk", action="store_true")
     parser.add_argument("--compilation-config")
+    parser.add_argument("--worker-cls")
     args = parser.parse_args()
     if args.fail:
         sys.exit(3)

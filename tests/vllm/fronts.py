@@ -57,6 +57,7 @@ class Front:
         command = [sys.executable, "-c", "import sys; from evenflow.cli.main import main; sys.exit(main())", "serve"]
         options = ["--engine", "vllm", "--model", str(model), "--served-model-name", "tiny", "--policy", policy]
         flags = ["--", "--enforce-eager", "--max-model-len", str(_MAX_LENGTH), "--dtype", "float32"]
+        flags += ["--worker-cls", "evenflow.vllm.WarmWorker"]  # on a GPU evenflow adds this itself
         self.process = subprocess.Popen(
             [*command, *options, *more_options, "--port", "0", *flags],
             stderr=subprocess.PIPE,

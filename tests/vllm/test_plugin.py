@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from evenflow.errors import MissingDependency  # isort: skip
 from evenflow.advisor.vllm_flags import caps_lone_prompts  # isort: skip
 from evenflow.vllm import plugin  # isort: skip
 from evenflow.vllm.graphs import CAPTURE_SIZES, graph_flags  # isort: skip
+from evenflow.vllm.launch import VllmLaunch, worker_flags  # isort: skip
 from evenflow.core.report import StepReport  # isort: skip
 from evenflow.hosts.reporter import Reporter  # isort: skip
 
@@ -50,13 +52,18 @@ def test_installed_vllm_is_a_tested_one() -> None:
     assert vllm_version().startswith(tuple(f"{version}." for version in plugin.TESTED_VERSIONS))
 
 
-def test_vllm_takes_the_sizes_of_graphs() -> None:
+def test_vllm_takes_the_sizes_of_graphs_and_the_worker() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(graph_flags("0.32.0", []))
-    config = AsyncEngineArgs.from_cli_args(parsed).compilation_config
-    assert tuple(config.cudagraph_capture_sizes) == CAPTURE_SIZES
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*graph_flags([]), *worker_flags([])])
+    settings = AsyncEngineArgs.from_cli_args(parsed)
+    assert tuple(settings.compilation_config.cudagraph_capture_sizes) == CAPTURE_SIZES
+    assert settings.worker_cls == "evenflow.vllm.WarmWorker"
+
+
+def test_a_cpu_is_asked_for_neither() -> None:
+    assert VllmLaunch.target_flags(sys.executable, []) == []
 
 
 @pytest.mark.parametrize(("is_async", "base"), [(False, Scheduler), (True, AsyncScheduler)])

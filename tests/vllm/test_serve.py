@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def test_vllm_is_warm_when_it_is_ready(front: Front) -> None:
     log = "".join(front.log)
     assert "Warming up vLLM" in log
     assert "The warm-up of vLLM failed" not in log
+    assert re.search(r"evenflow: logits of \d{2,} batch sizes", log)
     assert front.figure("vllm:prompt_tokens_total") > 0
     assert front.figure("evenflow:chunk_tokens_count") == 0  # only what users send is observed
     front.complete(100, 1, first_token=5)

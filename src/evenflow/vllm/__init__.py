@@ -6,9 +6,13 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """For `--scheduler-cls evenflow.vllm.LatencyTargetScheduler`, imported only inside vLLM."""
+    """For `--scheduler-cls` and `--worker-cls`, imported only inside vLLM."""
     if name == "LatencyTargetScheduler":
         from evenflow.vllm.plugin import LatencyTargetScheduler
 
         return LatencyTargetScheduler
+    if name == "WarmWorker":
+        from evenflow.vllm.worker import WarmWorker
+
+        return WarmWorker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

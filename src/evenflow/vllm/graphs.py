@@ -16,9 +16,9 @@ _GRAPH_FLAGS = (
 )
 
 
-def graph_flags(vllm_version: str, flags: Sequence[str]) -> list[str]:
-    """Flags for vLLM that capture more graphs; none for a CPU, which has no graphs, or if `flags` decide on them."""
+def graph_flags(flags: Sequence[str]) -> list[str]:
+    """Flags for vLLM on a GPU that capture more graphs; none if `flags` decide on them."""
     names = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
-    if "cpu" in vllm_version or any(name in _GRAPH_FLAGS or name.startswith("-O") for name in names):
+    if any(name in _GRAPH_FLAGS or name.startswith("-O") for name in names):
         return []
     return ["--compilation-config", json.dumps({"cudagraph_capture_sizes": CAPTURE_SIZES})]

@@ -18,6 +18,8 @@ VLLM = HostPackage("vLLM", "vllm", PACKAGES, "install it with `make install-vllm
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command is missing or broken in some packages
 _SCHEDULER_CLASS = "evenflow.vllm.LatencyTargetScheduler"
 
+_WORKER_CLASS = "evenflow.vllm.WarmWorker"
+
 _PRIVATE = "vLLM serves only evenflow, over a private socket"
 _REFUSED_FLAGS = {
     **dict.fromkeys(("--host", "--port", "--api-key", "--model", "--served-model-name"), EVENFLOW_OPTION),
@@ -47,7 +49,8 @@ class VllmLaunch(HostLaunch):
 
     @classmethod
     def target_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
-        return graph_flags(VLLM.version_in(python), flags)
+        version = VLLM.version_in(python)
+        return [] if "cpu" in version else [*graph_flags(flags), *worker_flags(flags)]
 
     @classmethod
     def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
@@ -57,3 +60,9 @@ class VllmLaunch(HostLaunch):
         own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]
         names = ["--served-model-name", *self.model_names] if self.model_names else []
         return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
+
+
+def worker_flags(flags: Sequence[str]) -> list[str]:
+    """Flags for vLLM that warm up its output layer, unless `flags` name another worker."""
+    is_named = any(flag.split("=")[0].replace("_", "-") == "--worker-cls" for flag in flags)
+    return [] if is_named else ["--worker-cls", _WORKER_CLASS]

@@ -31,7 +31,7 @@ from evenflow.server.proxy import host_engine, warm_up
 from evenflow.server.proxy.host_engine import start_guard
 from evenflow.server.serving import ServerSettings, bind, serve_host
 from evenflow.vllm.graphs import graph_flags
-from evenflow.vllm.launch import VLLM, VllmLaunch
+from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags
 from tests.server import stand_in_vllm
 from tests.server.proxy.fronts import MODEL, figure, front, seen
 from tests.server.serving import RunningServer
@@ -333,7 +333,7 @@ def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
 
 
 def test_graphs_of_large_steps_are_captured() -> None:
-    name, value = graph_flags("0.32.0", ["--tensor-parallel-size", "2"])
+    name, value = graph_flags(["--tensor-parallel-size", "2"])
     sizes = json.loads(value)["cudagraph_capture_sizes"]
     assert name == "--compilation-config"
     assert sizes == sorted(set(sizes))
@@ -341,14 +341,19 @@ def test_graphs_of_large_steps_are_captured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "flag"),
+    "flag",
     [
-        *(("0.32.0+cpu", "--seed"), ("0.32.0", "--enforce-eager"), ("0.32.0", "--compilation_config={}")),
-        *(("0.32.0", "-cc.cudagraph_mode=NONE"), ("0.32.0", "-O0"), ("0.26.0", "--max-cudagraph-capture-size=256")),
+        *("--enforce-eager", "--compilation_config={}", "-cc.cudagraph_mode=NONE", "-O0"),
+        "--max-cudagraph-capture-size=256",
     ],
 )
-def test_no_graphs_are_asked_of_a_cpu_or_beside_the_users_own(version: str, flag: str) -> None:
-    assert graph_flags(version, [flag]) == []
+def test_no_graphs_are_asked_beside_the_users_own(flag: str) -> None:
+    assert graph_flags([flag]) == []
+
+
+def test_the_users_own_worker_is_kept() -> None:
+    assert worker_flags(["--seed", "1"]) == ["--worker-cls", "evenflow.vllm.WarmWorker"]
+    assert worker_flags(["--worker_cls=mine.Worker"]) == []
 
 
 def test_other_flags_are_vllms_to_judge() -> None:
