@@ -20,7 +20,7 @@ _BASE = "vllm.v1.worker.cpu_worker.CPUWorker" if current_platform.is_cpu() else 
 _Worker: type[Any] = resolve_obj_by_qualname(_BASE)
 
 
-class WarmWorker(_Worker):  # type: ignore[misc, valid-type]
+class WarmWorker(_Worker):  # type: ignore[misc]
     """What `--worker-cls` names."""
 
     def compile_or_warm_up_model(self) -> Any:
