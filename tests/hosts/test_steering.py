@@ -67,11 +67,11 @@ def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_pa
 def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> None:
     driven = steering(tmp_path)
     add(driven, "long", 50_000)
-    driven.now += 1.0
+    driven.now += 0.1 / OVERTAKING_SHARE
     add(driven, "short", 8000)
     plan_for(driven, "long", "short")
     assert driven.rank("short") < driven.rank("long")
-    for _ in range(2):  # of 81 ms each, while 10% of the wait are 100 ms
+    for _ in range(2):  # of 81 ms each, while its share of the wait is 100 ms
         assert driven.rank("long") > 100
         launch(driven, "step", ("short", 0, 8000))
         plan_for(driven, "long", "short")
