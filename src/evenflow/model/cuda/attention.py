@@ -23,8 +23,11 @@ class StepLayout:
     decode_contexts: Sequence[int]  # positions that each decode attends to, its own included
     chunk_starts: Sequence[int]
     chunk_lengths: Sequence[int]
-    block_tables: Tensor  # int32 [sequences, entries]; unused entries are 0
+    block_tables: Tensor  # int32 [sequences, entries]; entries after a sequence's context name any block
     contexts: Tensor  # int32 [sequences]: positions of a sequence after this step
+    # Decodes alone, run by a captured graph: all steps with as many decodes have the same tensors, with other values.
+    # What `run` launches may depend on the number of decodes, not on their contexts.
+    is_captured: bool = False
 
     @property
     def num_decodes(self) -> int:
@@ -41,7 +44,10 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, layout: StepLayout) -> None:
-        """Prepare for the layers of one step. May run while the step before is still on the device."""
+        """Prepare for the layers of one step. May run while the step before is still on the device.
+
+        For a captured layout it is called before the capture and before every replay.
+        """
 
     def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
         """Attend [rows, heads, head dim] to this layer's KV memory; returns the same shape."""
