@@ -1,6 +1,6 @@
-"""The operations between a layer's matrix products: what each computes. `reference` has them in plain torch.
+"""The operations between a layer's matrix products. `kernels` has them for GPUs, `reference_ops` in plain torch.
 
-All run on the device without waiting for it, so that a graph can capture them.
+None of them waits for the device, so that a graph can capture them.
 """
 
 from __future__ import annotations
@@ -11,33 +11,28 @@ from torch import Tensor
 
 
 class Operations(Protocol):
-    """Sums and norms are computed in float32 and rounded once, to the type of the rows."""
+    """Implemented by modules. Sums and norms are computed in float32."""
 
     def add_rms_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `update` to the residual in place; returns RMSNorm of the sum, times `weight`. [rows, hidden size]."""
+        """Add `update` to `residual` in place, and return the RMSNorm of the sum; rows are [rows, hidden]."""
 
     def rope_and_write_kv(
         self,
-        qkv: Tensor,
+        packed: Tensor,
+        num_heads: int,
         kv: Tensor,
-        entries: Tensor,
-        positions: Tensor,
-        rotations: Tensor | None,
-        norms: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        query_key_norm: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> Tensor:
-        """Norm and rotate the queries and keys of `qkv`, write its keys and values, return its queries.
+        """Norm and rotate queries and keys, write keys and values to KV memory; returns the queries.
 
-        qkv        [rows, (heads + 2 * KV heads) * head dim]: a row's queries, keys and values
-        kv         one layer's KV memory; see `attention`
-        entries    int32 [rows]: block * block size + entry in the block
-        positions  int32 [rows]
-        rotations  float32 [positions, rotary dim]: the cosines of a position's pairs, then the sines. Pair i of a head
-                   is its values i and i + rotary dim / 2; values from rotary dim on stay as they are. None: no rotation
-        norms      weights of an RMSNorm of each query and each key head [head dim], before the rotation; None: no norm
-
-        The queries are contiguous, [rows, heads, head dim].
+        `packed` has rows of [queries, keys, values], with the rotary pairs of a head side by side (see `model.rope`).
+        `slots` has each row's entry of `kv`, block * block size + offset. `rotation` has cos and sin, float32
+        [rows, rotary dim / 2]; None for a layer without positions. `query_key_norm` has the weights of the queries' and
+        the keys' RMSNorm.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * inner] -> [rows, inner]: SiLU of the first half times the second."""
+        """SiLU of the first half of each row times its second half."""

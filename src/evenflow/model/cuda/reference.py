@@ -1,4 +1,4 @@
-"""Attention and the operations of a layer in plain torch, on any device: what the kernels are tested against."""
+"""Attention over paged KV memory in plain torch, on any device: what the kernels are tested against."""
 
 from __future__ import annotations
 
@@ -48,50 +48,3 @@ class ReferenceAttention:
         rows = queries.float().transpose(0, 1)
         attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=self._scale)
         return attended.transpose(0, 1).to(queries.dtype)
-
-
-def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    if update is not None:
-        residual.add_(update)
-    return _rms_norm(residual, weight, eps)
-
-
-def rope_and_write_kv(
-    qkv: Tensor,
-    kv: Tensor,
-    entries: Tensor,
-    positions: Tensor,
-    rotations: Tensor | None,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> Tensor:
-    block_size, num_kv_heads, head_dim = kv.shape[2:]
-    heads = qkv.view(len(qkv), -1, head_dim)
-    sizes = (heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
-    queries, keys, values = heads.split(sizes, dim=1)
-    if norms is not None:
-        queries, keys = _rms_norm(queries, norms[0], eps), _rms_norm(keys, norms[1], eps)
-    if rotations is not None:
-        factors = rotations[positions].unsqueeze(1)
-        queries, keys = _rotated(queries, factors), _rotated(keys, factors)
-    blocks, offsets = entries // block_size, entries % block_size
-    kv[blocks, 0, offsets] = keys
-    kv[blocks, 1, offsets] = values
-    return queries.contiguous()
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=1)
-    return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
-
-
-def _rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(rows.float(), weight.shape, weight.float(), eps).to(rows.dtype)
-
-
-def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
-    half = factors.shape[2] // 2
-    cosines, sines = factors.split(half, dim=2)
-    first, second, rest = heads.float().split((half, half, heads.shape[2] - 2 * half), dim=2)
-    turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
-    return torch.cat(turned, dim=2).to(heads.dtype)
