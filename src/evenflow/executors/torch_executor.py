@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import InvalidConfig, OutOfMemory
+from evenflow.errors import InvalidConfig
+from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
@@ -28,7 +29,6 @@ from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
 from evenflow.model.sampler import SampledSequence, row_logprobs, sample
-from evenflow.model.token_rules import TokenRules
 from evenflow.model.weights import needed_shapes
 
 if TYPE_CHECKING:
@@ -47,30 +47,6 @@ class _Slot:
     sampled: SampledSequence
     kv: Tensor
     block_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Part:
-    """One sequence's part in a step: `length` rows from position `start`."""
-
-    slot: _Slot
-    start: int
-    length: int
-    samples: bool = True
-    prompt_logprobs: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.slot.sampled.tokens[self.start : self.end]
-
-    @property
-    def num_wanted(self) -> int:
-        """How many of its last rows are needed after the last layer."""
-        return self.length if self.prompt_logprobs else int(self.samples)
 
 
 class TorchExecutor:
@@ -119,8 +95,8 @@ class TorchExecutor:
             with torch.inference_mode():
                 return self._step(plan, began)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                raise OutOfMemory(_out_of_memory_advice(plan)) from error
+            if (explained := out_of_memory(error, plan)) is not None:
+                raise explained from error
             raise
         finally:
             self._last_end = time.perf_counter()
@@ -136,7 +112,7 @@ class TorchExecutor:
             for admission in plan.admissions:
                 slot = self._slots[admission.slot]
                 self._store.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
-        parts = list(self._parts(plan))
+        parts = list(parts_of(plan, self._slots))
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
@@ -152,29 +128,10 @@ class TorchExecutor:
         return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
 
     def _admit(self, admission: Admission) -> _Slot:
-        constraint = None
-        if admission.sampling.grammar is not None:
-            assert self._grammars is not None, "a request with a grammar for an executor without grammars"
-            constraint = self._grammars.constrain(admission.sampling.grammar)
-        sampled = SampledSequence(
-            params=admission.sampling,
-            seed=admission.seed,
-            tokens=list(admission.token_ids),
-            num_prompt_tokens=admission.num_prompt_tokens,
-            stop_token_ids=admission.stop_token_ids,
-            constraint=constraint,
-            rules=TokenRules.of(admission.sampling, self._config.vocab_size),
-        )
+        sampled = new_sampled(admission, self._config.vocab_size, self._grammars)
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 
-    def _parts(self, plan: StepPlan) -> Iterator[_Part]:
-        """In the order of the step's result: decodes, then chunks."""
-        for number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
-            yield _Part(self._slots[number], position, 1)
-        for chunk in plan.chunks:
-            yield _Part(self._slots[chunk.slot], chunk.start, chunk.length, chunk.samples, chunk.prompt_logprobs)
-
-    def _hidden(self, parts: list[_Part]) -> tuple[Tensor, ...]:
+    def _hidden(self, parts: list[Part[_Slot]]) -> tuple[Tensor, ...]:
         """Run all rows through the layers; returns the wanted rows of each part."""
         token_ids: list[int] = []
         wanted: list[int] = []
@@ -186,7 +143,7 @@ class TorchExecutor:
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(
-        self, parts: list[_Part], hidden: tuple[Tensor, ...]
+        self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
     ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
         """Tokens, errors and logprobs by the part's number; appends each token to its slot's."""
         numbers = [number for number, part in enumerate(parts) if part.samples]
@@ -194,8 +151,7 @@ class TorchExecutor:
         if not numbers:
             return tuple(tokens), {}, {}
         for number in numbers:
-            # A failed step may have left a sample that was never returned.
-            del parts[number].slot.sampled.tokens[parts[number].end :]
+            parts[number].drop_unreturned()
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for row, number in enumerate(numbers):
@@ -205,18 +161,13 @@ class TorchExecutor:
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
-    def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
-        """For the prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
-        sampled = part.slot.sampled
-        predicted = sampled.tokens[part.start + 1 : min(part.end + 1, sampled.num_prompt_tokens)]
+    def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> tuple[RowLogprobs, ...]:
+        predicted, num_top = part.predicted, part.slot.sampled.params.prompt_logprobs
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
             logprobs = self._decoder.logits(hidden[first : first + len(targets)]).log_softmax(-1)
-            found += [
-                row_logprobs(row, token, sampled.params.prompt_logprobs)
-                for row, token in zip(logprobs, targets, strict=True)
-            ]
+            found += [row_logprobs(row, token, num_top) for row, token in zip(logprobs, targets, strict=True)]
         return tuple(found)
 
 
@@ -235,10 +186,3 @@ def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinea
     affords_two_copies = 2 * num_weights * torch.float32.itemsize < total_memory() * _MAX_MEMORY_FOR_TWO_COPIES
     make_linear = functools.partial(FloatLinear, packs=affords_two_copies and can_pack())
     return make_linear, make_linear
-
-
-def _out_of_memory_advice(plan: StepPlan) -> str:
-    return (
-        f"Memory ran out in a step of {plan.num_rows} tokens for {plan.num_sequences} sequences. Lower "
-        "max_num_batched_tokens or max_num_seqs, set gpu_memory_utilization to 0.7-0.8, or use a smaller model."
-    )

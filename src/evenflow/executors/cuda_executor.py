@@ -1,0 +1,218 @@
+"""Runs steps of a Llama-family model on one device with paged KV memory: a GPU, or a CPU to test it.
+
+Steps are launched in order and not waited for. Sampled tokens stay on the device, where the next step reads them; the
+host reads a copy when it waits for the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
+from evenflow.executors.step_timer import StepTimer
+from evenflow.model.cuda.decoder import PagedDecoder
+from evenflow.model.cuda.graphs import DecodeGraphs, graph_sizes
+from evenflow.model.cuda.inputs import DeviceInputs, RowSpan, StepRows
+from evenflow.model.cuda.logprobs import Logprobs, logprobs_of
+from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, Greedy, PendingSamples
+
+if TYPE_CHECKING:
+    from evenflow.model.grammar import Grammars
+
+_LEAST_SLOTS = 16  # a calibration runs some streams whatever the engine's own limit
+_PENDING = -1  # in a sequence's tokens: sampled, but not read yet
+
+_Part = Part[DeviceSequence]
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device, or one that could not be launched."""
+
+    plan: StepPlan
+    timer: StepTimer
+    parts: list[_Part] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # the numbers of the parts that sample
+    samples: PendingSamples | None = None
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    error: Exception | None = None
+    result: StepResult | None = None
+
+    def read(self) -> StepResult:
+        """Wait for the device; fill in the tokens of the step's sequences."""
+        if self.error is not None:
+            raise self.error
+        if self.result is None:
+            self.timer.wait()
+            self.result = self._read()
+        return self.result
+
+    def _read(self) -> StepResult:
+        tokens: list[tuple[int, ...]] = [()] * len(self.parts)
+        errors: dict[int, str] = {}
+        logprobs: dict[int, tuple[RowLogprobs, ...]] = {}
+        if self.samples is not None:
+            samples = self.samples.read()
+            for number, token in zip(self.sampled, samples.tokens, strict=True):
+                part = self.parts[number]
+                if part.end < len(part.slot.sampled.tokens):  # else a later step failed and dropped it
+                    part.slot.sampled.tokens[part.end] = token
+                tokens[number] = (token,)
+            errors = {self.sampled[row]: message for row, message in samples.errors.items()}
+            logprobs = {self.sampled[row]: (found,) for row, found in samples.logprobs.items()}
+            for number in errors:
+                tokens[number] = ()
+        prompt_logprobs = {
+            number: tuple(
+                row
+                for group in groups
+                for row in group.rows([self.parts[number].slot.sampled.params.prompt_logprobs] * len(group.chosen))
+            )
+            for number, groups in self.prompt_logprobs.items()
+        }
+        return StepResult(self.plan.step_id, tuple(tokens), self.timer.seconds, errors, logprobs, prompt_logprobs)
+
+
+class CudaExecutor:
+    """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place."""
+
+    def __init__(
+        self,
+        decoder: PagedDecoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        max_steps_in_flight: int = 2,
+        uses_graphs: bool = True,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._decoder, self._grammars = decoder, grammars
+        self._inputs = DeviceInputs(
+            num_slots=max(max_num_seqs, _LEAST_SLOTS),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            device=decoder.device,
+        )
+        self._kv = decoder.new_kv(num_blocks + 1, block_size)  # and one for padding
+        self._sampler = DeviceSampler(self._inputs.to_device)
+        self._slots: dict[int, DeviceSequence] = {}
+        self._in_flight: deque[_Launched] = deque()
+        self._captured_rows: dict[int, StepRows] = {}
+        sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
+        self._graphs = DecodeGraphs(self._run_captured, sizes, decoder.device)
+        with torch.inference_mode():
+            self._graphs.capture_all(self._prepare_capture)
+        self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight, row_buckets=sizes)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launches the step. An error comes from `wait`."""
+        step = _Launched(plan, StepTimer(self._decoder.device))
+        try:
+            with torch.inference_mode():
+                self._launch(step)
+        except Exception as error:
+            step.error = out_of_memory(error, plan) or error
+        step.timer.stop()
+        self._in_flight.append(step)
+
+    def wait(self) -> StepResult:
+        return self._in_flight.popleft().read()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._slots.clear()
+
+    def _launch(self, step: _Launched) -> None:
+        plan = step.plan
+        for number in plan.released_slots:
+            self._slots.pop(number, None)
+        for admission in plan.admissions:
+            sampled = new_sampled(admission, self._decoder.config.vocab_size, self._grammars)
+            self._slots[admission.slot] = DeviceSequence.of(
+                admission.slot, sampled, admission.max_known_tokens, self._inputs.to_device
+            )
+        self._inputs.change_tables(plan.block_changes)
+        step.parts = list(parts_of(plan, self._slots))
+        if not step.parts:
+            return
+        if any(part.samples and part.slot.follows_output for part in step.parts):
+            for earlier in self._in_flight:
+                if earlier.error is None:
+                    earlier.read()
+        step.sampled = [number for number, part in enumerate(step.parts) if part.samples]
+        size = None if plan.chunks else self._graphs.size_for(len(step.parts))
+        if size is not None:
+            rows = self._inputs.load_captured(_spans(step), size)
+            self._decoder.attention.plan(rows.layout)
+            self._sample(step, *self._graphs.replay(size))
+        else:
+            self._run_eagerly(step)
+
+    def _run_eagerly(self, step: _Launched) -> None:
+        kept: list[int] = []
+        num_rows = 0
+        for part in step.parts:
+            num_rows += part.length
+            kept += range(num_rows - part.num_wanted, num_rows)
+        rows = self._inputs.load(_spans(step), kept if len(kept) < num_rows else None)
+        self._decoder.attention.plan(rows.layout)
+        hidden = self._hidden(rows)
+        wanted = torch.split_with_sizes(hidden, [part.num_wanted for part in step.parts])
+        for number, part in enumerate(step.parts):
+            if part.prompt_logprobs:
+                step.prompt_logprobs[number] = self._prompt_logprobs(part, wanted[number])
+        if step.sampled:
+            self._sample(step, *self._scores(torch.cat([wanted[number][-1:] for number in step.sampled])))
+
+    def _hidden(self, rows: StepRows) -> Tensor:
+        token_ids = self._inputs.token_ids(rows)
+        return self._decoder.hidden(token_ids, rows.positions, rows.entries, self._kv, rows.kept)
+
+    def _scores(self, hidden: Tensor) -> tuple[Tensor, Greedy]:
+        logits = self._decoder.logits(hidden)
+        return logits, Greedy(*logits.max(-1))
+
+    def _prepare_capture(self, size: int) -> None:
+        """The inputs of a step of padding alone."""
+        rows = self._captured_rows[size] = self._inputs.load_captured((), size)
+        self._decoder.attention.plan(rows.layout)
+
+    def _run_captured(self, size: int) -> tuple[Tensor, Greedy]:
+        return self._scores(self._hidden(self._captured_rows[size]))
+
+    def _sample(self, step: _Launched, logits: Tensor, greedy: Greedy) -> None:
+        """For the parts that sample, in their order. Their tokens are pending until the step is read."""
+        parts = [step.parts[number] for number in step.sampled]
+        for part in parts:
+            part.drop_unreturned()
+        tokens, step.samples = self._sampler.sample(logits, greedy, [part.slot for part in parts])
+        slots = self._inputs.to_device(np.array([part.slot.slot for part in parts]))
+        self._inputs.last_tokens.index_copy_(0, slots, tokens)
+        for part in parts:
+            part.slot.sampled.tokens.append(_PENDING)
+
+    def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> list[Logprobs]:
+        """In groups of rows, so that only a few rows of logits are in memory at a time."""
+        num_top = part.slot.sampled.params.prompt_logprobs
+        found = []
+        for first in range(0, len(part.predicted), GROUP_ROWS):
+            targets = np.array(part.predicted[first : first + GROUP_ROWS])
+            logits = self._decoder.logits(hidden[first : first + len(targets)])
+            found.append(logprobs_of(logits, self._inputs.to_device(targets), [num_top]).to_host())
+        return found
+
+
+def _spans(step: _Launched) -> list[RowSpan]:
+    decodes, chunks = step.parts[: len(step.plan.decodes)], step.parts[len(step.plan.decodes) :]
+    spans = [RowSpan(part.slot.slot, part.start, 1) for part in decodes]
+    return spans + [RowSpan(part.slot.slot, part.start, part.length, part.token_ids) for part in chunks]
