@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.executors.base import Executor
 
 _NUM_STREAMS = 4
 _STREAM_TOKENS = 24
-# While the streams begin, and then beside them.
-_CHUNKS = ((16, 32, 64, 128, 256, 512) * 2,) * 2
+_SMALLEST_CHUNK, LARGEST_CHUNK = 16, 512
 _FEW_CHUNKS = ((128,), (16,) * 4)  # the model's speed is the median of four steps
 _DECODES_BETWEEN = 2
 MAX_SECONDS = 8.0
@@ -31,14 +32,31 @@ class Calibration:
     block_size: int
     vocab_size: int
     max_position: int
+    prior: StepCosts | None = None  # what steps should cost
+    largest_chunk: int = LARGEST_CHUNK
+
+    def warm_up(self) -> None:
+        """Run a step of every size: kernels are compiled, and libraries choose theirs, when they are first used."""
+        self._run(StepTimeModel(), (self._sizes,) * 2, 0, math.inf)
 
     def measure(self) -> StepTimeModel:
         """Run steps of many shapes for about MAX_SECONDS at most."""
-        return _as_stored(self._run(StepTimeModel(), _CHUNKS, _DECODES_BETWEEN, MAX_SECONDS))
+        # While the streams begin, and then beside them.
+        chunks = (self._sizes * 2,) * 2
+        return self._as_stored(self._run(StepTimeModel(self.prior), chunks, _DECODES_BETWEEN, MAX_SECONDS))
 
     def check(self, known: StepTimeModel) -> StepTimeModel:
         """What is known, at the speed of a few steps that run now: less than a second, unless the machine is busy."""
-        return self._run(_as_stored(known), _FEW_CHUNKS, 0, _MAX_CHECK_SECONDS)
+        return self._run(self._as_stored(known), _FEW_CHUNKS, 0, _MAX_CHECK_SECONDS)
+
+    @property
+    def _sizes(self) -> list[int]:
+        count = (self.largest_chunk // _SMALLEST_CHUNK).bit_length()
+        return [_SMALLEST_CHUNK << doubling for doubling in range(count)]
+
+    def _as_stored(self, model: StepTimeModel) -> StepTimeModel:
+        """The same through its record, so that a start from a stored calibration continues from the same state."""
+        return StepTimeModel.from_record(model.to_record(), self.prior)
 
     def _run(
         self, model: StepTimeModel, chunks: Sequence[Sequence[int]], decodes_between: int, max_seconds: float
@@ -75,8 +93,3 @@ class Calibration:
         result = self.executor.wait()
         scheduler.commit(result, time.perf_counter())
         return result.seconds
-
-
-def _as_stored(model: StepTimeModel) -> StepTimeModel:
-    """The same through its record, so that a start from a stored calibration continues from the same state."""
-    return StepTimeModel.from_record(model.to_record())
