@@ -55,6 +55,7 @@ def paged_step(
         [length for _, length in chunks],
         tables.to(device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_size,
         is_captured,
     )
     return PagedStep(layout, queries.to(device, dtype), kv.to(device, dtype))

@@ -13,9 +13,8 @@ from evenflow.model.cuda.splits import Splitting, Table, chunk_tiles, decode_til
 
 def _layout(decode_contexts: list[int], chunks: list[tuple[int, int]]) -> StepLayout:
     no_tensor = torch.empty(0)
-    return StepLayout(
-        decode_contexts, [start for start, _ in chunks], [length for _, length in chunks], no_tensor, no_tensor
-    )
+    starts, lengths = [start for start, _ in chunks], [length for _, length in chunks]
+    return StepLayout(decode_contexts, starts, lengths, no_tensor, no_tensor, block_size=16)
 
 
 def _splitting(**changes: int | bool) -> Splitting:

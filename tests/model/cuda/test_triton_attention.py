@@ -92,7 +92,7 @@ def test_a_graph_reads_each_plan_from_the_same_memory() -> None:
     captured = list(backend._launches)
     later = paged_step(config, [3, 170], [], device=DEVICE, is_captured=True, seed=1)
     first.layout.block_tables.zero_()[:, : later.layout.block_tables.shape[1]] = later.layout.block_tables
-    backend.plan(StepLayout([3, 170], [], [], first.layout.block_tables, later.layout.contexts, True))
+    backend.plan(StepLayout([3, 170], [], [], first.layout.block_tables, later.layout.contexts, 16, True))
     backend._launches = captured  # what a replay would launch
     expected.plan(later.layout)
     torch.testing.assert_close(backend.run(0, later.queries, later.kv), expected.run(0, later.queries, later.kv))
@@ -108,7 +108,7 @@ def _outputs(config: ModelConfig, whole: PagedStep, cuts: list[int], decode_from
         is_decode = start >= decode_from
         contexts = [end] * (1 + others) if is_decode else []
         chunk = ([], []) if is_decode else ([start], [end - start])
-        layout = StepLayout(contexts, *chunk, table.expand(1 + others, -1), torch.empty(0))
+        layout = StepLayout(contexts, *chunk, table.expand(1 + others, -1), torch.empty(0), 16)
         backend.plan(layout)
         queries = whole.queries[start:end]
         rows.append(backend.run(0, queries.repeat(1 + others, 1, 1) if is_decode else queries, whole.kv)[: end - start])

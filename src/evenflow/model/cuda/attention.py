@@ -25,6 +25,7 @@ class StepLayout:
     chunk_lengths: Sequence[int]
     block_tables: Tensor  # int32 [sequences, entries]; entries after a sequence's context name any block
     contexts: Tensor  # int32 [sequences]: positions of a sequence after this step
+    block_size: int
     # Decodes alone, run by a captured graph: all steps with as many decodes have the same tensors, with other values.
     # What `run` launches may depend on the number of decodes, not on their contexts.
     is_captured: bool = False
@@ -46,6 +47,7 @@ class AttentionBackend(Protocol):
     def plan(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step. May run while the step before is still on the device.
 
+        Copies go to the device on the current stream, which must be the one that the layers run on.
         For a captured layout it is called before the capture and before every replay.
         """
 

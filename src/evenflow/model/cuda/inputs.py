@@ -87,6 +87,7 @@ class DeviceInputs:
             [span.length for span in chunks],
             self._tables.index_select(0, sequences),
             contexts,
+            self._block_size,
         )
         return StepRows(sequences, positions, entries, chunk_tokens, None if kept is None else wanted, layout)
 
@@ -103,7 +104,8 @@ class DeviceInputs:
         sequences, positions, entries, contexts = numbers.view(_FIELDS_OF_DECODES, num_rows)
         tables = self._captured_tables[:num_rows]
         torch.index_select(self._tables, 0, sequences, out=tables)
-        layout = StepLayout([span.start + 1 for span in spans] + [1] * padding, (), (), tables, contexts, True)
+        lengths = [span.start + 1 for span in spans] + [1] * padding
+        layout = StepLayout(lengths, (), (), tables, contexts, self._block_size, is_captured=True)
         return StepRows(sequences, positions, entries, numbers[:0], None, layout)
 
     def token_ids(self, rows: StepRows) -> Tensor:

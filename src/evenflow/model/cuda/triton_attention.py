@@ -132,12 +132,13 @@ class TritonAttention:
         packed = torch.from_numpy(np.concatenate((planned.items.ravel(), planned.merges.ravel())))
         if self._device.type == "cuda":
             packed = packed.pin_memory()
-        table = packed.to(self._device, non_blocking=True) if graph is None else self._graph_tables.get(graph)
-        if table is None:
-            table = self._graph_tables[graph] = packed.to(self._device)
-        elif graph is not None:
-            table.copy_(packed, non_blocking=True)
-        items, merges = table.split((planned.items.size, planned.merges.size))
+        if graph is None:
+            table = packed.to(self._device, non_blocking=True)
+        else:
+            if graph not in self._graph_tables:
+                self._graph_tables[graph] = torch.empty_like(packed, device=self._device)
+            table = self._graph_tables[graph].copy_(packed, non_blocking=True)
+        items, merges = torch.split_with_sizes(table, [planned.items.size, planned.merges.size])
         return items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS)
 
     def _parts(self, kernel: _Kernel) -> tuple[Tensor, Tensor]:
