@@ -159,6 +159,26 @@ def _check_own_engine() -> Iterator[Check]:
         what, _, advice = reason.partition("; ")
         yield Check("native kernels", "note", f"not used: {what}", advice or "torch alone is slower")
     yield from _check_weight_formats()
+    yield from _check_gpu_attention()
+
+
+def _check_gpu_attention() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from evenflow.model.cuda.backends import usable_backends
+
+    device = torch.device("cuda")
+    reasons = usable_backends(torch.bfloat16, device)
+    usable = [name for name, reason in reasons.items() if reason is None]
+    where = f"on {torch.cuda.get_device_name(device)}"
+    for name, reason in reasons.items():
+        if reason is None:
+            yield Check(f"attention {name}", "ok", f"{'used' if name == usable[0] else 'works'} {where}")
+        else:
+            what, _, advice = reason.partition("; ")
+            yield Check(f"attention {name}", "note", f"not used {where}: {what}", advice or None)
 
 
 def _check_weight_formats() -> Iterator[Check]:

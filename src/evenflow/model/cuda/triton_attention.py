@@ -3,9 +3,9 @@
 A tile is a run of tokens of one sequence, with all query heads of a KV head; a decode is a tile of one token. Import
 this module only where Triton is installed.
 
-In deterministic mode a token's result is bitwise the same for any chunks, batch and prefix hits: its KV is always cut at
-the same absolute positions, each part is reduced alike, and parts are merged in the order of their positions, be it in
-registers or by the merging kernel. What happens to one row of a tile does not depend on the other rows.
+In deterministic mode a token's result is bitwise the same for any chunks, batch and prefix hits: its KV is always cut
+at the same absolute positions, each part is reduced alike, and parts are merged in the order of their positions, be it
+in registers or by the merging kernel. What happens to one row of a tile does not depend on the other rows.
 """
 
 from __future__ import annotations
