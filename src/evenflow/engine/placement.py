@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from evenflow.config import DEVICES, GIB, WEIGHTS_BY_DEVICE, EngineConfig, WeightsName
 from evenflow.core.policies import DEFAULT_TARGET_BUDGET, PolicySpec
-from evenflow.core.roofline import ModelWork, known_device, roofline
+from evenflow.core.roofline import known_device, roofline
 from evenflow.core.step_costs import StepCosts
 from evenflow.errors import InvalidConfig
 from evenflow.executors.base import Executor
@@ -118,7 +117,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
     import torch
 
     from evenflow.executors.cuda_executor import CudaExecutor
-    from evenflow.model.cuda.backends import choose_attention, choose_operations
+    from evenflow.model.cuda.backends import can_capture, choose_attention, choose_operations
     from evenflow.model.cuda.decoder import PagedDecoder
 
     dtype: torch.dtype = getattr(torch, config.weights)
@@ -139,6 +138,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_steps_in_flight=config.max_steps_in_flight or 2,
+        uses_graphs=device.type != "cuda" or can_capture(attention, operations),
         grammars=grammars,
     )
     prior = _prior(decoder, name)
@@ -163,22 +163,13 @@ def _gpu_kv_memory(config: EngineConfig, decoder: PagedDecoder, longest: int) ->
 
 def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
     """What steps should cost before any has run; None if the device is unknown."""
-    from evenflow.model.weights import needed_shapes
+    from evenflow.model.work import model_work
 
-    device, config = known_device(device_name), decoder.config
+    device = known_device(device_name)
     if device is None:
         return None
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values()) - embedding
-    work = ModelWork(
-        num_layers=config.num_layers,
-        num_weights=num_weights,
-        weight_bytes=float(num_weights * decoder.dtype.itemsize),
-        attention_width=config.num_heads * config.head_dim,
-        cache_bytes=float(decoder.kv_bytes_per_token()),
-    )
     # Steps are launched while the one before runs.
-    return roofline(work, device)._replace(launch=0.0)
+    return roofline(model_work(decoder.config, decoder.dtype.itemsize), device)._replace(launch=0.0)
 
 
 def _num_blocks(config: EngineConfig, memory: int, token_bytes: int) -> int:

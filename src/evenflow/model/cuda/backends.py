@@ -63,6 +63,12 @@ def choose_operations(device: torch.device) -> Operations:
     return cast(Operations, importlib.import_module("evenflow.model.cuda.reference_ops"))
 
 
+def can_capture(attention: AttentionBackend, operations: Operations) -> bool:
+    """Whether a graph can replay them: what is written in plain torch looks at values on the host."""
+    names = (getattr(operations, "__name__", ""), attention.name)
+    return not any("reference" in name for name in names)
+
+
 def usable_backends(dtype: torch.dtype, device: torch.device) -> dict[str, str | None]:
     """For each backend of a GPU, fastest first: why it cannot run a usual model here, or None. Builds nothing."""
     found: dict[str, str | None] = {}

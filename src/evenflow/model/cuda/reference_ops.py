@@ -1,4 +1,4 @@
-"""The fused operations of `kernels` in plain torch: what the kernels are tested against, and what runs without Triton."""
+"""The fused operations of `kernels` in plain torch: what these are tested against, and what runs without Triton."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def rope_and_write_kv(
     """Norm and rotate queries and keys, write keys and values to KV memory; see `kernels.rope_and_write_kv`."""
     block_size, num_kv_heads, head_dim = kv.shape[2:]
     heads = packed.view(packed.shape[0], -1, head_dim)
-    queries, keys, values = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    queries, keys, values = torch.split_with_sizes(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_key_norm is not None:
         for part, weight in zip((queries, keys), query_key_norm, strict=True):
             part.copy_(_rms_norm(part, weight, eps))
     if rotation is not None:
         cos, sin = (table.unsqueeze(1) for table in rotation)
         rotated = heads[:, : num_heads + num_kv_heads, : 2 * cos.shape[2]]
-        first, second = rotated.float().unflatten(2, (-1, 2)).unbind(3)
+        first, second = rotated.float().view(*rotated.shape[:2], -1, 2).unbind(3)
         rotated.copy_(torch.stack((first * cos - second * sin, first * sin + second * cos), dim=3).flatten(2))
     real = slots >= 0
     blocks, offsets = slots[real] // block_size, slots[real] % block_size

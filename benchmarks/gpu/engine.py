@@ -1,0 +1,283 @@
+"""evenflow's own engine on one GPU: decode and prefill against the device's limits, and loads as vLLM is given them.
+
+    python benchmarks/gpu/engine.py decode prefill --json steps.json
+    python benchmarks/gpu/engine.py 32k,65k=target:50ms,target:25ms random:7=target:50ms --json loads.json
+
+Random weights in the shape of Llama 3.1 8B, no prefix caching, the settings of `vllm_loads`. The first run is that of a
+new process: nothing is warmed up but what every start of the engine does. `EVENFLOW_ATTENTION_BACKEND` chooses the
+attention. `--tiny` tests the script on any machine, with the GPU's executor on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+from host_bench import TINY_MODEL_LEN, RunFigures, line_of, planned_runs, table, write_model, write_run  # noqa: E402
+from load_client import LoadRun  # noqa: E402
+from outcomes import outcome_of  # noqa: E402
+from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
+
+from evenflow import LLM, AsyncLLM, SamplingParams  # noqa: E402
+from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
+from evenflow.config import EngineConfig  # noqa: E402
+from evenflow.core.plan import ExecutorCaps  # noqa: E402
+from evenflow.core.report import StepReport  # noqa: E402
+from evenflow.core.roofline import known_device, roofline  # noqa: E402
+from evenflow.core.step_costs import StepCosts, figures_of  # noqa: E402
+from evenflow.engine.build import BuiltEngine, build_engine  # noqa: E402
+from evenflow.engine.messages import Event, Stepped  # noqa: E402
+from evenflow.engine.placement import place, place_paged  # noqa: E402
+from evenflow.model.loader import load_model  # noqa: E402
+from evenflow.model.work import model_work  # noqa: E402
+
+BUDGET = 8192  # tokens a step while decode and prefill are measured, as in vLLM's figures
+DECODE_PROMPT, DECODE_STEPS, SKIPPED_STEPS = 1024, 160, 10
+PREFILL_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Medians. `floor_s` is what the device's limits leave, None if they are unknown."""
+
+    what: str
+    size: int  # streams, or prompt tokens
+    context: int
+    seconds: float  # seen by the caller
+    device_s: float
+    floor_s: float | None
+    worst_s: float
+
+    @property
+    def percent_of_floor(self) -> float | None:
+        return None if self.floor_s is None else 100 * self.floor_s / self.seconds
+
+    def line(self) -> str:
+        line = f"{self.what} {self.size:6}: {1000 * self.seconds:8.2f} ms, on the device {1000 * self.device_s:8.2f}"
+        line += f", worst {1000 * self.worst_s:.2f}"
+        if self.floor_s is not None and self.percent_of_floor is not None:
+            line += f", floor {1000 * self.floor_s:.2f} ({self.percent_of_floor:.0f}% of it reached)"
+        return line
+
+
+class Steps:
+    """Decode and prefill, step by step on this thread."""
+
+    def __init__(self, built: BuiltEngine, costs: StepCosts | None, profile: Path | None) -> None:
+        self._llm = LLM.over(built.engine, built.intake)
+        self._llm.config = built.config
+        self._costs, self._profile = costs, profile
+        self._vocab_size = built.engine.limits.vocab_size
+        self._random = random.Random(0)
+
+    def _add(self, prompt_tokens: int, output_tokens: int) -> None:
+        prompt = self._random.choices(range(100, self._vocab_size - 100), k=prompt_tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        self._llm.engine.add(self._llm.prepare(prompt, sampling))
+
+    def _reports(self) -> Iterator[StepReport]:
+        while (report := self._llm.engine.step()) is not None:
+            yield report
+
+    def decode(self, batch: int, prompt_tokens: int) -> Figure:
+        self._llm.set_policy(f"fixed:{max(BUDGET, batch)}")
+        for _ in range(batch):
+            self._add(prompt_tokens, DECODE_STEPS)
+        gaps, on_device = [], []
+        before = None
+        with self._profiled(f"decode-{batch}"):
+            for report in self._reports():
+                is_pure = report.num_decodes == batch and not report.chunks
+                if is_pure and before is not None:
+                    gaps.append(report.at - before)
+                    on_device.append(report.seconds)
+                before = report.at if is_pure else None
+        gaps, on_device = gaps[SKIPPED_STEPS:], on_device[SKIPPED_STEPS:]
+        context = prompt_tokens + DECODE_STEPS // 2
+        shape = ExecutorCaps().step_shape(num_decodes=batch, decode_context=batch * context)
+        return Figure(
+            what="decode",
+            size=batch,
+            context=context,
+            seconds=median(gaps),
+            device_s=median(on_device),
+            floor_s=None if self._costs is None else self._costs.seconds(figures_of(shape)),
+            worst_s=max(gaps),
+        )
+
+    def prefill(self, tokens: int) -> Figure:
+        self._llm.set_policy(f"fixed:{BUDGET}")
+        took, on_device, floor = [], [], 0.0
+        with self._profiled(f"prefill-{tokens}"):
+            for _ in range(PREFILL_RUNS):
+                began = time.perf_counter()
+                self._add(tokens, 1)
+                reports = list(self._reports())
+                took.append(time.perf_counter() - began)
+                on_device.append(sum(report.seconds for report in reports))
+        for start in range(0, tokens, BUDGET):
+            shape = ExecutorCaps().prefill_shape(start, min(BUDGET, tokens - start))
+            floor += 0 if self._costs is None else self._costs.seconds(figures_of(shape))
+        return Figure(
+            what="prefill",
+            size=tokens,
+            context=tokens,
+            seconds=median(took),
+            device_s=median(on_device),
+            floor_s=floor or None,
+            worst_s=max(took),
+        )
+
+    @contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        """With `--profile`, a trace and a table of kernels by their time."""
+        if self._profile is None:
+            yield
+            return
+        with torch.profiler.profile() as profiler:
+            yield
+        profiler.export_chrome_trace(str(self._profile / f"{name}.json.gz"))
+        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(f"{name}:\n{profiler.key_averages().table(sort_by=key, row_limit=25)}", flush=True)
+
+
+class WatchedLLM(AsyncLLM):
+    """Keeps the reports of its steps."""
+
+    reports: list[StepReport]
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self.reports.append(event.report)
+        super()._take(event)
+
+
+class Loads:
+    """Loads of many clients on the engine's own thread."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        self._built = built
+
+    async def measure(self, runs: Sequence[tuple[Any, str]], steps: Path | None) -> list[RunFigures]:
+        llm = WatchedLLM.over(self._built.engine, self._built.intake)
+        llm.config = self._built.config
+        figures = []
+        async with llm:
+            for load, mode in runs:
+                llm.reports = []
+                llm.set_policy(mode)
+                run = LoadRun(partial(_generate, llm), load, self._built.engine.limits.vocab_size)
+                streams = await run.run()
+                errors = [report.prediction_error for report in llm.reports if report.is_mixed]
+                outcome = outcome_of(streams, [error for error in errors if error is not None], run.seconds)
+                figures.append(RunFigures.of(load.name, mode, outcome))
+                print(line_of(figures[-1]), flush=True)
+                if steps is not None:
+                    write_run(steps, figures[-1], llm.reports)
+        return figures
+
+
+async def _generate(llm: AsyncLLM, ask: Ask, answer: Answer) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True)
+    async for delta in llm.stream(ask.prompt, sampling):
+        answer.add_piece("", len(delta.token_ids))
+
+
+def build(folder: Path, is_tiny: bool) -> BuiltEngine:
+    write_model(folder, is_tiny)
+    settings: dict[str, Any] = {"model": str(folder), "load_format": "dummy", "enable_prefix_caching": False}
+    if is_tiny:
+        settings |= {"device": "cpu", "max_model_len": TINY_MODEL_LEN, "max_num_seqs": 16, "max_steps_in_flight": 2}
+        settings["kv_cache_memory"] = 64 << 20
+        on_cpu = partial(place_paged, device=torch.device("cpu"))
+        return build_engine(EngineConfig(**settings), place=on_cpu)
+    settings |= {"device": "cuda", "max_model_len": MAX_MODEL_LEN, "gpu_memory_utilization": 0.85}
+    return build_engine(EngineConfig(**settings), place=place)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    built = build(folder, options.tiny)
+    ready_s = time.perf_counter() - began
+    print(f"ready after {ready_s:.1f} s", flush=True)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    device = known_device(name)
+    work = model_work(load_model(folder, is_dummy=True).config, 4 if options.tiny else 2)
+    steps = Steps(built, roofline(work, device) if device else None, options.profile)
+    scale = 16 if options.tiny else 1
+    figures: list[Figure] = []
+    for run in options.runs:
+        if run == "decode":
+            for batch in options.batches:
+                figures.append(
+                    steps.decode(min(batch, built.engine.scheduler.config.max_num_seqs), DECODE_PROMPT // scale)
+                )
+                print(figures[-1].line(), flush=True)
+        elif run == "prefill":
+            for tokens in options.prompts:
+                figures.append(steps.prefill(tokens // scale))
+                print(figures[-1].line(), flush=True)
+    runs = planned_runs([run for run in options.runs if "=" in run], options.tiny)
+    loads = asyncio.run(Loads(built).measure(runs, options.steps)) if runs else []
+    if loads:
+        print(table(loads))
+    else:
+        built.engine.close()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "attention": os.environ.get("EVENFLOW_ATTENTION_BACKEND", "auto"),
+        "ready_s": ready_s,
+        "steps": [asdict(figure) | {"percent_of_floor": figure.percent_of_floor} for figure in figures],
+        "loads": [asdict(figure) for figure in loads],
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "runs", nargs="*", default=["decode", "prefill"], help="decode, prefill, or LOAD,...=POLICY,..."
+    )
+    parser.add_argument("--batches", type=_numbers, default=[1, 32, 128, 256], help="of decode")
+    parser.add_argument("--prompts", type=_numbers, default=[8192, 32768], help="of prefill, in tokens")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--steps", type=Path, default=None, help="append figures and steps of loads there, *.jsonl.gz")
+    parser.add_argument(
+        "--profile", type=Path, default=None, help="write traces of decode and prefill into this folder"
+    )
+    parser.add_argument("--cache", type=Path, default=None, help="keep step times there (default: measured anew)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["EVENFLOW_CACHE"] = str(options.cache or Path(name) / "cache")
+        folder = Path(name) / "model"
+        folder.mkdir()
+        figures = measure(options, folder)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
