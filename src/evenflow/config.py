@@ -34,8 +34,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
     device: Literal["cpu", "cuda"] | None = None  # None: a GPU if there is one
-    # On a CPU float32 is exact and int4 is fast; a GPU runs all but int4. auto: float32, on a GPU bfloat16
-    weights: WeightsName = "auto"
+    weights: WeightsName = "auto"  # float32, int4 on a CPU, bfloat16 or float16 on a GPU; auto: float32 or bfloat16
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for which config.json is enough
     threads: int | None = None  # None: torch's choice
     max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2

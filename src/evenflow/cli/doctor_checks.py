@@ -60,7 +60,7 @@ def run_checks() -> list[Check]:
     checks += [_check_cores(), _check_memory(), _check_cache()]
     if not extras.get("engine"):
         checks += _check_own_engine()
-    checks += [*hosts, _check_cuda(hosts[0]), _check_models(), _check_hub()]
+    checks += [*hosts, _check_cuda(hosts[0], has_engine=not extras.get("engine")), _check_models(), _check_hub()]
     return checks
 
 
@@ -237,13 +237,25 @@ def _host_version(host: HostPackage) -> str | Check:
     return version
 
 
-def _check_cuda(vllm: Check) -> Check:
+def _check_cuda(vllm: Check, has_engine: bool) -> Check:
     if not _NVIDIA_DRIVER.is_file() and shutil.which("nvidia-smi") is None:
-        return Check("CUDA", "ok", "no NVIDIA driver: evenflow's own engine runs on the CPU and needs none")
+        return Check("CUDA", "ok", "no NVIDIA driver: evenflow's own engine runs on the CPU")
+    problem = _cuda_problem() if has_engine else "the extra engine is not installed"
+    if problem is None:
+        return Check("CUDA", "ok", "evenflow's own engine runs on the GPU (--device cpu: not)")
     if vllm.state == "ok":
-        return Check("CUDA", "ok", "there is an NVIDIA driver: use --engine vllm for it")
-    advice = "to use it, install vLLM and give --engine vllm; evenflow's own engine runs on the CPU"
-    return Check("CUDA", "note", "there is an NVIDIA driver, but no vLLM that evenflow knows", advice)
+        return Check("CUDA", "ok", f"there is an NVIDIA driver: use --engine vllm for it ({problem})")
+    advice = "to use it, install a torch that is built for CUDA, or install vLLM and give --engine vllm"
+    return Check("CUDA", "note", f"there is an NVIDIA driver, but {problem}", advice)
+
+
+def _cuda_problem() -> str | None:
+    from evenflow.engine.placement import cuda_problem
+
+    try:
+        return cuda_problem()
+    except (ImportError, OSError) as error:
+        return f"torch cannot be imported: {error}"
 
 
 def _check_models() -> Check:

@@ -46,7 +46,7 @@ class Placement:
 def on_this_machine(config: EngineConfig) -> EngineConfig:
     """The same settings, with what was left open decided: device, weights, steps in flight."""
     device = config.device or ("cuda" if _prefers_cuda(config) else "cpu")
-    if device == "cuda" and (problem := _cuda_problem()) is not None:
+    if device == "cuda" and (problem := cuda_problem()) is not None:
         raise InvalidConfig(f"Got device='cuda' but {problem}: use device='cpu'.")
     weights = config.weights if config.weights != "auto" else _default_weights(device)
     in_flight = config.max_steps_in_flight or (2 if device == "cuda" else 1)
@@ -55,10 +55,10 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
 
 def _prefers_cuda(config: EngineConfig) -> bool:
     runs_there = config.weights in ("auto", *WEIGHTS_BY_DEVICE["cuda"])
-    return (runs_there and _cuda_problem() is None) or config.weights not in ("auto", *WEIGHTS_BY_DEVICE["cpu"])
+    return (runs_there and cuda_problem() is None) or config.weights not in ("auto", *WEIGHTS_BY_DEVICE["cpu"])
 
 
-def _cuda_problem() -> str | None:
+def cuda_problem() -> str | None:
     """Why no GPU can be used, as the end of a sentence."""
     import torch
 
