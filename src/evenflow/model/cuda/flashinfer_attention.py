@@ -1,7 +1,7 @@
 """Attention by FlashInfer: its FlashAttention-3 kernel for chunks and its decode kernel for single tokens.
 
-Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. Import this module
-only where FlashInfer is installed. Its kernels are compiled on first use and kept on disk.
+Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. Import this
+module only where FlashInfer is installed. Its kernels are compiled on first use and kept on disk.
 """
 
 from __future__ import annotations
