@@ -98,36 +98,49 @@ def test_a_graph_reads_each_plan_from_the_same_memory() -> None:
     torch.testing.assert_close(backend.run(0, later.queries, later.kv), expected.run(0, later.queries, later.kv))
 
 
-def _outputs(config: ModelConfig, whole: PagedStep, cuts: list[int], decode_from: int, others: int) -> Tensor:
-    """Rows of the whole prompt, computed in chunks that end at `cuts`, then one by one, beside other sequences."""
+def _outputs(config: ModelConfig, whole: PagedStep, cuts: list[int], others: int) -> Tensor:
+    """Rows of a prompt, computed in chunks that end at `cuts`, the rest one by one, beside copies of the sequence."""
     backend = TritonAttention(config, whole.queries.dtype, DEVICE, deterministic=True)
-    table, rows = whole.layout.block_tables, []
-    length = len(whole.queries)
-    ends = [*cuts, *range(decode_from + 1, length + 1)]
+    tables, length, rows = whole.layout.block_tables.repeat(1 + others, 1), len(whole.queries), []
+    ends = [*cuts, *range(cuts[-1] + 1, length + 1)]
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        is_decode = start >= decode_from
-        contexts = [end] * (1 + others) if is_decode else []
-        chunk = ([], []) if is_decode else ([start], [end - start])
-        layout = StepLayout(contexts, *chunk, table.expand(1 + others, -1), torch.empty(0), 16)
+        if start >= cuts[-1]:
+            layout = StepLayout([end] * (1 + others), (), (), tables, torch.empty(0), whole.layout.block_size)
+        else:
+            layout = StepLayout((), [start], [end - start], tables, torch.empty(0), whole.layout.block_size)
         backend.plan(layout)
-        queries = whole.queries[start:end]
-        rows.append(backend.run(0, queries.repeat(1 + others, 1, 1) if is_decode else queries, whole.kv)[: end - start])
+        queries = whole.queries[start:end].repeat(1 + others if start >= cuts[-1] else 1, 1, 1)
+        rows.append(backend.run(0, queries, whole.kv)[: end - start])
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "length", "dtype"),
+    [
+        (4, 128, 1400, torch.bfloat16),
+        (7, 64, 1400, torch.bfloat16),
+        (1, 256, 700, torch.bfloat16),
+        (4, 80, 600, torch.float32),
+    ]
+    if HAS_CUDA
+    else [(3, 16, 80, torch.float32)],
+)
 @pytest.mark.parametrize("window", [None, 40])
 def test_the_bits_do_not_depend_on_chunks_or_batch(
-    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+    group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        triton_attention, "_DETERMINISTIC_SPLIT", 64 if HAS_CUDA else 32
-    )  # several parts in a short prompt
+    if not HAS_CUDA:
+        monkeypatch.setattr(triton_attention, "_DETERMINISTIC_SPLIT", 32)  # several parts in a short prompt
     config = tiny_config(
-        num_heads=3, num_kv_heads=1, head_dim=16, attention_scale=0.25, layer_windows=(window, None, None, None)
+        num_heads=group,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        layer_windows=(window, None, None, None),
     )
-    length = 80
     whole = paged_step(config, [], [(0, length)], dtype=dtype, device=DEVICE)
-    expected = _outputs(config, whole, [length], length, others=0)
-    for cuts, decode_from, others in (([40, 78], 78, 2), ([13, 64, 79], 79, 0), ([1, 32, 33, 80], 80, 0)):
-        assert torch.equal(_outputs(config, whole, cuts, decode_from, others), expected), cuts
+    expected = _outputs(config, whole, [length], others=0)
+    draw = random.Random(0)
+    for others in (2, 0, 0):
+        cuts = [*sorted(draw.sample(range(1, length - 2), 2)), length - draw.randint(0, 2)]
+        assert torch.equal(_outputs(config, whole, cuts, others), expected), cuts

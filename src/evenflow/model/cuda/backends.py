@@ -23,7 +23,6 @@ logger = logging.getLogger("evenflow")
 
 BACKEND_VARIABLE = "EVENFLOW_ATTENTION_BACKEND"
 _LARGEST_TRITON_HEAD = 256
-_REFERENCE_OPERATIONS = "evenflow.model.cuda.reference_ops"
 
 
 class _Unusable(Exception):
@@ -61,12 +60,7 @@ def choose_operations(device: torch.device) -> Operations:
             return cast(Operations, _import("kernels", "Triton", "triton"))
         except _Unusable as error:
             logger.warning("A layer's operations run unfused, which is slow: %s.", error)
-    return cast(Operations, importlib.import_module(_REFERENCE_OPERATIONS))
-
-
-def can_capture(attention: AttentionBackend, operations: Operations) -> bool:
-    """Whether graphs can replay them on a GPU: what is written in plain torch looks at values on the host."""
-    return attention.name != "reference" and operations is not importlib.import_module(_REFERENCE_OPERATIONS)
+    return cast(Operations, importlib.import_module("evenflow.model.cuda.reference_ops"))
 
 
 def can_capture(attention: AttentionBackend, operations: Operations) -> bool:

@@ -72,6 +72,7 @@ class _Launch:
     items: Tensor
     merges: Tensor
     block_tables: Tensor
+    parts: tuple[Tensor, Tensor]  # the workspace: sums of values, and pairs of largest score and sum of weights
 
 
 class TritonAttention:
@@ -104,7 +105,8 @@ class TritonAttention:
                 if layout.is_captured:
                     planned = planned.padded(len(tiles) + splitting.num_programs, len(tiles))
                 items, merges = self._send(planned, len(tiles) if layout.is_captured else None)
-                self._launches.append(_Launch(kernel, items, merges, layout.block_tables))
+                parts = self._parts(kernel, splitting.num_slots)
+                self._launches.append(_Launch(kernel, items, merges, layout.block_tables, parts))
 
     def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -141,9 +143,8 @@ class TritonAttention:
         items, merges = torch.split_with_sizes(table, [planned.items.size, planned.merges.size])
         return items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS)
 
-    def _parts(self, kernel: _Kernel) -> tuple[Tensor, Tensor]:
-        """The workspace as sums of values, and as (largest score, sum of weights)."""
-        num_rows = self._splitting(kernel).num_slots * self._config.num_kv_heads * kernel.used_rows
+    def _parts(self, kernel: _Kernel, num_slots: int) -> tuple[Tensor, Tensor]:
+        num_rows = num_slots * self._config.num_kv_heads * kernel.used_rows
         return self._workspace[: num_rows * self._head_block], self._workspace[num_rows * self._head_block :]
 
     def _attend(self, launch: _Launch, layer: int, queries: Tensor, kv: Tensor, output: Tensor) -> None:
@@ -154,7 +155,7 @@ class TritonAttention:
             launch.block_tables,
             launch.items,
             output,
-            *self._parts(kernel),
+            *launch.parts,
             config.attention_scale * _LOG2_E,
             *queries.stride()[:2],
             *kv.stride()[:4],
@@ -179,7 +180,7 @@ class TritonAttention:
         _merge_parts[(len(launch.merges), config.num_kv_heads, kernel.used_rows)](
             launch.merges,
             output,
-            *self._parts(kernel),
+            *launch.parts,
             *output.stride()[:2],
             GROUP=self._group,
             HEAD_DIM=config.head_dim,
