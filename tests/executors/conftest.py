@@ -10,9 +10,7 @@ from evenflow.executors.base import Executor
 from evenflow.executors.cuda_executor import CudaExecutor
 from evenflow.executors.torch_executor import TorchExecutor
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda import reference_ops
-from evenflow.model.cuda.decoder import PagedDecoder
-from evenflow.model.cuda.reference import ReferenceAttention
+from tests.model.cuda.devices import CPU, CUDA_FLOAT32, Place, needs_cuda
 from tests.model.tiny import random_tensors, tiny_config
 
 MakeExecutor = Callable[..., Executor]
@@ -23,17 +21,23 @@ def contiguous(config: ModelConfig, tensors: Any, **options: Any) -> Executor:
     return TorchExecutor(config, tensors, threads=1, **options)
 
 
-def paged(config: ModelConfig, tensors: Any, *, uses_graphs: bool = False, **options: Any) -> Executor:
-    """The executor for GPUs, on the CPU. Captured steps run again there instead of being replayed."""
+def paged(place: Place, uses_graphs: bool, config: ModelConfig, tensors: Any, **options: Any) -> Executor:
+    """The executor for GPUs. On a CPU, captured steps run again instead of being replayed."""
     options.pop("enable_prefix_caching", None)
-    decoder = PagedDecoder(config, tensors, ReferenceAttention(config), reference_ops)
+    decoder = place.decoder(config, tensors)
     return CudaExecutor(decoder, uses_graphs=uses_graphs, max_model_len=config.max_position, **options)
 
 
-EXECUTORS = {"contiguous": contiguous, "paged": paged, "paged, graphs": partial(paged, uses_graphs=True)}
+EXECUTORS = {
+    "contiguous": contiguous,
+    "paged": partial(paged, CPU, False),
+    "paged, graphs": partial(paged, CPU, True),
+    "cuda": partial(paged, CUDA_FLOAT32, False),
+    "cuda, graphs": partial(paged, CUDA_FLOAT32, True),
+}
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(params=[pytest.param(name, marks=needs_cuda if "cuda" in name else ()) for name in EXECUTORS])
 def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
     made: list[Executor] = []
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.errors import OutOfMemory
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
 from evenflow.model.cuda.decoder import PagedDecoder
@@ -96,8 +97,9 @@ class CudaExecutor:
         grammars: Grammars | None = None,
     ) -> None:
         self._decoder, self._grammars = decoder, grammars
+        sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
         self._inputs = DeviceInputs(
-            num_slots=max(max_num_seqs, _LEAST_SLOTS),
+            num_slots=max(max_num_seqs, _LEAST_SLOTS, *sizes),
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -108,7 +110,9 @@ class CudaExecutor:
         self._slots: dict[int, DeviceSequence] = {}
         self._in_flight: deque[_Launched] = deque()
         self._captured_rows: dict[int, StepRows] = {}
-        sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
+        # All graphs write to the same memory: each would keep logits of its own otherwise.
+        shape = max(sizes, default=0), decoder.config.vocab_size
+        self._captured_logits = torch.empty(shape, dtype=torch.float32, device=decoder.device)
         self._graphs = DecodeGraphs(self._run_captured, sizes, decoder.device)
         with torch.inference_mode():
             self._graphs.capture_all(self._prepare_capture)
@@ -122,6 +126,8 @@ class CudaExecutor:
                 self._launch(step)
         except Exception as error:
             step.error = out_of_memory(error, plan) or error
+            if isinstance(step.error, OutOfMemory) and self._decoder.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is left may be in pieces
         step.timer.stop()
         self._in_flight.append(step)
 
@@ -167,19 +173,21 @@ class CudaExecutor:
         rows = self._inputs.load(_spans(step), kept if len(kept) < num_rows else None)
         self._decoder.attention.plan(rows.layout)
         hidden = self._hidden(rows)
-        wanted = torch.split_with_sizes(hidden, [part.num_wanted for part in step.parts])
-        for number, part in enumerate(step.parts):
-            if part.prompt_logprobs:
-                step.prompt_logprobs[number] = self._prompt_logprobs(part, wanted[number])
+        if any(part.prompt_logprobs for part in step.parts):
+            wanted = torch.split_with_sizes(hidden, [part.num_wanted for part in step.parts])
+            for number, part in enumerate(step.parts):
+                if part.prompt_logprobs:
+                    step.prompt_logprobs[number] = self._prompt_logprobs(part, wanted[number])
+            hidden = torch.cat([hidden[:0], *(wanted[number][-1:] for number in step.sampled)])
         if step.sampled:
-            self._sample(step, *self._scores(torch.cat([wanted[number][-1:] for number in step.sampled])))
+            self._sample(step, *self._scores(hidden))
 
     def _hidden(self, rows: StepRows) -> Tensor:
         token_ids = self._inputs.token_ids(rows)
         return self._decoder.hidden(token_ids, rows.positions, rows.entries, self._kv, rows.kept)
 
-    def _scores(self, hidden: Tensor) -> tuple[Tensor, Greedy]:
-        logits = self._decoder.logits(hidden)
+    def _scores(self, hidden: Tensor, out: Tensor | None = None) -> tuple[Tensor, Greedy]:
+        logits = self._decoder.logits(hidden, out)
         return logits, Greedy(*logits.max(-1))
 
     def _prepare_capture(self, size: int) -> None:
@@ -188,7 +196,7 @@ class CudaExecutor:
         self._decoder.attention.plan(rows.layout)
 
     def _run_captured(self, size: int) -> tuple[Tensor, Greedy]:
-        return self._scores(self._hidden(self._captured_rows[size]))
+        return self._scores(self._hidden(self._captured_rows[size]), self._captured_logits[:size])
 
     def _sample(self, step: _Launched, logits: Tensor, greedy: Greedy) -> None:
         """For the parts that sample, in their order. Their tokens are pending until the step is read."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
 
 
-_MEMORY_MESSAGES = ("allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
+_MEMORY_MESSAGES = ("allocate memory", "not enough memory", "out of memory")  # torch's, on CPUs and GPUs
 
 
 class Slot(Protocol):

@@ -27,8 +27,10 @@ class Place(NamedTuple):
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 CPU = Place(torch.device("cpu"), torch.float32, 1e-5)
+CUDA_FLOAT32 = Place(torch.device("cuda"), torch.float32, 1e-4)
+CUDA_BFLOAT16 = Place(torch.device("cuda"), torch.bfloat16, 1e-2)
 PLACES: list[Any] = [
     pytest.param(CPU, id="cpu"),
-    pytest.param(Place(torch.device("cuda"), torch.float32, 1e-4), id="cuda, float32", marks=needs_cuda),
-    pytest.param(Place(torch.device("cuda"), torch.bfloat16, 1e-2), id="cuda, bfloat16", marks=needs_cuda),
+    pytest.param(CUDA_FLOAT32, id="cuda, float32", marks=needs_cuda),
+    pytest.param(CUDA_BFLOAT16, id="cuda, bfloat16", marks=needs_cuda),
 ]

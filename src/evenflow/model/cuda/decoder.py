@@ -100,12 +100,12 @@ class PagedDecoder:
             update = F.linear(operations.silu_mul(F.linear(rows, *layer.gate_up)), *layer.down)
         return operations.add_rms_norm(residual, update, self._norm, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The vocabulary's scores for rows of `hidden`, in float32."""
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
-            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The vocabulary's scores for rows of `hidden`, in float32; written to `out` if it is given."""
+        if self.dtype == torch.float32:
+            return torch.mm(hidden, self._head.t(), out=out)
+        # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
+        return torch.mm(hidden, self._head.t(), out_dtype=torch.float32, out=out)
 
 
 def _read_layer(config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> _Layer:
