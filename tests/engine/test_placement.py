@@ -32,9 +32,15 @@ def test_without_a_gpu_the_cpu_runs_in_float32() -> None:
 
 
 @without_cuda
-@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"weights": "bfloat16"}])
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidConfig, match="device='cuda' but .* use device='cpu'") as refused:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda"}, r"^Got device='cuda' but .*: use device='cpu'\.$"),
+        ({"weights": "bfloat16"}, r"^Got weights='bfloat16', which needs a GPU, but .*: use weights='float32'\.$"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message) as refused:
         decided(**settings)
     assert "\n" not in str(refused.value)
 

@@ -47,6 +47,10 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
     """The same settings, with what was left open decided: device, weights, steps in flight."""
     device = config.device or ("cuda" if _prefers_cuda(config) else "cpu")
     if device == "cuda" and (problem := cuda_problem()) is not None:
+        if config.device is None:
+            raise InvalidConfig(
+                f"Got weights={config.weights!r}, which needs a GPU, but {problem}: use weights='float32'."
+            )
         raise InvalidConfig(f"Got device='cuda' but {problem}: use device='cpu'.")
     weights = config.weights if config.weights != "auto" else _default_weights(device)
     in_flight = config.max_steps_in_flight or (2 if device == "cuda" else 1)

@@ -110,10 +110,20 @@ class DeviceSampler:
                 found = logprobs_of(logits.index_select(0, rows[places]), chosen[places], num_top)
                 logprobs.append(([numbers[place] for place in wanted], num_top, found.to_host()))
         numbers_to_host = start_copy(torch.stack((tokens.int(), largest.float().view(torch.int32))))
-        for row, sequence in enumerate(sequences):
-            if sequence.history is not None:
-                sequence.history[len(sequence.sampled.tokens)] = tokens[row]
+        self._append(tokens, sequences)
         return tokens, PendingSamples(numbers_to_host, errors, logprobs)
+
+    @staticmethod
+    def _append(tokens: Tensor, sequences: Sequence[DeviceSequence]) -> None:
+        """Each to the history of its sequence, if that has one: all by one call."""
+        ends = [
+            (row, sequence.history[len(sequence.sampled.tokens) :][:1])
+            for row, sequence in enumerate(sequences)
+            if sequence.history is not None
+        ]
+        if ends:
+            new = tokens.unsqueeze(1).unbind()
+            torch._foreach_copy_([end for _, end in ends], [new[row] for row, _ in ends])
 
     def _choose(
         self, scores: Tensor, group: Sequence[DeviceSequence], numbers: Sequence[int], errors: dict[int, str]
