@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from evenflow.errors import InvalidConfig, UnsupportedModel
+from evenflow.errors import InvalidConfig, MissingDependency, UnsupportedModel
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import AttentionBackend
 from evenflow.model.cuda.operations import Operations
@@ -53,12 +53,14 @@ def choose_attention(
     raise UnsupportedModel(f"No attention backend works here ({'; '.join(reasons)}): unset {BACKEND_VARIABLE}.")
 
 
-def choose_operations(device: torch.device) -> Operations:
+def choose_operations(device: torch.device, deterministic: bool = False) -> Operations:
     """Fused kernels on a GPU with Triton, which comes with torch there."""
     if device.type == "cuda":
         try:
-            return cast(Operations, _import("kernels", "Triton", "triton"))
+            return cast(Operations, _import("deterministic" if deterministic else "kernels", "Triton", "triton"))
         except _Unusable as error:
+            if deterministic:
+                raise MissingDependency(f"The deterministic mode does not work here: {error}.") from error
             logger.warning("A layer's operations run unfused, which is slow: %s.", error)
     return cast(Operations, importlib.import_module("evenflow.model.cuda.reference_ops"))
 

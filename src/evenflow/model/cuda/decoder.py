@@ -84,7 +84,7 @@ class PagedDecoder:
         for index, layer in enumerate(self._layers):
             rows = operations.add_rms_norm(residual, update, layer.attention_norm, eps)
             queries = operations.rope_and_write_kv(
-                F.linear(rows, *layer.qkv),
+                operations.linear(rows, *layer.qkv),
                 self.config.num_heads,
                 kv[index],
                 slots,
@@ -96,16 +96,16 @@ class PagedDecoder:
             if kept is not None and index == self.config.num_layers - 1:
                 # After the last attention rows no longer interact: unwanted ones are dropped there.
                 residual, attended = residual[kept], attended[kept]
-            rows = operations.add_rms_norm(residual, F.linear(attended, *layer.output), layer.mlp_norm, eps)
-            update = F.linear(operations.silu_mul(F.linear(rows, *layer.gate_up)), *layer.down)
+            rows = operations.add_rms_norm(residual, operations.linear(attended, *layer.output), layer.mlp_norm, eps)
+            update = operations.linear(operations.silu_mul(operations.linear(rows, *layer.gate_up)), *layer.down)
         return operations.add_rms_norm(residual, update, self._norm, eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The vocabulary's scores for rows of `hidden`, in float32; written to `out` if it is given."""
-        if self.dtype == torch.float32:
-            return torch.mm(hidden, self._head.t(), out=out)
-        # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
-        return torch.mm(hidden, self._head.t(), out_dtype=torch.float32, out=out)
+        if out is None:
+            # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
+            out = torch.empty(len(hidden), len(self._head), dtype=torch.float32, device=self.device)
+        return self._operations.linear(hidden, self._head, None, out)
 
 
 def _read_layer(config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> _Layer:

@@ -1,8 +1,9 @@
-"""A linear layer whose rows come out bitwise the same in any batch: the deterministic mode's matrix product, in Triton.
+"""Operations whose rows come out bitwise the same in any batch: the deterministic mode's matrix product, in Triton.
 
-A library's product picks its kernel by the number of rows, and with it the order of the sums. Here every output is
-summed in the same order: within a part of `_PART` inputs by the tensor cores, 16 inputs at a time, then part by part.
-Tiles differ only in which outputs they hold. Import this module only where Triton is installed.
+Implements `Operations`; the others work row by row already. A library's product picks its kernel by the number of rows,
+and with it the order of the sums. Here every output is summed in the same order: within a part of `_PART` inputs by the
+tensor cores, 16 inputs at a time, then part by part. Tiles differ only in which outputs they hold. Import this module
+only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from evenflow.model.cuda import kernels
+
+add_rms_norm = kernels.add_rms_norm
+rope_and_write_kv = kernels.rope_and_write_kv
+silu_mul = kernels.silu_mul
 
 _PART = 4096  # inputs; parts can run in parallel, so that few rows fill the GPU
 _MERGE_BLOCK = 1024
@@ -47,17 +54,15 @@ def _tiling(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype,
     return _Tiling(rows, 32, 128 if rows == 64 else 64, num_warps, 4, splits=num_parts > 1)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of [rows, inputs], in `dtype` if given.
-
-    Each row's result depends on that row alone, bit by bit.
-    """
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Rows times the weight's rows, plus the bias; each row's result depends on that row alone, bit by bit."""
     (num_rows, num_inputs), num_columns = rows.shape, weight.shape[0]
     if num_inputs * rows.itemsize % 16 or num_inputs != weight.shape[1]:
         raise ValueError(
             f"Got {num_inputs} inputs, but expected {weight.shape[1]}, with rows of a multiple of 16 bytes."
         )
-    output = rows.new_empty(num_rows, num_columns, dtype=dtype)
+    output = rows.new_empty(num_rows, num_columns) if out is None else out
+    assert output.is_contiguous(), "the kernel writes rows one after another"
     if num_rows == 0:
         return output
     is_cuda = rows.device.type == "cuda"

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from evenflow.model.cuda.operations import library_linear
+
+linear = library_linear
+
 _HEADS_PER_PROGRAM = 8
 _ACTIVATION_BLOCK = 1024
 

@@ -1,12 +1,15 @@
-"""The operations between a layer's matrix products. `kernels` has them for GPUs, `reference_ops` in plain torch.
+"""The operations of a layer besides attention. Three modules have them: `kernels` for GPUs, `deterministic` for GPUs
+with results that are bitwise the same in any batch, and `reference_ops` in plain torch.
 
-None of them waits for the device, so that a graph can capture them.
+Those for GPUs do not wait for the device, so that a graph can capture them.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -36,3 +39,19 @@ class Operations(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """SiLU of the first half of each row times its second half."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Rows times the weight's rows, plus the bias. `out` may be float32: the sums are not rounded then."""
+
+
+def library_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The fastest for these sizes: the order of the sums depends on the number of rows."""
+    if out is None:
+        return F.linear(rows, weight, bias)
+    if bias is not None:
+        torch.add(F.linear(rows, weight), bias, out=out)
+    elif out.dtype == rows.dtype:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
+    return out

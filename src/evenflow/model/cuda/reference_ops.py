@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evenflow.model.cuda.operations import library_linear
+
+linear = library_linear
+
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add `update` to `residual` in place, and return the RMSNorm of the sum; rows are [rows, hidden]."""
