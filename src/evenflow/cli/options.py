@@ -101,6 +101,9 @@ class ModelOptions:
         show_default="float32, on a GPU bfloat16",
     )
     load_format: str | None = option("dummy: random weights, from config.json alone.", metavar="auto|dummy")
+    deterministic: bool = option(
+        "On a GPU: the same bits of an answer for any chunks and batch; slower.", "--deterministic", default=False
+    )
     threads: int | None = option("Compute threads.", show_default="torch's choice")
     max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")
     gpu_memory_utilization: float | None = option("Share of available memory for the KV cache.", show_default="0.9")

@@ -52,6 +52,10 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
                 f"Got weights={config.weights!r}, which needs a GPU, but {problem}: use weights='float32'."
             )
         raise InvalidConfig(f"Got device='cuda' but {problem}: use device='cpu'.")
+    if device == "cpu" and config.deterministic:
+        raise InvalidConfig(
+            "Got deterministic=True on a CPU, where it is not supported: use device='cuda', or leave it out."
+        )
     weights = config.weights if config.weights != "auto" else _default_weights(device)
     in_flight = config.max_steps_in_flight or (2 if device == "cuda" else 1)
     return replace(config, device=device, weights=weights, max_steps_in_flight=in_flight)
@@ -125,11 +129,11 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
     from evenflow.model.cuda.decoder import PagedDecoder
 
     dtype: torch.dtype = getattr(torch, config.weights)
-    attention = choose_attention(model.config, dtype, device)
+    attention = choose_attention(model.config, dtype, device, config.deterministic)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     logger.info("Running on %s in %s, attention by %s.", name, config.weights, attention.name)
     longest = min(config.max_model_len or model.config.max_position, model.config.max_position)
-    operations = choose_operations(device)
+    operations = choose_operations(device, config.deterministic)
     decoder = PagedDecoder(model.config, model.weights.on(device, dtype), attention, operations, longest)
     num_blocks = _num_blocks(config, _gpu_kv_memory(config, decoder, longest), decoder.kv_bytes_per_token())
     max_model_len = _max_model_len(config, model.config, num_blocks)
