@@ -39,13 +39,14 @@ from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
 from evenflow import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
 from evenflow.config import EngineConfig  # noqa: E402
-from evenflow.core.plan import ExecutorCaps  # noqa: E402
+from evenflow.core.plan import ExecutorCaps, StepPlan  # noqa: E402
 from evenflow.core.report import StepReport  # noqa: E402
 from evenflow.core.roofline import known_device, roofline  # noqa: E402
 from evenflow.core.step_costs import StepCosts, figures_of  # noqa: E402
 from evenflow.engine.build import BuiltEngine, build_engine  # noqa: E402
 from evenflow.engine.messages import Event, Stepped  # noqa: E402
 from evenflow.engine.placement import place, place_paged  # noqa: E402
+from evenflow.executors.base import Executor  # noqa: E402
 from evenflow.model.loader import load_model  # noqa: E402
 from evenflow.model.work import model_work  # noqa: E402
 
@@ -63,6 +64,7 @@ class Figure:
     context: int
     seconds: float  # seen by the caller
     device_s: float
+    launch_s: float  # on the host, for a step; while the step before runs
     floor_s: float | None
     worst_s: float
 
@@ -72,10 +74,24 @@ class Figure:
 
     def line(self) -> str:
         line = f"{self.what} {self.size:6}: {1000 * self.seconds:8.2f} ms, on the device {1000 * self.device_s:8.2f}"
-        line += f", worst {1000 * self.worst_s:.2f}"
+        line += f", launched in {1000 * self.launch_s:.2f}, worst {1000 * self.worst_s:.2f}"
         if self.floor_s is not None and self.percent_of_floor is not None:
             line += f", floor {1000 * self.floor_s:.2f} ({self.percent_of_floor:.0f}% of it reached)"
         return line
+
+
+class TimedExecutor:
+    """An executor, and how long each of its launches took."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.caps, self.wait, self.close = executor.caps, executor.wait, executor.close
+        self.launches: list[float] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
+        self._executor.submit(plan)
+        self.launches.append(time.perf_counter() - began)
 
 
 class Steps:
@@ -84,6 +100,7 @@ class Steps:
     def __init__(self, built: BuiltEngine, costs: StepCosts | None, profile: Path | None) -> None:
         self._llm = LLM.over(built.engine, built.intake)
         self._llm.config = built.config
+        self._executor = built.engine.executor = TimedExecutor(built.engine.executor)
         self._costs, self._profile = costs, profile
         self._vocab_size = built.engine.limits.vocab_size
         self._random = random.Random(0)
@@ -111,6 +128,7 @@ class Steps:
                     on_device.append(report.seconds)
                 before = report.at if is_pure else None
         gaps, on_device = gaps[SKIPPED_STEPS:], on_device[SKIPPED_STEPS:]
+        launches = self._executor.launches[-len(gaps) :]
         context = prompt_tokens + DECODE_STEPS // 2
         shape = ExecutorCaps().step_shape(num_decodes=batch, decode_context=batch * context)
         return Figure(
@@ -119,6 +137,7 @@ class Steps:
             context=context,
             seconds=median(gaps),
             device_s=median(on_device),
+            launch_s=median(launches),
             floor_s=None if self._costs is None else self._costs.seconds(figures_of(shape)),
             worst_s=max(gaps),
         )
@@ -142,6 +161,7 @@ class Steps:
             context=tokens,
             seconds=median(took),
             device_s=median(on_device),
+            launch_s=median(self._executor.launches[-PREFILL_RUNS:]),
             floor_s=floor or None,
             worst_s=max(took),
         )

@@ -79,7 +79,7 @@ class PagedDecoder:
         """
         eps, operations = self.config.rms_norm_eps, self._operations
         residual = F.embedding(token_ids, self._embedding)
-        rotation = self._cosines[positions], self._sines[positions]
+        rotation = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
         update = None
         for index, layer in enumerate(self._layers):
             rows = operations.add_rms_norm(residual, update, layer.attention_norm, eps)
@@ -95,7 +95,7 @@ class PagedDecoder:
             attended = self.attention.run(index, queries, kv[index]).flatten(1)
             if kept is not None and index == self.config.num_layers - 1:
                 # After the last attention rows no longer interact: unwanted ones are dropped there.
-                residual, attended = residual[kept], attended[kept]
+                residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
             rows = operations.add_rms_norm(residual, operations.linear(attended, *layer.output), layer.mlp_norm, eps)
             update = operations.linear(operations.silu_mul(operations.linear(rows, *layer.gate_up)), *layer.down)
         return operations.add_rms_norm(residual, update, self._norm, eps)

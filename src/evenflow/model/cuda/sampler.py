@@ -155,7 +155,7 @@ class DeviceSampler:
                 masks[place] = allowed
             elif sampled.may_not_stop:
                 forbidden += [place * vocab_size + token for token in sampled.stop_token_ids]
-            if sampled.rules is not None:
+            if sampled.rules is not None and len(sampled.rules.biased_ids):
                 biased.append(place * vocab_size + sampled.rules.biased_ids)
                 biases.append(sampled.rules.biases)
         if masks:
