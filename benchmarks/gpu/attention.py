@@ -35,6 +35,8 @@ from evenflow.model.cuda.operations import Operations
 from evenflow.model.hf_config import read_config
 from evenflow.model.typed_values import TypedValues
 
+TINY = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 16}
 BLOCK_SIZE = 16
 NUM_MEMORIES = 4  # layers' worth of memory that runs take in turn
 RUNS_PER_GRAPH, NUM_REPLAYS, NUM_HOST_RUNS = 8, 7, 15
@@ -104,7 +106,7 @@ class Bench:
     def __init__(self, device: torch.device, is_tiny: bool) -> None:
         self.device, self.is_tiny = device, is_tiny
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.config: ModelConfig = read_config(TypedValues("config.json", LLAMA_8B), None, ())
+        self.config: ModelConfig = read_config(TypedValues("config.json", TINY if is_tiny else LLAMA_8B), None, ())
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
