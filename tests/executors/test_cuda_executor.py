@@ -15,8 +15,12 @@ from evenflow.errors import OutOfMemory
 from evenflow.executors.base import Executor
 from evenflow.executors.cuda_executor import CudaExecutor
 from evenflow.model.config import RopeConfig
+from evenflow.model.cuda import reference_ops
+from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.decoder import PagedDecoder
+from evenflow.model.cuda.reference import ReferenceAttention
 from tests.executors.conftest import paged
-from tests.executors.plans import admit, blocks, chunk, generate, plan, prompt, run
+from tests.executors.plans import admit, blocks, chunk, decodes, generate, plan, prompt, run
 from tests.model.cuda.devices import CPU, CUDA_BFLOAT16, CUDA_FLOAT32, Place, needs_cuda
 from tests.model.tiny import random_tensors, tiny_config
 
@@ -108,3 +112,43 @@ def test_memory_that_cannot_be_had_fails_the_step_and_not_the_executor(place: Pl
         run(executor, plan(admissions=(huge,), changes=(blocks(3, 0),), chunks=(chunk(3, 0, 5, samples=True),)))
     run(executor, plan(released=(3,)))
     assert generate(executor, admit(0, prompt(5)), (), 3) == expected
+
+
+class LittleMemory(ReferenceAttention):
+    """Fails as torch does where a step has more rows than fit."""
+
+    most_rows = 400
+
+    def plan(self, layout: StepLayout) -> None:
+        if layout.num_rows > self.most_rows:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        super().plan(layout)
+
+
+def test_a_step_that_does_not_fit_runs_in_pieces_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIG, max_position=1024)
+    tensors = random_tensors(config)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=8)
+    found = []
+    for attention in (ReferenceAttention(config), LittleMemory(config)):
+        decoder = PagedDecoder(config, tensors, attention, reference_ops)
+        executor = CudaExecutor(decoder, num_blocks=128, block_size=16, max_model_len=1024, max_num_seqs=4)
+        first = plan(
+            admissions=(admit(0, prompt(30)),), changes=(blocks(0, 0, 4),), chunks=(chunk(0, 0, 30, samples=True),)
+        )
+        run(executor, first)
+        both = plan(
+            admissions=(admit(1, prompt(700, 1), sampling), admit(2, prompt(90, 2))),
+            changes=(blocks(1, 4, 48), blocks(2, 60, 10)),
+            decoding=decodes((0, 30)),
+            chunks=(chunk(1, 0, 700, samples=True, prompt_logprobs=True), chunk(2, 0, 90, samples=True)),
+        )
+        result = run(executor, both)
+        after = run(executor, plan(decoding=decodes((0, 31), (1, 700), (2, 90))))
+        found.append((result.tokens, after.tokens, [row.chosen.token_id for row in result.prompt_logprobs[1]]))
+        executor.close()
+    assert found[0] == found[1]
+    assert found[0][2] == list(prompt(700, 1)[1:])
+    assert [record.getMessage()[:60] for record in caplog.records] == [
+        "Memory ran out in a step of 791 tokens. From now on at most ",
+    ]

@@ -6,16 +6,18 @@ host reads a copy when it waits for the step.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import OutOfMemory
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
 from evenflow.model.cuda.decoder import PagedDecoder
@@ -27,7 +29,10 @@ from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequenc
 if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
 
+logger = logging.getLogger("evenflow")
+
 _LEAST_SLOTS = 16  # a calibration runs some streams whatever the engine's own limit
+_FEWEST_ROWS = 128  # a step of fewer is not divided
 _PENDING = -1  # in a sequence's tokens: sampled, but not read yet
 
 _Part = Part[DeviceSequence]
@@ -81,6 +86,19 @@ class _Launched:
         return StepResult(self.plan.step_id, tuple(tokens), self.timer.seconds, errors, logprobs, prompt_logprobs)
 
 
+class _Piece(NamedTuple):
+    """A part of a step, or some rows of it."""
+
+    number: int  # of the part
+    part: _Part
+    is_decode: bool
+
+    @property
+    def span(self) -> RowSpan:
+        token_ids = None if self.is_decode else self.part.token_ids
+        return RowSpan(self.part.slot.slot, self.part.start, self.part.length, token_ids)
+
+
 class CudaExecutor:
     """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place."""
 
@@ -109,6 +127,7 @@ class CudaExecutor:
         self._sampler = DeviceSampler(self._inputs.to_device)
         self._slots: dict[int, DeviceSequence] = {}
         self._in_flight: deque[_Launched] = deque()
+        self._most_rows = sys.maxsize  # computed at a time; lowered when memory runs out
         self._captured_rows: dict[int, StepRows] = {}
         # All graphs write to the same memory: each would keep logits of its own otherwise.
         shape = max(sizes, default=0), decoder.config.vocab_size
@@ -126,8 +145,6 @@ class CudaExecutor:
                 self._launch(step)
         except Exception as error:
             step.error = out_of_memory(error, plan) or error
-            if isinstance(step.error, OutOfMemory) and self._decoder.device.type == "cuda":
-                torch.cuda.empty_cache()  # what is left may be in pieces
         step.timer.stop()
         self._in_flight.append(step)
 
@@ -158,29 +175,55 @@ class CudaExecutor:
         step.sampled = [number for number, part in enumerate(step.parts) if part.samples]
         size = None if plan.chunks else self._graphs.size_for(len(step.parts))
         if size is not None:
-            rows = self._inputs.load_captured(_spans(step), size)
+            rows = self._inputs.load_captured([piece.span for piece in next(_groups(step))], size)
             self._decoder.attention.plan(rows.layout)
             self._sample(step, *self._graphs.replay(size))
-        else:
-            self._run_eagerly(step)
+            return
+        while not self._runs_in_memory(step):
+            if self._decoder.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    def _run_eagerly(self, step: _Launched) -> None:
+    def _runs_in_memory(self, step: _Launched) -> bool:
+        """Launch the step operation by operation. If memory runs out, False: fewer rows at a time may do."""
+        try:
+            self._run_groups(step)
+            return True
+        except (MemoryError, RuntimeError) as error:
+            rows = min(self._most_rows, step.plan.num_rows)
+            if out_of_memory(error, step.plan) is None or rows <= _FEWEST_ROWS:
+                raise
+        self._most_rows = max(_FEWEST_ROWS, rows // 2)
+        logger.warning(
+            "Memory ran out in a step of %d tokens. From now on at most %d are computed at a time, which is slower: "
+            "lower max_num_batched_tokens or gpu_memory_utilization.",
+            *(step.plan.num_rows, self._most_rows),
+        )
+        return False
+
+    def _run_groups(self, step: _Launched) -> None:
+        step.prompt_logprobs = {}
+        hidden = [self._run_group(step, group) for group in _groups(step, self._most_rows)]
+        if step.sampled:
+            self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
+
+    def _run_group(self, step: _Launched, group: Sequence[_Piece]) -> Tensor:
+        """Some of a step's rows through the layers; returns those that are sampled from."""
         kept: list[int] = []
         num_rows = 0
-        for part in step.parts:
-            num_rows += part.length
-            kept += range(num_rows - part.num_wanted, num_rows)
-        rows = self._inputs.load(_spans(step), kept if len(kept) < num_rows else None)
+        for piece in group:
+            num_rows += piece.part.length
+            kept += range(num_rows - piece.part.num_wanted, num_rows)
+        rows = self._inputs.load([piece.span for piece in group], kept if len(kept) < num_rows else None)
         self._decoder.attention.plan(rows.layout)
         hidden = self._hidden(rows)
-        if any(part.prompt_logprobs for part in step.parts):
-            wanted = torch.split_with_sizes(hidden, [part.num_wanted for part in step.parts])
-            for number, part in enumerate(step.parts):
-                if part.prompt_logprobs:
-                    step.prompt_logprobs[number] = self._prompt_logprobs(part, wanted[number])
-            hidden = torch.cat([hidden[:0], *(wanted[number][-1:] for number in step.sampled)])
-        if step.sampled:
-            self._sample(step, *self._scores(hidden))
+        if not any(piece.part.prompt_logprobs for piece in group):
+            return hidden
+        wanted = torch.split_with_sizes(hidden, [piece.part.num_wanted for piece in group])
+        for piece, found in zip(group, wanted, strict=True):
+            if piece.part.prompt_logprobs:
+                step.prompt_logprobs.setdefault(piece.number, []).extend(self._prompt_logprobs(piece.part, found))
+        sampled = [found[-1:] for piece, found in zip(group, wanted, strict=True) if piece.part.samples]
+        return torch.cat([hidden[:0], *sampled])
 
     def _hidden(self, rows: StepRows) -> Tensor:
         token_ids = self._inputs.token_ids(rows)
@@ -211,16 +254,28 @@ class CudaExecutor:
 
     def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> list[Logprobs]:
         """In groups of rows, so that only a few rows of logits are in memory at a time."""
-        num_top = part.slot.sampled.params.prompt_logprobs
+        predicted, num_top = np.array(part.predicted), part.slot.sampled.params.prompt_logprobs
         found = []
-        for first in range(0, len(part.predicted), GROUP_ROWS):
-            targets = np.array(part.predicted[first : first + GROUP_ROWS])
+        for first in range(0, len(predicted), GROUP_ROWS):
+            targets = predicted[first : first + GROUP_ROWS]
             logits = self._decoder.logits(hidden[first : first + len(targets)])
             found.append(logprobs_of(logits, self._inputs.to_device(targets), [num_top]).to_host())
         return found
 
 
-def _spans(step: _Launched) -> list[RowSpan]:
-    decodes, chunks = step.parts[: len(step.plan.decodes)], step.parts[len(step.plan.decodes) :]
-    spans = [RowSpan(part.slot.slot, part.start, 1) for part in decodes]
-    return spans + [RowSpan(part.slot.slot, part.start, part.length, part.token_ids) for part in chunks]
+def _groups(step: _Launched, most_rows: int = sys.maxsize) -> Iterator[list[_Piece]]:
+    """The step's parts in order, in groups of at most `most_rows` rows: a chunk may be divided."""
+    group: list[_Piece] = []
+    room = most_rows
+    for number, whole in enumerate(step.parts):
+        part = whole
+        while part.length > room:
+            first = replace(part, length=room, samples=False)
+            if room:
+                group.append(_Piece(number, first, is_decode=False))
+            yield group
+            part = replace(part, start=part.start + room, length=part.length - room)
+            group, room = [], most_rows
+        group.append(_Piece(number, part, is_decode=number < len(step.plan.decodes)))
+        room -= part.length
+    yield group
