@@ -17,7 +17,8 @@ from evenflow.model.cuda.decoder import PagedDecoder
 class Place(NamedTuple):
     device: torch.device
     dtype: torch.dtype
-    tolerance: float  # of logits, relative to their spread
+    tolerance: float  # of logits, relative to their size
+    gain: float = 1.0  # of the layers: with more, transformers in 16 bits is further off than the tolerance
 
     def decoder(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> PagedDecoder:
         here = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
@@ -28,7 +29,7 @@ class Place(NamedTuple):
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 CPU = Place(torch.device("cpu"), torch.float32, 1e-5)
 CUDA_FLOAT32 = Place(torch.device("cuda"), torch.float32, 1e-4)
-CUDA_BFLOAT16 = Place(torch.device("cuda"), torch.bfloat16, 1e-2)
+CUDA_BFLOAT16 = Place(torch.device("cuda"), torch.bfloat16, 1e-2, gain=0.25)
 PLACES: list[Any] = [
     pytest.param(CPU, id="cpu"),
     pytest.param(CUDA_FLOAT32, id="cuda, float32", marks=needs_cuda),

@@ -14,7 +14,7 @@ from evenflow.core.plan import BlockTableChange
 from evenflow.model.cuda.decoder import PagedDecoder
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan
 from tests.model.architectures import CASES, transformers_model
-from tests.model.cuda.devices import CPU, PLACES, Place
+from tests.model.cuda.devices import CPU, CUDA_BFLOAT16, PLACES, Place, needs_cuda
 from tests.model.tiny import random_tensors, tiny_config
 
 pytest.importorskip("transformers")
@@ -79,12 +79,24 @@ def _no_gradients() -> Iterator[None]:
 def test_logits_equal_transformers(name: str, place: Place) -> None:
     config = CASES[name][0]
     # Rounded first: what is compared is the computation, not the rounding of the weights.
-    tensors = {key: tensor.to(place.dtype).float() for key, tensor in random_tensors(config).items()}
+    tensors = {key: tensor.to(place.dtype).float() for key, tensor in random_tensors(config, gain=place.gain).items()}
     token_ids = token_ids_of(90)
     expected = transformers_model(name, tensors)(torch.tensor([token_ids])).logits[0]
     sequences = Sequences(place.decoder(config, tensors))
     assert_close(sequences.prefill(0, token_ids), expected, place)
     assert_close(sequences.prefill(1, token_ids, [1, 2, 40, 41, 80]), expected, place)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_cuda) for name in ("llama", "qwen2", "qwen3")])
+def test_sixteen_bits_cost_no_more_than_in_transformers(name: str) -> None:
+    config = CASES[name][0]
+    tensors = {key: tensor.bfloat16().float() for key, tensor in random_tensors(config).items()}
+    token_ids = token_ids_of(90)
+    model, batch = transformers_model(name, tensors).cuda(), torch.tensor([token_ids], device="cuda")
+    exact = model(batch).logits[0].cpu()
+    theirs = model.bfloat16()(batch).logits[0].float().cpu()
+    ours = Sequences(CUDA_BFLOAT16.decoder(config, tensors)).prefill(0, token_ids)
+    assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
 
 
 CONFIGS = {
@@ -108,7 +120,7 @@ def test_any_chunks_give_the_same_logits(name: str, data: st.DataObject) -> None
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decodes_and_chunks_packed_into_a_step_do_not_see_each_other(name: str, place: Place) -> None:
-    sequences = Sequences(place.decoder(CONFIGS[name], random_tensors(CONFIGS[name])))
+    sequences = Sequences(place.decoder(CONFIGS[name], random_tensors(CONFIGS[name], gain=place.gain)))
     prompts = [token_ids_of(count, seed=count) for count in (30, 90, 1, 110, 64)]
     computed = [29, 89, 0, 50, 0]  # before the packed step: two decodes, a first token, a later chunk, a whole prompt
     alone = [sequences.prefill(5, prompt) for prompt in prompts]
