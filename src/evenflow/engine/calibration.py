@@ -75,21 +75,28 @@ class Calibration:
                 scheduler.add(Request(f"warm-up-{num_added}", tokens, sampling, seed=0, max_model_len=max_model_len))
                 num_added += 1
             for chunk in sizes:
-                last = self._step(scheduler, chunk + _NUM_STREAMS)
-                for _ in range(decodes_between):
-                    self._step(scheduler, 1)
-                is_late = time.perf_counter() + 2.5 * last > end
+                budgets = [chunk + _NUM_STREAMS] + [1] * decodes_between
+                longest = max([self._step(scheduler, budget) for budget in budgets])
+                is_late = time.perf_counter() + 2.5 * longest > end
                 if is_late or all(request.num_output_tokens for request in scheduler.requests.values()):
                     break
+        while scheduler.num_in_flight:
+            self._commit(scheduler)
         return scheduler.step_time
 
     def _step(self, scheduler: Scheduler, budget: int) -> float:
-        """Run one step; returns its seconds, 0 if nothing was left to run."""
+        """Submit one step, behind others if the executor takes several; returns the seconds of one that ended, or 0.
+
+        A step that a GPU is waiting for would seem to take as long as its launch.
+        """
         scheduler.set_policy(PolicySpec("fixed", budget))
         plan = scheduler.schedule(time.perf_counter())
-        if plan is None:
-            return 0.0
-        self.executor.submit(plan)
+        if plan is not None:
+            self.executor.submit(plan)
+        is_full = plan is None or not scheduler.can_schedule
+        return self._commit(scheduler) if is_full and scheduler.num_in_flight else 0.0
+
+    def _commit(self, scheduler: Scheduler) -> float:
         result = self.executor.wait()
         scheduler.commit(result, time.perf_counter())
         return result.seconds
