@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu/attention.py --json kernels.json
     PYTHONPATH=src python benchmarks/gpu/attention.py attention --backends triton,deterministic
+    PYTHONPATH=src python benchmarks/gpu/attention.py tuning
 
 Times are medians of captured graphs, so that launches do not count; `plan` and `launch` are the host's. `ideal` is what
 the work takes at the speeds that this GPU reaches in the same run for a plain read and a large matrix product. Runs
@@ -16,10 +17,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -41,6 +43,7 @@ BLOCK_SIZE = 16
 NUM_MEMORIES = 4  # layers' worth of memory that runs take in turn
 RUNS_PER_GRAPH, NUM_REPLAYS, NUM_HOST_RUNS = 8, 7, 15
 SECTIONS = ("attention", "operations", "linears")
+TUNING = "tuning"  # tries other sizes of our own kernels; not among the sections that run by default
 OPERATION_ROWS = (64, 512, 2048)
 LINEAR_ROWS = (1, 64, 256, 512, 2048, 8192)
 
@@ -64,6 +67,33 @@ CASES = (
     Case("decode 8 x 32K", [32_768] * 8),
     Case("decode 64 x 1,124 and chunk 512 at 32K", [1_124] * 64, [(32_768, 512)]),
 )
+# Sizes of the Triton kernels to try, by what they run: changes to the ones that are used.
+TUNED: dict[str, tuple[str, list[dict[str, int]]]] = {
+    "_chunk": (
+        "chunk 512 at 32K",
+        [
+            {},
+            {"num_stages": 3},
+            {"num_stages": 7},
+            {"width": 128, "num_stages": 3},
+            {"width": 32},
+            {"rows": 64, "used_rows": 64, "num_warps": 4},
+        ],
+    ),
+    "_decode": (
+        "decode 64 x 1,124",
+        [
+            {},
+            {"num_stages": 3},
+            {"num_stages": 7},
+            {"width": 32},
+            {"width": 128},
+            {"num_warps": 2},
+            {"programs_per_sm": 2},
+            {"programs_per_sm": 8},
+        ],
+    ),
+}
 TINY_CASES = (Case("decode 2 x 20 and chunk 4 at 16", [20] * 2, [(16, 4)]),)
 
 
@@ -86,7 +116,7 @@ class Figure:
         host = ""
         if self.plan_seconds is not None and self.launch_seconds is not None:
             host = f"  plan {self.plan_seconds * 1e6:6.0f} us  launch {self.launch_seconds * 1e6:5.0f} us"
-        return f"{self.what:<42} {self.by:<22} {self.seconds * 1e6:9.1f} us  {self.percent:5.1f}%{host}"
+        return f"{self.what:<42} {self.by:<38} {self.seconds * 1e6:9.1f} us  {self.percent:5.1f}%{host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +233,23 @@ def case_figures(
         )
 
 
+def tuning_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Figure]:
+    from triton.runtime.errors import OutOfResources
+
+    for is_deterministic in (False, True):
+        for part, (case_name, trials) in TUNED.items():
+            [case] = [case for case in CASES if case.name == case_name]
+            for changes in trials:
+                backend: Any = backend_named("deterministic" if is_deterministic else "triton", bench)
+                setattr(backend, part, replace(getattr(backend, part), **changes))
+                sizes = " ".join(f"{name} {value}" for name, value in changes.items()) or "as it is"
+                name = f"{'deterministic, ' if is_deterministic else ''}{sizes}"
+                try:
+                    yield from case_figures(bench, ceilings, {name: backend}, case)
+                except OutOfResources as error:
+                    print(f"{case_name}, {name}: {error}")
+
+
 def backend_named(name: str, bench: Bench) -> AttentionBackend:
     is_deterministic = name == "deterministic"
     os.environ[BACKEND_VARIABLE] = "triton" if is_deterministic else name
@@ -279,13 +326,21 @@ def _multiply(linear: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=[], metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        default=[],
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)} (all by default), {TUNING}",
+    )
     parser.add_argument("--backends", help="of flashinfer, triton, deterministic; default: all three")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    if unknown := set(arguments.sections) - set(SECTIONS):
-        parser.error(f"got {', '.join(sorted(unknown))} but expected sections of {', '.join(SECTIONS)}")
+    if unknown := set(arguments.sections) - {*SECTIONS, TUNING}:
+        parser.error(f"got {', '.join(sorted(unknown))} but expected sections of {', '.join((*SECTIONS, TUNING))}")
+    if arguments.tiny and TUNING in arguments.sections:
+        parser.error(f"{TUNING} needs a GPU")
     if not arguments.tiny and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --tiny runs without one")
     bench = Bench(torch.device("cpu" if arguments.tiny else "cuda"), arguments.tiny)
@@ -299,6 +354,7 @@ def main() -> None:
             "attention": lambda: attention_figures(bench, ceilings, backends),
             "operations": lambda: operation_figures(bench, ceilings),
             "linears": lambda: linear_figures(bench, ceilings),
+            TUNING: lambda: tuning_figures(bench, ceilings),
         }
         figures = []
         for section in arguments.sections or SECTIONS:

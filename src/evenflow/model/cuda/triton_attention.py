@@ -42,7 +42,7 @@ class _Kernel:
     rows: int  # (token, query head) pairs of a tile
     width: int  # positions of KV at a time
     num_warps: int
-    num_stages: int
+    num_stages: int  # half of them for loads of the block table: 5 keep two tiles of KV on their way, 3 keep one
     used_rows: int
     programs_per_sm: int
     least_split: int
@@ -54,9 +54,9 @@ def _kernels_for(head_dim: int, group: int, dtype: torch.dtype, deterministic: b
     if dtype == torch.float32:
         decode_rows, rows, width, num_warps, num_stages = least, least, 32, 4, 2
     elif head_dim > 128:
-        decode_rows, rows, width, num_warps, num_stages = least, max(least, 64 if deterministic else 128), 32, 8, 3
+        decode_rows, rows, width, num_warps, num_stages = least, max(least, 64 if deterministic else 128), 32, 8, 5
     else:
-        decode_rows, rows, width, num_warps, num_stages = least, max(least, 128), 64, 8, 3
+        decode_rows, rows, width, num_warps, num_stages = least, max(least, 128), 64, 8, 5
     if deterministic:
         decode_rows = max(least, min(rows, 64))
     decode_warps = num_warps if decode_rows == rows else 4
