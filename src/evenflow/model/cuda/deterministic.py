@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evenflow.model.cuda import kernels
+from evenflow.model.cuda.limits import Limits, limits_of
 
 add_rms_norm = kernels.add_rms_norm
 rope_and_write_kv = kernels.rope_and_write_kv
@@ -38,7 +39,7 @@ class _Tiling:
     splits: bool
 
 
-def _tiling(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype, num_sms: int) -> _Tiling:
+def _tiling(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype, limits: Limits) -> _Tiling:
     """The widest tiles that still fill the GPU."""
     if dtype == torch.float32:
         return _Tiling(64, 64, 32, 4, 3, splits=False)
@@ -48,8 +49,9 @@ def _tiling(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype,
         columns = widest
         while columns > 32:
             num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns) * (num_parts if splits else 1)
-            if num_tiles >= 0.9 * num_sms:
-                return _Tiling(rows, columns, 64, num_warps, 4, splits)
+            if num_tiles >= 0.9 * limits.num_processors:
+                stage_bytes = (rows + columns) * 64 * dtype.itemsize
+                return _Tiling(rows, columns, 64, num_warps, min(4, limits.shared_memory // stage_bytes), splits)
             columns //= 2
     return _Tiling(rows, 32, 128 if rows == 64 else 64, num_warps, 4, splits=num_parts > 1)
 
@@ -65,10 +67,8 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor
     assert output.is_contiguous(), "the kernel writes rows one after another"
     if num_rows == 0:
         return output
-    is_cuda = rows.device.type == "cuda"
-    num_sms = torch.cuda.get_device_properties(rows.device).multi_processor_count if is_cuda else 16
     num_parts = triton.cdiv(num_inputs, _PART)
-    tiling = _tiling(num_rows, num_columns, num_parts, rows.dtype, num_sms)
+    tiling = _tiling(num_rows, num_columns, num_parts, rows.dtype, limits_of(rows.device))
     parts = output
     if tiling.splits:
         parts = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=rows.device)

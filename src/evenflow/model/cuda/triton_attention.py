@@ -20,6 +20,7 @@ from torch import Tensor
 
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.splits import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -32,6 +33,7 @@ from evenflow.model.cuda.splits import (
 
 _DETERMINISTIC_SPLIT = 512  # positions reduced in one go: a multiple of every kernel's width
 _WORKSPACE_BYTES = 64 << 20  # for the parts of split tiles; 32-bit offsets reach all of it
+_LARGE_SHARED_MEMORY = 165 << 10  # bytes for one program, as on data-centre GPUs from Hopper on
 _LOG2_E = 1.4426950408889634
 
 
@@ -48,17 +50,20 @@ class _Kernel:
     least_split: int
 
 
-def _kernels_for(head_dim: int, group: int, dtype: torch.dtype, deterministic: bool) -> tuple[_Kernel, _Kernel]:
+def _kernels_for(
+    head_dim: int, group: int, dtype: torch.dtype, deterministic: bool, shared_memory: int
+) -> tuple[_Kernel, _Kernel]:
     """For decodes and for chunks. Deterministic ones reduce a row by the same instructions in the same order."""
     least = triton.next_power_of_2(max(group, 16))
+    is_large = shared_memory >= _LARGE_SHARED_MEMORY
     if dtype == torch.float32:
-        decode_rows, rows, width, num_warps, num_stages = least, least, 32, 4, 2
+        rows, width, num_warps, num_stages = 16, 32, 4, 2
     elif head_dim > 128:
-        decode_rows, rows, width, num_warps, num_stages = least, max(least, 64 if deterministic else 128), 32, 8, 5
+        rows, width, num_warps, num_stages = 64 if deterministic or not is_large else 128, 32, 8, 5 if is_large else 3
     else:
-        decode_rows, rows, width, num_warps, num_stages = least, max(least, 128), 64, 8, 5
-    if deterministic:
-        decode_rows = max(least, min(rows, 64))
+        rows, width, num_warps, num_stages = 128, 64, 8, 5 if is_large else 3
+    rows = max(least, rows)
+    decode_rows = max(least, min(rows, 64)) if deterministic else least
     decode_warps = num_warps if decode_rows == rows else 4
     decode = _Kernel(decode_rows, width, decode_warps, num_stages, group, programs_per_sm=4, least_split=128)
     return decode, _Kernel(rows, width, num_warps, num_stages, rows, programs_per_sm=1, least_split=512)
@@ -85,9 +90,11 @@ class TritonAttention:
         self._config, self._device, self._deterministic = config, device, deterministic
         self._group = config.num_heads // config.num_kv_heads
         self._head_block = max(16, triton.next_power_of_2(config.head_dim))
-        self._decode, self._chunk = _kernels_for(config.head_dim, self._group, dtype, deterministic)
-        is_cuda = device.type == "cuda"
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 16
+        limits = limits_of(device)
+        self._num_sms = limits.num_processors
+        self._decode, self._chunk = _kernels_for(
+            config.head_dim, self._group, dtype, deterministic, limits.shared_memory
+        )
         self._workspace = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
         self._graph_tables: dict[int, Tensor] = {}
         self._launches: list[_Launch] = []
