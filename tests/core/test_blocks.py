@@ -74,3 +74,31 @@ def test_the_check_sees_a_block_released_twice() -> None:
     pool.release(blocks, None)
     with pytest.raises(AssertionError):
         pool.check_invariants()
+
+
+def test_a_flood_of_prefixes_displaces_its_own() -> None:
+    """Before, everybody's: the least recently used prefix was evicted, no matter who filled the cache."""
+    pool = BlockPool(8)
+    for number in range(4):
+        (block,) = pool.allocate(1, b"quiet")
+        pool.publish(block, b"quiet %d" % number, b"quiet")
+        pool.release([block], None)
+    for number in range(100):
+        (block,) = pool.allocate(1, b"flood")
+        pool.publish(block, b"flood %d" % number, b"flood")
+        pool.release([block], None)
+        pool.check_invariants()
+    assert all(pool.is_published(b"quiet %d" % number) for number in range(4))
+    assert [number for number in range(100) if pool.is_published(b"flood %d" % number)] == [96, 97, 98, 99]
+
+
+def test_one_alone_may_fill_the_cache_and_makes_room_for_others() -> None:
+    pool = BlockPool(8)
+    for owner, count in ((b"first", 8), (b"second", 3)):
+        for number in range(count):
+            (block,) = pool.allocate(1, owner)
+            pool.publish(block, owner + b" %d" % number, owner)
+            pool.release([block], None)
+    assert [number for number in range(8) if pool.is_published(b"first %d" % number)] == [3, 4, 5, 6, 7]
+    assert all(pool.is_published(b"second %d" % number) for number in range(3))
+    pool.check_invariants()

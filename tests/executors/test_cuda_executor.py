@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from evenflow.core.plan import StepResult
 from evenflow.core.policies import PolicySpec
@@ -129,7 +130,8 @@ def test_a_step_that_does_not_fit_runs_in_pieces_and_says_so(caplog: pytest.LogC
     config = replace(CONFIG, max_position=1024)
     tensors = random_tensors(config)
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=8)
-    found = []
+    pooled = SamplingParams(temperature=0.0, pooling="mean", max_tokens=1)
+    found, embeddings = [], []
     for attention in (ReferenceAttention(config), LittleMemory(config)):
         decoder = PagedDecoder(config, tensors, attention, reference_ops)
         executor = CudaExecutor(decoder, num_blocks=128, block_size=16, max_model_len=1024, max_num_seqs=4)
@@ -138,17 +140,23 @@ def test_a_step_that_does_not_fit_runs_in_pieces_and_says_so(caplog: pytest.LogC
         )
         run(executor, first)
         both = plan(
-            admissions=(admit(1, prompt(700, 1), sampling), admit(2, prompt(90, 2))),
-            changes=(blocks(1, 4, 48), blocks(2, 60, 10)),
+            admissions=(admit(1, prompt(700, 1), sampling), admit(2, prompt(90, 2)), admit(3, prompt(450, 3), pooled)),
+            changes=(blocks(1, 4, 48), blocks(2, 60, 10), blocks(3, 70, 30)),
             decoding=decodes((0, 30)),
-            chunks=(chunk(1, 0, 700, samples=True, prompt_logprobs=True), chunk(2, 0, 90, samples=True)),
+            chunks=(
+                chunk(1, 0, 700, samples=True, prompt_logprobs=True),
+                chunk(2, 0, 90, samples=True),
+                chunk(3, 0, 450, samples=True),
+            ),
         )
         result = run(executor, both)
-        after = run(executor, plan(decoding=decodes((0, 31), (1, 700), (2, 90))))
+        after = run(executor, plan(released=(3,), decoding=decodes((0, 31), (1, 700), (2, 90))))
         found.append((result.tokens, after.tokens, [row.chosen.token_id for row in result.prompt_logprobs[1]]))
+        embeddings.append(torch.frombuffer(bytearray(result.embeddings[3]), dtype=torch.float32))
         executor.close()
     assert found[0] == found[1]
     assert found[0][2] == list(prompt(700, 1)[1:])
-    assert [record.getMessage()[:60] for record in caplog.records] == [
-        "Memory ran out in a step of 791 tokens. From now on at most ",
+    torch.testing.assert_close(embeddings[0], embeddings[1], rtol=0, atol=1e-5)
+    assert [record.getMessage().partition(" are ")[0] for record in caplog.records] == [
+        f"Memory ran out in a step of 1241 tokens. From now on at most {rows}" for rows in (620, 310)
     ]

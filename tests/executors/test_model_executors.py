@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from evenflow.core.plan import Admission, BlockTableChange
-from evenflow.core.request import SamplingParams
+from evenflow.core.request import Pooling, SamplingParams
 from tests.executors.conftest import MakeExecutor
 from tests.executors.plans import GREEDY, admit, blocks, chunk, decodes, generate, plan, prompt, run
 from tests.model.tiny import random_tensors, tiny_config
@@ -212,6 +212,55 @@ def test_a_sequence_without_usable_logits_fails_alone(make_executor: MakeExecuto
     assert "nan" in first.errors[0]
     assert second.tokens == ((expected[1],), ())
     assert list(second.errors) == [1]
+
+
+def test_a_prompt_without_usable_logits_has_no_logprobs(make_executor: MakeExecutor) -> None:
+    tensors = random_tensors(tiny_config())
+    tensors["embed_tokens.weight"][5] = float("inf")
+    executor = make_executor(tensors, enable_prefix_caching=False)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    good = tuple(token for token in prompt(90) if token != 5)
+    broken = (*good[:-3], 5, *good[-3:])
+    result = run(
+        executor,
+        plan(
+            admissions=(admit(0, broken, sampling), admit(1, good, sampling)),
+            changes=(blocks(0, 0), blocks(1, 32)),
+            chunks=(
+                chunk(0, 0, len(broken), samples=False, prompt_logprobs=True),
+                chunk(1, 0, len(good), samples=True, prompt_logprobs=True),
+            ),
+        ),
+    )
+    assert list(result.errors) == [0]
+    assert "no usable logits" in result.errors[0]
+    assert list(result.prompt_logprobs) == [1]
+    assert len(result.prompt_logprobs[1]) == len(good) - 1
+
+
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_embeddings_are_the_same_in_any_chunks(make_executor: MakeExecutor, pooling: Pooling) -> None:
+    executor = make_executor(enable_prefix_caching=False)
+    token_ids, sampling = prompt(100), SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
+
+    def embedding(cuts: list[int]) -> torch.Tensor:
+        for start, end in zip([0, *cuts], [*cuts, 100], strict=True):
+            step = plan(
+                released=(0,) if start == 0 else (),
+                admissions=(admit(0, token_ids, sampling), admit(1, prompt(9, 1))) if start == 0 else (),
+                changes=(blocks(0, 0), blocks(1, 32)) if start == 0 else (),
+                chunks=(
+                    chunk(0, start, end, samples=end == 100),
+                    *((chunk(1, 0, 9, samples=True),) if start == 0 else ()),
+                ),
+            )
+            result = run(executor, step)
+            assert list(result.embeddings) == ([0] if end == 100 else [])
+        return torch.frombuffer(bytearray(result.embeddings[0]), dtype=torch.float32)
+
+    whole = embedding([])
+    torch.testing.assert_close(whole.norm(), torch.tensor(1.0))
+    torch.testing.assert_close(embedding([1, 50, 99]), whole, rtol=0, atol=1e-5)
 
 
 def test_a_step_that_fails_is_reported_by_its_own_wait(make_executor: MakeExecutor) -> None:

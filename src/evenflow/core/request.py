@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, StrEnum
+from typing import Literal, get_args
 
 from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
@@ -20,6 +21,7 @@ MAX_BIAS = 100.0  # OpenAI's bound: enough to force or forbid a token
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 1000
+Pooling = Literal["last", "mean"]  # of a prompt's rows into one vector: that of its last token, or their mean
 ALL_LOGPROBS = -1  # as `prompt_logprobs`: every token of the vocabulary
 
 
@@ -46,6 +48,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # only these are generated, an end only if it is one of them
     bad_words: tuple[str, ...] = ()  # the token that would complete one of them is not generated
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; `bad_words` are added to them
+    pooling: Pooling | None = None  # the output is an embedding of the prompt; max_tokens is then 1
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
@@ -78,8 +81,17 @@ class SamplingParams:
             raise InvalidRequest(
                 f"Got grammar={self.grammar!r} but expected a Grammar, such as Grammar.regex('[a-z]+')."
             )
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"Got pooling={self.pooling!r} but expected 'last' or 'mean'.")
+        if self.pooling is not None and self.max_tokens != 1:
+            raise InvalidRequest(f"Got pooling with max_tokens={self.max_tokens} but expected max_tokens=1.")
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether the output depends on all of the prompt's rows, so that none can come from a prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 def _check_token_rules(params: SamplingParams) -> None:
@@ -242,6 +254,11 @@ class Request:
             self.block_hashes,
             self.arrival_time,
         )
+
+    @property
+    def cache_owner(self) -> bytes:
+        """Who has a share of the prefix cache. What a salt has behind a slash can be made up by clients."""
+        return self.salt.partition(b"/")[0]
 
     @property
     def num_known(self) -> int:

@@ -382,7 +382,7 @@ class Scheduler:
 
     def _append_blocks(self, request: Request, count: int) -> BlockTableChange:
         first = len(request.block_ids)
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, request.cache_owner)
         request.block_ids += blocks
         return BlockTableChange(request.slot, first, tuple(blocks))
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evenflow.core.plan import Decodes, StepPlan
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -68,6 +69,7 @@ class Calibration:
         max_model_len = min(self.max_position, self.num_blocks * self.block_size)
         total = min(sum(chunks[-1]), max_model_len - 2, (self.num_blocks // 2) * self.block_size)
         num_added = 0
+        taken: set[int] = set()  # slots of the executor
         for lengths, sizes in zip((_NUM_STREAMS * [_STREAM_TOKENS], [total]), chunks, strict=True):
             for length in lengths:
                 tokens = [(7919 * num_added + 31 * position) % self.vocab_size for position in range(length)]
@@ -76,15 +78,17 @@ class Calibration:
                 num_added += 1
             for chunk in sizes:
                 budgets = [chunk + _NUM_STREAMS] + [1] * decodes_between
-                longest = max([self._step(scheduler, budget) for budget in budgets])
+                longest = max([self._step(scheduler, budget, taken) for budget in budgets])
                 is_late = time.perf_counter() + 2.5 * longest > end
                 if is_late or all(request.num_output_tokens for request in scheduler.requests.values()):
                     break
         while scheduler.num_in_flight:
             self._commit(scheduler)
+        self.executor.submit(StepPlan(0, tuple(taken), (), (), Decodes(), (), 0))
+        self.executor.wait()
         return scheduler.step_time
 
-    def _step(self, scheduler: Scheduler, budget: int) -> float:
+    def _step(self, scheduler: Scheduler, budget: int, taken: set[int]) -> float:
         """Submit one step, behind others if the executor takes several; returns the seconds of one that ended, or 0.
 
         A step that a GPU is waiting for would seem to take as long as its launch.
@@ -92,6 +96,8 @@ class Calibration:
         scheduler.set_policy(PolicySpec("fixed", budget))
         plan = scheduler.schedule(time.perf_counter())
         if plan is not None:
+            taken.difference_update(plan.released_slots)
+            taken.update(admission.slot for admission in plan.admissions)
             self.executor.submit(plan)
         is_full = plan is None or not scheduler.can_schedule
         return self._commit(scheduler) if is_full and scheduler.num_in_flight else 0.0

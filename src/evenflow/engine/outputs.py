@@ -5,6 +5,7 @@ An output is filled step by step and is complete when it has a finish_reason.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -31,6 +32,7 @@ class RequestOutput:
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[RowLogprobs] | None = None
     prompt_logprobs: list[RowLogprobs] | None = None  # for the prompt's tokens from the second on
+    embedding: array[float] | None = None  # of the prompt, of unit length; with `pooling`
 
     @property
     def ttft_s(self) -> float | None:
@@ -259,6 +261,9 @@ class Outputs:
         for place, chunk in enumerate(report.chunks):
             if (builder := builders.get(chunk.request_id)) is not None:
                 builder.take_chunk(chunk, report.prompt_logprobs.get(place))
+        for row, values in report.embeddings.items():
+            if (builder := builders.get(report.ids[row])) is not None:
+                builder.output.embedding = array("f", values)
         ended, logprobs, now = report.ended, report.logprobs, report.at
         for row, (request_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
             builder = builders.get(request_id)

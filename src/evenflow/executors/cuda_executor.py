@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
 from evenflow.model.cuda.decoder import PagedDecoder
 from evenflow.model.cuda.graphs import DecodeGraphs, graph_sizes
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan, StepRows
-from evenflow.model.cuda.logprobs import Logprobs, logprobs_of
+from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
 from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, Greedy, PendingSamples
+from evenflow.model.sampler import logit_errors
 
 if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
@@ -38,6 +40,16 @@ _PENDING = -1  # in a sequence's tokens: sampled, but not read yet
 _Part = Part[DeviceSequence]
 
 
+class _PromptRows(NamedTuple):
+    """Log-probabilities of some tokens of a prompt, and the largest logit of each row."""
+
+    largest: Tensor
+    logprobs: Logprobs
+
+    def to_host(self) -> _PromptRows:
+        return _PromptRows(start_copy(self.largest), self.logprobs.to_host())
+
+
 @dataclass(slots=True)
 class _Launched:
     """A step on the device, or one that could not be launched."""
@@ -47,7 +59,9 @@ class _Launched:
     parts: list[_Part] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # the numbers of the parts that sample
     samples: PendingSamples | None = None
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    prompt_rows: dict[int, list[_PromptRows]] = field(default_factory=dict)
+    row_sums: dict[int, Tensor] = field(default_factory=dict)
+    embeddings: dict[int, Tensor] = field(default_factory=dict)
     error: Exception | None = None
     result: StepResult | None = None
 
@@ -62,7 +76,7 @@ class _Launched:
 
     def _read(self) -> StepResult:
         tokens: list[tuple[int, ...]] = [()] * len(self.parts)
-        errors: dict[int, str] = {}
+        prompt_logprobs, errors = self._read_prompts()
         logprobs: dict[int, tuple[RowLogprobs, ...]] = {}
         if self.samples is not None:
             samples = self.samples.read()
@@ -71,19 +85,28 @@ class _Launched:
                 if part.end < len(part.slot.sampled.tokens):  # else a later step failed and dropped it
                     part.slot.sampled.tokens[part.end] = token
                 tokens[number] = (token,)
-            errors = {self.sampled[row]: message for row, message in samples.errors.items()}
+            sample_errors = {self.sampled[row]: message for row, message in samples.errors.items()}
             logprobs = {self.sampled[row]: (found,) for row, found in samples.logprobs.items()}
-            for number in errors:
+            for number in sample_errors:
                 tokens[number] = ()
-        prompt_logprobs = {
-            number: tuple(
-                row
-                for group in groups
-                for row in group.rows([self.parts[number].slot.sampled.params.prompt_logprobs] * len(group.chosen))
-            )
-            for number, groups in self.prompt_logprobs.items()
-        }
-        return StepResult(self.plan.step_id, tuple(tokens), self.timer.seconds, errors, logprobs, prompt_logprobs)
+            errors |= sample_errors
+        embeddings = {number: to_bytes(values) for number, values in self.embeddings.items()}
+        seconds = self.timer.seconds
+        return StepResult(self.plan.step_id, tuple(tokens), seconds, errors, logprobs, prompt_logprobs, embeddings)
+
+    def _read_prompts(self) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+        """Prompt logprobs and errors by the part's number."""
+        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
+        for number, groups in self.prompt_rows.items():
+            num_top = self.parts[number].slot.sampled.params.prompt_logprobs
+            unusable = logit_errors([value for group in groups for value in group.largest.tolist()])
+            if unusable:
+                errors[number] = next(iter(unusable.values()))
+            else:
+                rows = [row for group in groups for row in group.logprobs.rows([num_top] * len(group.largest))]
+                found[number] = tuple(rows)
+        return found, errors
 
 
 class _Piece(NamedTuple):
@@ -152,6 +175,8 @@ class CudaExecutor:
         return self._in_flight.popleft().read()
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
 
@@ -201,10 +226,15 @@ class CudaExecutor:
         return False
 
     def _run_groups(self, step: _Launched) -> None:
-        step.prompt_logprobs = {}
+        step.prompt_rows, step.row_sums = {}, {}  # memory may have run out before
         hidden = [self._run_group(step, group) for group in _groups(step, self._most_rows)]
         if step.sampled:
             self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
+        for number, row_sum in step.row_sums.items():
+            part = step.parts[number]
+            part.slot.row_sum = row_sum
+            if part.samples:
+                step.embeddings[number] = start_copy(unit_length(row_sum))
 
     def _run_group(self, step: _Launched, group: Sequence[_Piece]) -> Tensor:
         """Some of a step's rows through the layers; returns those that are sampled from."""
@@ -216,12 +246,15 @@ class CudaExecutor:
         rows = self._inputs.load([piece.span for piece in group], kept if len(kept) < num_rows else None)
         self._decoder.attention.plan(rows.layout)
         hidden = self._hidden(rows)
-        if not any(piece.part.prompt_logprobs for piece in group):
+        if not any(piece.part.is_read_row_by_row for piece in group):
             return hidden
         wanted = torch.split_with_sizes(hidden, [piece.part.num_wanted for piece in group])
         for piece, found in zip(group, wanted, strict=True):
             if piece.part.prompt_logprobs:
-                step.prompt_logprobs.setdefault(piece.number, []).extend(self._prompt_logprobs(piece.part, found))
+                step.prompt_rows.setdefault(piece.number, []).extend(self._prompt_rows(piece.part, found))
+            if piece.part.pooling is not None:
+                before = step.row_sums.get(piece.number, piece.part.slot.row_sum)
+                step.row_sums[piece.number] = add_rows(before, found)
         sampled = [found[-1:] for piece, found in zip(group, wanted, strict=True) if piece.part.samples]
         return torch.cat([hidden[:0], *sampled])
 
@@ -252,14 +285,15 @@ class CudaExecutor:
         for part in parts:
             part.slot.sampled.tokens.append(_PENDING)
 
-    def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> list[Logprobs]:
+    def _prompt_rows(self, part: _Part, hidden: Tensor) -> list[_PromptRows]:
         """In groups of rows, so that only a few rows of logits are in memory at a time."""
         predicted, num_top = np.array(part.predicted), part.slot.sampled.params.prompt_logprobs
         found = []
         for first in range(0, len(predicted), GROUP_ROWS):
             targets = predicted[first : first + GROUP_ROWS]
             logits = self._decoder.logits(hidden[first : first + len(targets)])
-            found.append(logprobs_of(logits, self._inputs.to_device(targets), [num_top]).to_host())
+            logprobs = logprobs_of(logits, self._inputs.to_device(targets), [num_top])
+            found.append(_PromptRows(logits.amax(-1), logprobs).to_host())
         return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from evenflow.core.plan import Admission, StepPlan
+from evenflow.core.request import Pooling
 from evenflow.errors import OutOfMemory
 from evenflow.model.sampler import SampledSequence
 from evenflow.model.token_rules import TokenRules
@@ -49,7 +50,16 @@ class Part(Generic[SlotT]):
     @property
     def num_wanted(self) -> int:
         """How many of its last rows are needed after the last layer."""
-        return self.length if self.prompt_logprobs else int(self.samples)
+        return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
+
+    @property
+    def is_read_row_by_row(self) -> bool:
+        """Whether its wanted rows are needed for more than a sample."""
+        return self.prompt_logprobs or self.pooling is not None
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.slot.sampled.params.pooling
 
     @property
     def predicted(self) -> list[int]:

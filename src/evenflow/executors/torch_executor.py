@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import InvalidConfig
+from evenflow.errors import InvalidConfig, InvalidRequest
+from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
@@ -28,7 +29,7 @@ from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
-from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
 from evenflow.model.weights import needed_shapes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Slot:
     sampled: SampledSequence
     kv: Tensor
     block_ids: list[int] = field(default_factory=list)
+    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
 
 
 class TorchExecutor:
@@ -86,6 +88,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
 
@@ -116,16 +120,19 @@ class TorchExecutor:
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
-        prompt_logprobs = {
-            number: self._prompt_logprobs(part, hidden[number])
+        prompt_logprobs, prompt_errors = self._all_prompt_logprobs(parts, hidden)
+        embeddings = {
+            number: values
             for number, part in enumerate(parts)
-            if part.prompt_logprobs
+            if part.pooling is not None and (values := self._embedding(part, hidden[number])) is not None
         }
         tokens, errors, logprobs = self._sample(parts, hidden)
+        errors = prompt_errors | errors
         if self._store is not None:
             for part in parts:
                 self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
-        return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
+        seconds = time.perf_counter() - began
+        return StepResult(plan.step_id, tokens, seconds, errors, logprobs, prompt_logprobs, embeddings)
 
     def _admit(self, admission: Admission) -> _Slot:
         sampled = new_sampled(admission, self._config.vocab_size, self._grammars)
@@ -161,14 +168,36 @@ class TorchExecutor:
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
+    def _all_prompt_logprobs(
+        self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
+    ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+        """Prompt logprobs and errors by the part's number."""
+        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
+        for number, part in enumerate(parts):
+            if part.prompt_logprobs:
+                try:
+                    found[number] = self._prompt_logprobs(part, hidden[number])
+                except InvalidRequest as error:
+                    errors[number] = str(error)
+        return found, errors
+
     def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> tuple[RowLogprobs, ...]:
         predicted, num_top = part.predicted, part.slot.sampled.params.prompt_logprobs
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
-            logprobs = self._decoder.logits(hidden[first : first + len(targets)]).log_softmax(-1)
+            logits = self._decoder.logits(hidden[first : first + len(targets)])
+            if unusable := logit_errors(logits.amax(-1).tolist()):
+                raise InvalidRequest(next(iter(unusable.values())))
+            logprobs = logits.log_softmax(-1)
             found += [row_logprobs(row, token, num_top) for row, token in zip(logprobs, targets, strict=True)]
         return tuple(found)
+
+    def _embedding(self, part: Part[_Slot], hidden: Tensor) -> bytes | None:
+        """The prompt's embedding, once its last chunk is computed."""
+        part.slot.row_sum = add_rows(part.slot.row_sum, self._decoder.normed(hidden))
+        return to_bytes(unit_length(part.slot.row_sum)) if part.samples else None
 
 
 def default_threads() -> int:

@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from evenflow.errors import InvalidRequest
+from evenflow.errors import InvalidRequest, printable
 from evenflow.model.special_tokens import END_OF_MESSAGE, Change, SpecialTokens, with_strings
 from evenflow.model.tool_messages import Message, plain_message, write_out_tools
 
@@ -101,11 +101,15 @@ class ChatTemplate:
         try:
             return _compile(self._sources[name]).render(known)
         except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequest(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+            raise InvalidRequest(
+                f"the model's chat template is broken at line {error.lineno}: {printable(str(error))}"
+            ) from error
         except MemoryError:
             raise InvalidRequest("the model's chat template takes too much memory for these messages") from None
         except Exception as error:  # a template can raise anything that an expression can
-            raise InvalidRequest(f"the model's chat template refused these messages: {error}") from error
+            raise InvalidRequest(
+                f"the model's chat template refused these messages: {printable(str(error))}"
+            ) from error
 
 
 def _marked(message: Message) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def _variables(source: str) -> set[str]:
     """The variables that a template takes."""
     try:
         return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-    except jinja2.TemplateSyntaxError:  # rendering reports it
+    except (jinja2.TemplateSyntaxError, RecursionError):  # rendering reports it
         return set()
 
 

@@ -50,6 +50,10 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
         self._compile_soon = lru_cache(_MAX_CACHED)(lambda grammar: self._worker.submit(self._compile, grammar))
 
+    def close(self) -> None:
+        """End the thread, which would else outlive the model."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
     def read_vocabulary(self) -> None:
         """Build what all grammars share, ahead of the first."""
         _ = self._tokenizer

@@ -60,7 +60,7 @@ class Samples:
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     """One token for each row of `logits`, which it overwrites."""
-    errors = errors_of(logits.amax(-1).tolist())
+    errors = logit_errors(logits.amax(-1).tolist())
     raw = {
         row: logits[row].log_softmax(-1)
         for row, sequence in enumerate(sequences)
@@ -93,7 +93,7 @@ def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogpro
     return RowLogprobs(TokenLogprob(token, float(logprobs[token])), top)
 
 
-def errors_of(largest: Sequence[float]) -> dict[int, str]:
+def logit_errors(largest: Sequence[float]) -> dict[int, str]:
     """Rows whose largest logit is not finite."""
     return {
         row: f"The model gave no usable logits: their largest value is {value}."

@@ -4,6 +4,7 @@ Names are those of Hugging Face checkpoints without the leading `model.`: `embed
 `layers.0.self_attn.q_proj.weight`, `norm.weight`, `lm_head.weight` (absent when it is the embedding).
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class StoredTensor:
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """Tensors by name, of one type and on one device.
+    """Tensors by name, of one type and on one device; BrokenModel if one holds values that are no numbers.
 
     Each lookup reads from disk and caches nothing, so a loader that looks each name up once holds one copy of the
     model. Several threads may look up at a time.
@@ -44,7 +45,11 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         # Moved first: a GPU converts faster, and 16-bit types make the copy shorter.
-        return self._stored[name].read().to(self._device).to(self._dtype)
+        tensor = self._stored[name].read().to(self._device).to(self._dtype)
+        # A sum is the fastest look at all values, and a model whose sums overflow computes nothing of use.
+        if not math.isfinite(tensor.sum(dtype=torch.float32).item()):
+            raise BrokenModel(f"the tensor {name} holds values that are not finite, or too large")
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

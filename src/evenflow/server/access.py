@@ -34,9 +34,10 @@ class ServerLimits:
 def cache_salt(key: str, tenant: str = "", salt: str | None = None) -> str:
     """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns.
 
-    Keys are hexadecimal, and the tenant's length separates it from the salt: no two triples give the same text.
+    What is before the slash has an equal share of the cache: `Request.cache_owner`. Keys are hexadecimal, and the
+    tenant's length separates it from the salt: no two triples give the same text.
     """
-    return f"{key}/{tenant}" if salt is None else f"{key}+{len(tenant)}:{tenant}{salt}"
+    return f"{key}/{len(tenant)}:{tenant}{salt or ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 from evenflow import __version__
 from evenflow.server.access import ApiKeys
+from evenflow.server.api.embeddings import EmbeddingsBody
 from evenflow.server.api.messages.request import MESSAGES_BODIES
 from evenflow.server.api.messages.routes import messages_routes
 from evenflow.server.api.openapi import add_body_schemas, error_responses
@@ -42,7 +43,7 @@ def make_app(
     recent = RecentRequests(observer)
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
-        add_body_schemas(app, (*BODIES, *MESSAGES_BODIES, ResponsesBody))
+        add_body_schemas(app, (*BODIES, EmbeddingsBody, *MESSAGES_BODIES, ResponsesBody))
         messages = messages_routes(service, needs_key=keys.are_needed)
         model = [generation_routes(service), responses_routes(service), messages, model_routes(service)]
         engine_routes = [*model, metrics_router(observer)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
+from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
@@ -56,6 +58,7 @@ class ServerSettings:
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
     request_log: Path | None = None
+    pooling: Pooling | None = None  # of embeddings; None: the server gives none
     engine: str = ""  # its settings as text, for the fingerprint
 
     def __post_init__(self) -> None:
@@ -78,7 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}") from error
+        advice = "; --port gives another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}{advice}") from error
     return listener
 
 
@@ -104,7 +108,9 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
         named = settings.model_names, fingerprint(settings.engine)
-        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named)
+        service = ModelService(
+            client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named, pooling=settings.pooling
+        )
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

@@ -131,6 +131,23 @@ def test_a_result_without_its_call_is_refused() -> None:
 def test_the_assistants_last_message_is_continued() -> None:
     body = {"model": "m", "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}
     chat = as_chat(CountTokensBody.model_validate(body))
-    assert plain(chat) == [{"role": "assistant", "content": ""}]
+    assert plain(chat) == [{"role": "assistant", "content": "", "reasoning_content": "x"}]
     assert chat.continue_final_message
     assert not chat_of([{"role": "user", "content": "a"}]).continue_final_message
+
+
+def test_thoughts_before_a_call_go_to_the_template() -> None:
+    """A template renders them while the answer is not complete; before, they were dropped."""
+    thoughts = [{"type": "thinking", "thinking": text, "signature": "s"} for text in ("First this.", "Then that.")]
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    chat = chat_of(
+        [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": thoughts[:1]},
+            {"role": "assistant", "content": [thoughts[1], call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+        ]
+    )
+    assistant = plain(chat)[1]
+    assert assistant["reasoning_content"] == "First this.\n\nThen that."
+    assert assistant["tool_calls"][0]["id"] == "a"

@@ -120,13 +120,13 @@ def test_items_are_the_same_conversation_as_a_chat(server: RunningServer) -> Non
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}}
     chat = [
         {"role": "system", "content": "Be brief.\n\nBe kind."},
-        {"role": "user", "content": "Hello there"},
+        {"role": "user", "content": "Hello\nthere"},
         {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
         {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
         {"role": "user", "content": "And now?"},
     ]
     arguments = {"call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Bern"}'}
-    parts = [{"type": "input_text", "text": "Hello "}, {"type": "input_text", "text": "there"}]
+    parts = [{"type": "input_text", "text": "Hello"}, {"type": "input_text", "text": "there"}]
     said = [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
     items = [
         {"type": "message", "role": "developer", "content": "Be kind."},

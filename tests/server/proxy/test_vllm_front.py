@@ -81,6 +81,14 @@ def test_vllm_is_started_with_the_plug_in_and_the_flags(server: RunningServer) -
     assert arguments[arguments.index("--scheduler-cls") + 1] == "evenflow.vllm.LatencyTargetScheduler"
 
 
+def test_the_sockets_between_front_and_engine_are_private(server: RunningServer) -> None:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    folders = {Path(line.split()[-1]).parent for line in lines if re.search(r"/evenflow-\w+/(http|steps)$", line)}
+    modes = [stat.S_IMODE(folder.stat().st_mode) for folder in folders if folder.exists()]
+    assert modes
+    assert set(modes) == {0o700}
+
+
 def test_streams_pass_as_they_come(server: RunningServer) -> None:
     events = server.events("/v1/completions", {"prompt": [1], "max_tokens": 5})
     assert "".join(event["choices"][0]["text"] for event in events) == "token 0 token 1 token 2 token 3 token 4 "

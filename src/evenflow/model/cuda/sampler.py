@@ -19,7 +19,7 @@ from torch import Tensor
 from evenflow.core.plan import RowLogprobs
 from evenflow.errors import InvalidRequest
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
-from evenflow.model.sampler import MIN_TEMPERATURE, SampledSequence, Samples, allowed_next, errors_of, uniform
+from evenflow.model.sampler import MIN_TEMPERATURE, SampledSequence, Samples, allowed_next, logit_errors, uniform
 
 ToDevice = Callable[[NDArray[np.generic]], Tensor]
 
@@ -33,6 +33,7 @@ class DeviceSequence:
     slot: int
     sampled: SampledSequence
     history: Tensor | None  # its tokens on the device, if penalties count them
+    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
 
     @classmethod
     def of(cls, slot: int, sampled: SampledSequence, max_tokens: int, to_device: ToDevice) -> DeviceSequence:
@@ -76,7 +77,7 @@ class PendingSamples:
     def read(self) -> Samples:
         """Once the device has come so far."""
         tokens, bits = self.numbers
-        errors = errors_of(bits.view(torch.float32).tolist()) | self.errors
+        errors = logit_errors(bits.view(torch.float32).tolist()) | self.errors
         found: dict[int, RowLogprobs] = {}
         for rows, num_top, logprobs in self.logprobs:
             found |= dict(zip(rows, logprobs.rows(num_top), strict=True))

@@ -12,7 +12,7 @@ from evenflow.model.infill import InfillTokens
 from evenflow.model.tokenizer import StreamDecoder
 from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
-from evenflow.server.api.request_models import CompletionBody
+from evenflow.server.api.request_models import CompletionBody, as_batch
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
@@ -28,7 +28,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
     _NO_CONTENT = b'""'
 
     def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
-        self._prompts = _as_batch(body.prompt)
+        self._prompts = as_batch(body.prompt)
         super().__init__(service, body, caller, "text_completion", num_prompts=len(self._prompts))
         self.grammar = body.grammar
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -40,7 +40,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         body, service = self.body, self._service
         requests: list[Request] = []
         for prompt in self._prompts:
-            whole = self._encode(prompt)
+            whole = self._prompt(prompt)
             token_ids = self._truncated(whole, body.max_tokens)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
             requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
@@ -49,13 +49,10 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
                 self._echoed_prompts.append(text)
         return requests
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _prompt(self, prompt: str | list[int]) -> list[int]:
         if self.body.suffix:
             return self._infill_prompt(prompt, self.body.suffix)
-        if isinstance(prompt, str):
-            self._service.check_text([prompt], "prompt")
-            return self._service.tokenizer.encode(prompt, add_special_tokens=self.body.add_special_tokens is not False)
-        return prompt
+        return self._encode(prompt, "prompt", self.body.add_special_tokens)
 
     def _infill_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
         service, tokenizer = self._service, self._service.tokenizer
@@ -134,7 +131,3 @@ def _is_first(delta: Delta) -> bool:
 def _mean_logprob(output: RequestOutput) -> float:
     rows = output.logprobs or []
     return sum(row.chosen.logprob for row in rows) / max(1, len(rows))
-
-
-def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)

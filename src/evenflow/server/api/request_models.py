@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -20,7 +20,7 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.token_fields import TokenFields, TokenId
-from evenflow.server.api.tools import ToolFields
+from evenflow.server.api.tools import ToolFields, Tools
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -42,6 +42,13 @@ Prompt = (
     | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 )
+
+
+def as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts, each a text or token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
@@ -83,11 +90,39 @@ class TargetFields(BaseModel):
     ttft_target: Duration | None = Field(None, description="Target time to the first token.")
     tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
 
+    @property
+    def targets(self) -> dict[str, Any]:
+        """In seconds, for `SamplingParams`."""
+        return {"tbt_target": _seconds(self.tbt_target), "ttft_target": _seconds(self.ttft_target)}
 
-class GenerationBody(StrictModel, GrammarFields, TokenFields, TargetFields):
-    """The fields that chats and completions share."""
+
+class EngineBody(StrictModel, TargetFields):
+    """The fields of everything that the engine computes."""
 
     model: str | None = Field(None, description="A name from /v1/models; by default the first.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Keep the last tokens of a longer prompt; -1: what fits the context."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
+        None, description="Requests with different salts do not share prefix caches."
+    )
+    user: str | None = Field(None, description="Has no effect.")
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens is -1 or at least 1")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """To generate per prompt."""
+        return 1
+
+
+class GenerationBody(EngineBody, GrammarFields, TokenFields):
+    """The fields that chats and completions share."""
+
     n: int | None = Field(None, ge=1, le=MAX_INT, description="Choices per prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -106,14 +141,7 @@ class GenerationBody(StrictModel, GrammarFields, TokenFields, TargetFields):
     prompt_logprobs: int | None = Field(
         None, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, description="-1: of the whole vocabulary, for short prompts."
     )
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_INT, description="Keep the last tokens of a longer prompt; -1: what fits the context."
-    )
     return_token_ids: bool | None = Field(None, description="Send the prompt's and the output's token ids too.")
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
-        None, description="Requests with different salts do not share prefix caches."
-    )
-    user: str | None = Field(None, description="Has no effect.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
     store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
     service_tier: str | None = Field(None, description="Has no effect.")
@@ -127,13 +155,10 @@ class GenerationBody(StrictModel, GrammarFields, TokenFields, TargetFields):
     def _check_stream_options(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream=true")
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens is -1 or at least 1")
         return self
 
     @property
     def num_choices(self) -> int:
-        """To generate per prompt."""
         return self.n or 1
 
     @property
@@ -168,8 +193,7 @@ class GenerationBody(StrictModel, GrammarFields, TokenFields, TargetFields):
             "top_k": None if self.top_k is None else min(max(self.top_k, 0), MAX_TOP_K),
             "seed": None if self.seed is None else (self.seed + index) & MAX_INT,
             "prompt_logprobs": self.num_prompt_logprobs,
-            "tbt_target": _seconds(self.tbt_target),
-            "ttft_target": _seconds(self.ttft_target),
+            **self.targets,
         }
         return SamplingParams(
             max_tokens=max_tokens,
@@ -234,7 +258,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(StrictModel):
-    """A part of a message's content; parts are joined."""
+    """A part of a message's content; the template gets them as lines."""
 
     type: Literal["text"]
     text: str
@@ -331,6 +355,7 @@ class TokenizeBody(StrictModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = Field(None, description="That the conversation offers to the model.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -137,6 +137,24 @@ class PlainText(_Response):
     prompt: str
 
 
+class Embedding(_Response):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(_Response):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(_Response):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class CurrentTarget(_Response):
     policy: str
     tbt_target: float | None

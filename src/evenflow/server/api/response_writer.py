@@ -1,24 +1,23 @@
-"""What the responses of chats and completions share: ids, heads, server-sent events, engine requests.
+"""What the responses of chats and completions share: heads, choices, server-sent events.
 
 `GenerationResponse` decides when to send what these write.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.access import Caller, cache_salt
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import prompt_logprobs
 from evenflow.server.api.request_models import GenerationBody, StreamOptions
+from evenflow.server.api.request_writer import RequestWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import is_anthropic
 from evenflow.server.errors import ApiError
@@ -45,30 +44,21 @@ def failed_stream(error: ApiError, path: str) -> bytes:
     return named_event(body) if is_anthropic(path) else event_of(encode_json(body)) + DONE
 
 
-class ResponseWriter(ABC, Generic[BodyType]):
+class ResponseWriter(RequestWriter[BodyType]):
     """Writes the response to one HTTP request, whole or as events. The choices of a prompt have adjacent indexes."""
 
-    _ID_PREFIX: ClassVar[str]
     _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
     _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
 
     def __init__(
         self, service: ModelService, body: BodyType, caller: Caller, object_name: str, num_prompts: int = 1
     ) -> None:
-        self.num_choices = num_prompts * body.num_choices
-        service.gate.check_num_choices(self.num_choices)
-        body.check_size(self.num_choices)
-        self.body = body
-        self.caller = caller
-        self.grammar: Grammar | None = None  # of every choice
-        self.tenant = body.tenant or ""
-        self.cache_salt = cache_salt(caller.key, self.tenant, body.cache_salt)
-        self._service = service
+        num_choices = num_prompts * body.num_choices
+        service.gate.check_num_choices(num_choices)
+        body.check_size(num_choices)
+        super().__init__(service, body, caller, num_choices)
         self._num_logprobs = body.num_logprobs
-        self.headers: dict[str, str] = {}  # of the response
         self._returns_token_ids = bool(body.return_token_ids)
-        self._id = f"{self._ID_PREFIX}{secrets.token_hex(12)}"
-        self.model = service.model_name(body.model)
         self._head = {
             "id": self._id,
             "object": object_name,
@@ -80,16 +70,11 @@ class ResponseWriter(ABC, Generic[BodyType]):
         start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
         self._event_starts = [start % index for index in range(self.num_choices)]
 
-    def template_question(self) -> bytes | None:
-        """What to ask the template renderer first, if anything."""
-        return None
-
-    @abstractmethod
-    def prepare(self, rendered: str) -> list[Request]:
-        """One engine request per choice. Tokenising takes long for long prompts: call it in a thread."""
+    @property
+    def is_slow_to_write(self) -> bool:
+        return bool(self.body.prompt_logprobs)  # there may be thousands
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole response."""
         choices = [
             {"index": place, **self._choice(index, outputs[index])}
             for place, index in enumerate(self._returned(outputs))
@@ -115,16 +100,23 @@ class ResponseWriter(ABC, Generic[BodyType]):
         return b""
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
-        content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
+        """The events for a delta, empty if nothing is new; `usage` is JSON to include, or empty.
+
+        As with OpenAI, the one with the finish_reason has no content: clients may read no further when they see it.
+        """
+        content, logprobs, is_last = self._delta_content(index, delta), b"null", delta.finish_reason is not None
         token_ids = self._token_ids(index, delta) if self._returns_token_ids else b""
         if self._num_logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
-        elif content == self._NO_CONTENT and not token_ids and usage in (b"", b"null") and delta.finish_reason is None:
-            return b""
-        if delta.finish_reason is not None:
-            reason = encode_json(self._finish_reason(index, delta.finish_reason))
-        return self._write_event(index, content, usage, logprobs, reason + token_ids)
+        elif content == self._NO_CONTENT and not token_ids and (is_last or usage in (b"", b"null")):
+            return self._finish_event(index, delta, usage) if is_last else b""
+        event = self._write_event(index, content, usage, logprobs, b"null" + token_ids)
+        return event + self._finish_event(index, delta, usage) if is_last else event
+
+    def _finish_event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        reason = encode_json(self._finish_reason(index, delta.finish_reason))
+        token_ids = b',"token_ids":[]' if self._returns_token_ids else b""
+        return self._write_event(index, self._NO_CONTENT, usage, reason=reason + token_ids)
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
         """What follows the last event of every choice."""
@@ -136,9 +128,6 @@ class ResponseWriter(ABC, Generic[BodyType]):
     def failure_events(self, error: ApiError, path: str) -> bytes:
         """The end of a stream that fails after it has started."""
         return failed_stream(error, path)
-
-    def num_completion_tokens(self, output: RequestOutput) -> int:
-        return len(output.token_ids)
 
     def _token_ids(self, index: int, delta: Delta) -> bytes:
         """Further fields of an event's choice: the new tokens."""
@@ -170,26 +159,10 @@ class ResponseWriter(ABC, Generic[BodyType]):
             (self._event_starts[index], content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end)
         )
 
-    def _truncated(self, token_ids: list[int], max_tokens: int | None) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; its BOS token stays."""
-        most = self.body.truncate_prompt_tokens
-        if most is None:
-            return token_ids
-        if most == -1:
-            room = self._service.client.limits.max_model_len - max(1, max_tokens or 1)
-            most = max(1, min(room, self._service.gate.limits.max_prompt_tokens or room))
-        if len(token_ids) <= most:
-            return token_ids
-        first = [token for token in token_ids[: int(most > 1)] if token == self._service.tokenizer.bos_token_id]
-        return first + token_ids[len(token_ids) - most + len(first) :]
-
     def _requests(self, prompt: list[int], max_tokens: int, first_index: int = 0) -> list[Request]:
         """The requests for all choices of one prompt, numbered from `first_index`."""
         requests = []
         for index in range(first_index, first_index + self.body.num_choices):
             sampling = self.body.sampling(max_tokens=max_tokens, index=index, grammar=self.grammar)
-            request_id = self._id if self.num_choices == 1 else f"{self._id}-{index}"
-            requests.append(
-                self._service.client.prepare(prompt, sampling, request_id=request_id, tenant=self.cache_salt)
-            )
+            requests.append(self._request(prompt, sampling, None if self.num_choices == 1 else index))
         return requests

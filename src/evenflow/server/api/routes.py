@@ -12,6 +12,8 @@ from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
+from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter
+from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
@@ -24,8 +26,8 @@ from evenflow.server.errors import ApiError, overloaded
 
 logger = logging.getLogger("evenflow")
 
-_BUSY = (404, 429, 503)
-GENERATION_ERRORS = (*_BUSY, 500)
+BUSY_ERRORS = (404, 429, 503)
+GENERATION_ERRORS = (*BUSY_ERRORS, 500)
 _MAX_TARGET_BYTES = 1 << 12
 
 
@@ -35,7 +37,6 @@ def _json(content: object) -> Response:
 
 def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
 
     @routes.post(
         "/v1/completions",
@@ -43,10 +44,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Completion, body=CompletionBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, CompletionBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, CompletionWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, CompletionBody, CompletionWriter)
 
     @routes.post(
         "/v1/chat/completions",
@@ -54,10 +52,21 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.ChatCompletion, body=ChatBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, ChatBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, ChatWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, ChatBody, ChatWriter)
+
+    @routes.post(
+        "/v1/embeddings",
+        summary="Texts to vectors",
+        **described(models.Embeddings, body=EmbeddingsBody, errors=(*GENERATION_ERRORS, 501)),
+    )
+    async def embeddings(request: Request) -> Response:
+        return await EngineResponse.to(request, service, EmbeddingsBody, EmbeddingsWriter)
+
+    @routes.post("/v1/rerank", include_in_schema=False)
+    async def rerank() -> Response:
+        names = ", ".join(service.model_names)
+        reason = "ranking documents needs a model with a score head, which no architecture of this engine has"
+        raise ApiError(501, f"{names} cannot do this: {reason}. Use --engine vllm.", code="unsupported_endpoint")
 
     return routes
 
@@ -110,7 +119,9 @@ def model_routes(service: ModelService) -> APIRouter:
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=_BUSY))
+    @routes.post(
+        "/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=BUSY_ERRORS)
+    )
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
         service.model_name(body.model)
@@ -122,7 +133,7 @@ def model_routes(service: ModelService) -> APIRouter:
         return await service.in_turn(request.state.caller, num_bytes, _tokenize, service, body, rendered)
 
     @routes.post(
-        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
+        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=BUSY_ERRORS)
     )
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)
@@ -170,6 +181,7 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
     return template_question(
         service,
         body.messages or (),
+        tools=[tool.for_template() for tool in body.tools or ()] or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,

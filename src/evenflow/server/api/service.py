@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from evenflow import __version__
 from evenflow.bench.live_load import LoadLimits
+from evenflow.core.request import Pooling
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Caller, Gate
@@ -54,6 +55,7 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     system_fingerprint: str
+    pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def fail_all(self, failure: EvenflowError) -> None:

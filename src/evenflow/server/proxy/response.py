@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import Caller, require_admin
-from evenflow.server.api.generation_response import client_disconnected
+from evenflow.server.api.engine_response import client_disconnected
 from evenflow.server.api.request_body import may_be_large, read_bytes
 from evenflow.server.api.request_chunks import RecentRequests
 from evenflow.server.api.response_writer import failed_stream

@@ -14,6 +14,7 @@ from evenflow.server.api.messages.request import (
     MessagesTool,
     MessagesToolChoice,
     TextBlock,
+    ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -79,10 +80,13 @@ def _turn(number: int, message: InputMessage, called: dict[str, str]) -> Iterato
         yield ChatMessage(role=message.role, content=message.content)
         return
     texts: list[TextBlock] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for place, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             texts.append(block)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             called[block.id] = block.name
             function = {"name": block.name, "arguments": block.input}
@@ -98,7 +102,13 @@ def _turn(number: int, message: InputMessage, called: dict[str, str]) -> Iterato
                 texts = []
             yield _result(block, called[block.tool_use_id])
     if texts or calls or not any(isinstance(block, ToolResultBlock) for block in message.content):
-        yield ChatMessage(role=message.role, content=_text(texts), tool_calls=calls or None)
+        yield _message(message.role, _text(texts), calls, thoughts)
+
+
+def _message(role: str, text: str, calls: Sequence[dict[str, Any]], thoughts: Sequence[str]) -> ChatMessage:
+    """Thoughts go by the name that chat templates have for them; one that has none leaves them out."""
+    thought = {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
+    return ChatMessage.model_validate({"role": role, "content": text, "tool_calls": list(calls) or None, **thought})
 
 
 def _result(block: ToolResultBlock, name: str) -> ChatMessage:
@@ -122,4 +132,5 @@ def _merged(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
         adjacent = list(turns)
         content = "\n\n".join(text for turn in adjacent for text in turn.texts() if text)
         calls = [call for turn in adjacent for call in turn.tool_calls or ()]
-        yield ChatMessage(role=role, content=content, tool_calls=calls or None)
+        thoughts = [thought for turn in adjacent if (thought := (turn.model_extra or {}).get("reasoning_content"))]
+        yield _message(role, content, calls, thoughts)

@@ -14,16 +14,15 @@ from evenflow.server.api.messages.writer import MessagesWriter
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
 from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.routes import BUSY_ERRORS
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import MESSAGES_PATH, new_request_id
-
-_BUSY = (404, 429, 503)
 
 
 def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
     routes = APIRouter()
     max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
-    errors = (*_BUSY, 401) if needs_key else _BUSY
+    errors = (*BUSY_ERRORS, 401) if needs_key else BUSY_ERRORS
 
     @routes.post(
         MESSAGES_PATH,
@@ -37,10 +36,7 @@ def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
         ),
     )
     async def messages(request: Request) -> Response:
-        body, num_bytes = await read_body(request, MessagesBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, MessagesWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, MessagesBody, MessagesWriter)
 
     @routes.post(
         MESSAGES_PATH + "/count_tokens",

@@ -131,7 +131,7 @@ read_items = TypeAdapter(list[Item]).validate_json
 
 
 def text_of(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def as_stored(item: Item) -> dict[str, Any]:
