@@ -36,7 +36,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] | None = None  # None: a GPU if there is one
     weights: WeightsName = "auto"  # float32, int4 on a CPU, bfloat16 or float16 on a GPU; auto: float32 or bfloat16
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for which config.json is enough
-    deterministic: bool = False  # on a GPU: the same bits for any chunks, batch and reused prefix; slower
+    deterministic: bool = False  # the same bits for any chunks, batch and reused prefix; slower
     threads: int | None = None  # None: torch's choice
     max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2
     block_size: int = 16  # tokens of a KV block

@@ -1,18 +1,20 @@
-"""The engine in deterministic mode, on a GPU: policies, batches and reused prefixes change no bit of the logprobs."""
+"""The engine in deterministic mode: policies, batches and reused prefixes change no bit of the logprobs."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 
 from evenflow import LLM, SamplingParams
 from evenflow.engine.outputs import RequestOutput
+from evenflow.native.build import library
+from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels")
 
 PROMPTS = [[token, *range(token, token + length)] for token, length in ((5, 60), (90, 7), (200, 33), (300, 90))]
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=3, prompt_logprobs=1)
@@ -28,15 +30,22 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
     return [row.chosen.logprob for row in output.prompt_logprobs]
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
-def test_logprobs_do_not_depend_on_how_a_prompt_is_run(weights: str) -> None:
-    settings = {"device": "cuda", "weights": weights, "deterministic": True, "kv_cache_memory": 64 << 20}
+PLACES = [
+    *(pytest.param("cuda", weights, marks=needs_cuda) for weights in ("bfloat16", "float32")),
+    pytest.param("cpu", "float32", marks=needs_kernels),
+]
+
+
+@pytest.mark.parametrize(("device", "weights"), PLACES)
+def test_logprobs_do_not_depend_on_how_a_prompt_is_run(device: str, weights: str) -> None:
+    settings: dict[str, Any] = {"device": device, "weights": weights, "deterministic": True}
+    settings["kv_cache_memory"] = 64 << 20
     with LLM(tiny_llama(), policy="unchunked", enable_prefix_caching=False, **settings) as llm:
         alone = [llm.generate([prompt], SAMPLING)[0] for prompt in PROMPTS]
     draw = random.Random(0)
     for policy in ("unchunked", "fixed:9", "fixed:33", "alternate:7", "target:2ms"):
         with LLM(tiny_llama(), policy=policy, **settings) as llm:
-            for _ in range(5):
+            for _ in range(5 if device == "cuda" else 2):
                 order = draw.sample(range(len(PROMPTS)), len(PROMPTS))
                 expected, prompts = [alone[place] for place in order], [PROMPTS[place] for place in order]
                 for output, other in zip(llm.generate(prompts, SAMPLING), expected, strict=True):

@@ -36,7 +36,6 @@ def test_without_a_gpu_the_cpu_runs_in_float32() -> None:
     ("settings", "message"),
     [
         ({"device": "cuda"}, r"^Got device='cuda' but .*: use device='cpu'\.$"),
-        ({"deterministic": True}, r"^Got deterministic=True on a CPU, .*: use device='cuda', or leave it out\.$"),
         ({"weights": "bfloat16"}, r"^Got weights='bfloat16', which needs a GPU, but .*: use weights='float32'\.$"),
     ],
 )

@@ -105,8 +105,8 @@ class ModelOptions:
         show_default="float32, on a GPU bfloat16",
     )
     load_format: str | None = option("dummy: random weights, from config.json alone.", metavar="auto|dummy")
-    deterministic: bool = option(
-        "On a GPU: the same bits of an answer for any chunks and batch; slower.", "--deterministic", default=False
+    deterministic: bool | None = option(
+        "The same bits of an answer for any chunks and batch; slower.", "--deterministic", show_default=False
     )
     threads: int | None = option("Compute threads.", show_default="torch's choice")
     max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")

@@ -52,10 +52,6 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
                 f"Got weights={config.weights!r}, which needs a GPU, but {problem}: use weights='float32'."
             )
         raise InvalidConfig(f"Got device='cuda' but {problem}: use device='cpu'.")
-    if device == "cpu" and config.deterministic:
-        raise InvalidConfig(
-            "Got deterministic=True on a CPU, where it is not supported: use device='cuda', or leave it out."
-        )
     weights = config.weights if config.weights != "auto" else _default_weights(device)
     in_flight = config.max_steps_in_flight or (2 if device == "cuda" else 1)
     return replace(config, device=device, weights=weights, max_steps_in_flight=in_flight)
@@ -113,10 +109,11 @@ def _on_cpu(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Pla
         enable_prefix_caching=config.enable_prefix_caching,
         weights="int4" if config.weights == "int4" else "float32",
         threads=config.threads,
+        deterministic=config.deterministic,
         max_steps_in_flight=config.max_steps_in_flight or 1,
         grammars=grammars,
     )
-    machine = config.threads, platform.processor(), num_cpus(), library() is not None
+    machine = config.threads, platform.processor(), num_cpus(), library() is not None, config.deterministic
     return Placement(executor, policy, num_blocks, max_model_len, machine)
 
 

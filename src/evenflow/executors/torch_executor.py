@@ -23,14 +23,16 @@ from evenflow.errors import InvalidConfig, InvalidRequest
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.host import num_cpus, total_memory
+from evenflow.model.attention.cpu import runs_natively
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder, MakeLinear
-from evenflow.model.int4 import int4_head, int4_linear
+from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
-from evenflow.model.linear import FloatLinear, can_pack
+from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
 from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
 from evenflow.model.weights import needed_shapes
+from evenflow.native.build import why_unavailable
 
 if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
@@ -64,13 +66,15 @@ class TorchExecutor:
         enable_prefix_caching: bool = True,
         weights: WeightFormat = "float32",
         threads: int | None = None,
+        deterministic: bool = False,
         max_steps_in_flight: int = 1,
         grammars: Grammars | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
-        self._decoder = Decoder(config, tensors, *_linear_forms(config, weights))
+        forms = _fixed_order_forms(config, weights) if deterministic else _linear_forms(config, weights)
+        self._decoder = Decoder(config, tensors, *forms, fixed_order=deterministic)
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -215,3 +219,16 @@ def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinea
     affords_two_copies = 2 * num_weights * torch.float32.itemsize < total_memory() * _MAX_MEMORY_FOR_TWO_COPIES
     make_linear = functools.partial(FloatLinear, packs=affords_two_copies and can_pack())
     return make_linear, make_linear
+
+
+def _fixed_order_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
+    """The same, with the native kernel for any number of rows."""
+    if not runs_natively(config):
+        reason = why_unavailable() or f"they do not support this model, whose heads have {config.head_dim} values"
+        raise InvalidConfig(
+            f"Got deterministic=True, which needs evenflow's native kernels on a CPU, but {reason}. Leave it out, or "
+            "see `evenflow doctor`."
+        )
+    if weights == "int4":
+        return fixed_order_int4_linear, fixed_order_int8_head
+    return fixed_order_linear, fixed_order_linear

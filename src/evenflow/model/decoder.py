@@ -12,7 +12,7 @@ from evenflow.model.attention.cpu import StepAttention, attention_for, runs_nati
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
-from evenflow.model.native_layers import NativeLayer, NativeLayers
+from evenflow.model.native_layers import NativeLayer, NativeLayers, NativeNorm
 from evenflow.model.projections import layer_projections, query_key_norms
 from evenflow.model.rope import Rotation, rotate_
 
@@ -28,14 +28,17 @@ class Decoder:
         tensors: Mapping[str, Tensor],
         make_linear: MakeLinear,
         make_head: MakeLinear | None = None,
+        *,
+        fixed_order: bool = False,
     ) -> None:
+        """In fixed order, a row's logits are bitwise the same in any step; the linears must be `fixed_order`'s."""
         self.config = config
         self._rotation = Rotation(config)
         self._attention_of = attention_for(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
-        self._native = _native_layers(config, self._layers)
-        self._norm = RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
+        self._native = _native_layers(config, self._layers, fixed_order)
+        self._norm = (NativeNorm if fixed_order else RmsNorm)(tensors["norm.weight"], config.rms_norm_eps)
         head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
         self._head = (make_head or make_linear)(head_weight, None)
 
@@ -67,10 +70,13 @@ class Decoder:
         return self._head(self._norm(hidden))
 
 
-def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
-    """The layers for steps of few rows, if the native kernels support this model."""
+def _native_layers(config: ModelConfig, layers: Sequence[_Layer], fixed_order: bool) -> NativeLayers | None:
+    """The layers for steps of few rows, or of any in fixed order, if the native kernels support this model."""
     native = [found for layer in layers if (found := layer.native) is not None]
-    return NativeLayers(config, native) if len(native) == len(layers) and runs_natively(config) else None
+    if len(native) == len(layers) and runs_natively(config):
+        return NativeLayers(config, native, fixed_order=fixed_order)
+    assert not fixed_order, "check runs_natively() first"
+    return None
 
 
 class RmsNorm:
