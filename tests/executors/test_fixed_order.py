@@ -25,8 +25,8 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels"
 SAMPLING = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
 NUM_OUTPUTS = 3
 NUM_CHUNKINGS = 500
-# Lengths around the kernels' blocks of rows, tiles of keys and rows at once: 96, 64 and 256.
-LENGTHS = (1, 2, 15, 63, 64, 65, 97, 130, 300)
+# Lengths around the kernels' tiles of keys, blocks of rows, rows at once and parts of keys: 64, 96, 256 and 512.
+LENGTHS = (1, 2, 15, 64, 65, 97, 130, 300, 600)
 MODELS: dict[str, tuple[ModelConfig, WeightFormat]] = {
     **{name: (CASES[name][0], "float32") for name in ("llama, biases", "llama, one KV head", "qwen3", "smollm3")},
     "windows": (tiny_config(layer_windows=(None, 7, 70, 20), qkv_bias=True), "float32"),
