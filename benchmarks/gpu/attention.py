@@ -6,28 +6,29 @@
 
 Times are medians of captured graphs, so that launches do not count; `plan` and `launch` are the host's. `ideal` is what
 the work takes at the speeds that this GPU reaches in the same run for a plain read and a large matrix product. Runs
-take several memories in turn, so that the cache holds little. `--tiny` tests the script on any machine, in plain torch.
+take several memories in turn, so that the cache holds little. Figures are in the JSON file as they come, and one that
+fails leaves the others to be measured. `--tiny` tests the script on any machine, in plain torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.nn.functional as F
 from record_vllm_steps import LLAMA_8B
+from stages import Stages
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
@@ -119,6 +120,9 @@ class Figure:
         return f"{self.what:<42} {self.by:<38} {self.seconds * 1e6:9.1f} us  {self.percent:5.1f}%{host}"
 
 
+Trial = tuple[str, Callable[[], Figure]]  # its name, and what measures it
+
+
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """What this device reaches."""
@@ -199,15 +203,17 @@ def layout_of(case: Case, device: torch.device) -> tuple[StepLayout, int]:
     return StepLayout(case.decodes, starts, lengths, tables.to(device), context_tensor, BLOCK_SIZE), len(order)
 
 
-def attention_figures(bench: Bench, ceilings: Ceilings, backends: Sequence[str]) -> Iterator[Figure]:
-    made = {name: backend_named(name, bench) for name in backends}
+def attention_figures(bench: Bench, ceilings: Ceilings, backends: Sequence[str]) -> Iterator[Trial]:
+    made = {name: cache(partial(backend_named, name, bench)) for name in backends}
     for case in TINY_CASES if bench.is_tiny else CASES:
-        yield from case_figures(bench, ceilings, made, case)
+        for name, backend in made.items():
+            yield f"{case.name}, {name}", partial(_case_figure, bench, ceilings, name, backend, case)
 
 
-def case_figures(
-    bench: Bench, ceilings: Ceilings, backends: Mapping[str, AttentionBackend], case: Case
-) -> Iterator[Figure]:
+def _case_figure(
+    bench: Bench, ceilings: Ceilings, name: str, made: Callable[[], AttentionBackend], case: Case
+) -> Figure:
+    backend = made()
     config = bench.config
     layout, num_blocks = layout_of(case, bench.device)
     memories = bench.random(NUM_MEMORIES, num_blocks, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
@@ -217,37 +223,37 @@ def case_figures(
     chunk_bytes = token_bytes * sum(start + length for start, length in case.chunks)
     ideal = ceilings.seconds(token_bytes * sum(case.decodes))
     ideal += ceilings.seconds(chunk_bytes, 4 * config.num_heads * config.head_dim * num_scores)
-    for name, backend in backends.items():
-        plan = bench.host_seconds(partial(backend.plan, layout))
+    plan = bench.host_seconds(partial(backend.plan, layout))
 
-        def run(number: int, backend: AttentionBackend = backend) -> Tensor:
-            return backend.run(number, queries, memories[number])
+    def run(number: int) -> Tensor:
+        return backend.run(number, queries, memories[number])
 
-        yield Figure(
-            what=case.name,
-            by=name,
-            seconds=bench.seconds(run),
-            ideal_seconds=ideal,
-            plan_seconds=plan,
-            launch_seconds=bench.host_seconds(partial(run, 0)),
-        )
+    return Figure(
+        what=case.name,
+        by=name,
+        seconds=bench.seconds(run),
+        ideal_seconds=ideal,
+        plan_seconds=plan,
+        launch_seconds=bench.host_seconds(partial(run, 0)),
+    )
 
 
-def tuning_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Figure]:
-    from triton.runtime.errors import OutOfResources
-
+def tuning_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Trial]:
+    """A size that does not fit the GPU fails alone."""
     for is_deterministic in (False, True):
         for part, (case_name, trials) in TUNED.items():
             [case] = [case for case in CASES if case.name == case_name]
             for changes in trials:
-                backend: Any = backend_named("deterministic" if is_deterministic else "triton", bench)
-                setattr(backend, part, replace(getattr(backend, part), **changes))
                 sizes = " ".join(f"{name} {value}" for name, value in changes.items()) or "as it is"
                 name = f"{'deterministic, ' if is_deterministic else ''}{sizes}"
-                try:
-                    yield from case_figures(bench, ceilings, {name: backend}, case)
-                except OutOfResources as error:
-                    print(f"{case_name}, {name}: {error}")
+                made = partial(_tuned, bench, is_deterministic, part, changes)
+                yield f"{case_name}, {name}", partial(_case_figure, bench, ceilings, name, made, case)
+
+
+def _tuned(bench: Bench, is_deterministic: bool, part: str, changes: Mapping[str, int]) -> AttentionBackend:
+    backend: Any = backend_named("deterministic" if is_deterministic else "triton", bench)
+    setattr(backend, part, replace(getattr(backend, part), **changes))
+    return cast(AttentionBackend, backend)
 
 
 def backend_named(name: str, bench: Bench) -> AttentionBackend:
@@ -256,13 +262,17 @@ def backend_named(name: str, bench: Bench) -> AttentionBackend:
     return choose_attention(bench.config, bench.dtype, bench.device, is_deterministic)
 
 
-def operation_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Figure]:
+def operation_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Trial]:
     operations = choose_operations(bench.device)
     for num_rows in (2,) if bench.is_tiny else OPERATION_ROWS:
         for what, (num_values, run) in operation_runs(bench, operations, num_rows).items():
             ideal = ceilings.seconds(num_values * num_rows * bench.dtype.itemsize)
-            seconds = bench.seconds(run)
-            yield Figure(what=f"{what}, {num_rows:,} rows", by="fused", seconds=seconds, ideal_seconds=ideal)
+            name = f"{what}, {num_rows:,} rows"
+            yield name, partial(_figure, bench, name, "fused", run, ideal)
+
+
+def _figure(bench: Bench, what: str, by: str, run: Callable[[int], object], ideal: float) -> Figure:
+    return Figure(what=what, by=by, seconds=bench.seconds(run), ideal_seconds=ideal)
 
 
 def operation_runs(
@@ -294,7 +304,7 @@ def operation_runs(
     }
 
 
-def linear_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Figure]:
+def linear_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Trial]:
     """The deterministic product beside the library's."""
     config = bench.config
     linears: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"library": F.linear}
@@ -316,8 +326,11 @@ def linear_figures(bench: Bench, ceilings: Ceilings) -> Iterator[Figure]:
             num_bytes = (outputs * inputs + num_rows * (inputs + outputs)) * bench.dtype.itemsize
             ideal = ceilings.seconds(num_bytes, 2 * num_rows * inputs * outputs)
             for name, linear in linears.items():
-                seconds = bench.seconds(partial(_multiply, linear, rows, weights))
-                yield Figure(what=f"{what}, {num_rows:,} rows", by=name, seconds=seconds, ideal_seconds=ideal)
+                run = partial(_multiply, linear, rows, weights)
+                yield (
+                    f"{what}, {num_rows:,} rows, {name}",
+                    partial(_figure, bench, f"{what}, {num_rows:,} rows", name, run, ideal),
+                )
 
 
 def _multiply(linear: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Tensor, number: int) -> Tensor:
@@ -335,6 +348,7 @@ def main() -> None:
     )
     parser.add_argument("--backends", help="of flashinfer, triton, deterministic; default: all three")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=None, help="begin nothing after this time")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - {*SECTIONS, TUNING}:
@@ -345,25 +359,28 @@ def main() -> None:
         parser.error("torch finds no CUDA device; --tiny runs without one")
     bench = Bench(torch.device("cpu" if arguments.tiny else "cuda"), arguments.tiny)
     backends = (arguments.backends or ("reference" if arguments.tiny else "flashinfer,triton,deterministic")).split(",")
+    stages = Stages(arguments.json, arguments.seconds)
     with torch.inference_mode():
         ceilings = bench.ceilings()
         print(
-            f"read {ceilings.bytes_per_second / 1e12:.2f} TB/s, product {ceilings.flops_per_second / 1e12:.0f} TFLOP/s"
+            f"read {ceilings.bytes_per_second / 1e12:.2f} TB/s, product {ceilings.flops_per_second / 1e12:.0f} TFLOP/s",
+            flush=True,
         )
+        stages.put("ceilings", asdict(ceilings))
         parts = {
             "attention": lambda: attention_figures(bench, ceilings, backends),
             "operations": lambda: operation_figures(bench, ceilings),
             "linears": lambda: linear_figures(bench, ceilings),
             TUNING: lambda: tuning_figures(bench, ceilings),
         }
-        figures = []
         for section in arguments.sections or SECTIONS:
-            for figure in parts[section]():
-                figures.append(figure)
-                print(figure.line(), flush=True)
-    if arguments.json is not None:
-        found = [{**asdict(figure), "percent": figure.percent} for figure in figures]
-        arguments.json.write_text(json.dumps({"ceilings": asdict(ceilings), "figures": found}, indent=1) + "\n")
+            with stages.stage(section):
+                for name, trial in parts[section]():
+                    with stages.stage(name):
+                        stages.check_time()
+                        figure = trial()
+                        stages.add("figures", {**asdict(figure), "percent": figure.percent}, figure.line())
+    sys.exit(stages.exit_status())
 
 
 if __name__ == "__main__":

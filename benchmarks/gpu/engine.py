@@ -5,21 +5,21 @@
 
 Random weights in the shape of Llama 3.1 8B, no prefix caching, the settings of `vllm_loads`. The first run is that of a
 new process: nothing is warmed up but what every start of the engine does. `EVENFLOW_ATTENTION_BACKEND` chooses the
-attention. `--tiny` tests the script on any machine, with the GPU's executor on the CPU.
+attention. The model is loaded once. A stage prints as it begins and ends, its figures are in the JSON file at once, and
+one that fails leaves the others to run. `--tiny` tests the script on any machine, with the GPU's executor on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from host_bench import TINY_MODEL_LEN, RunFigures, line_of, planned_runs, table,
 from load_client import LoadRun  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
 from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
+from stages import Stages  # noqa: E402
 
 from evenflow import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
@@ -113,6 +114,13 @@ class Steps:
     def _reports(self) -> Iterator[StepReport]:
         while (report := self._llm.engine.step()) is not None:
             yield report
+
+    def drain(self) -> None:
+        """End what a failed stage has left."""
+        for request_id in list(self._llm.engine.scheduler.requests):
+            self._llm.engine.abort(request_id)
+        for _ in self._reports():
+            pass
 
     def decode(self, batch: int, prompt_tokens: int) -> Figure:
         self._llm.set_policy(f"fixed:{max(BUDGET, batch)}")
@@ -196,23 +204,28 @@ class Loads:
     def __init__(self, built: BuiltEngine) -> None:
         self._built = built
 
-    async def measure(self, runs: Sequence[tuple[Any, str]], steps: Path | None) -> list[RunFigures]:
+    async def measure(self, runs: Sequence[tuple[Any, str]], stages: Stages, steps: Path | None) -> list[RunFigures]:
         llm = WatchedLLM.over(self._built.engine, self._built.intake)
         llm.config = self._built.config
         figures = []
         async with llm:
             for load, mode in runs:
-                llm.reports = []
-                llm.set_policy(mode)
-                run = LoadRun(partial(_generate, llm), load, self._built.engine.limits.vocab_size)
-                streams = await run.run()
-                errors = [report.prediction_error for report in llm.reports if report.is_mixed]
-                outcome = outcome_of(streams, [error for error in errors if error is not None], run.seconds)
-                figures.append(RunFigures.of(load.name, mode, outcome))
-                print(line_of(figures[-1]), flush=True)
-                if steps is not None:
-                    write_run(steps, figures[-1], llm.reports)
+                with stages.stage(f"{load.name}={mode}"):
+                    stages.check_time()
+                    figures.append(await self._run(llm, load, mode))
+                    stages.add("loads", asdict(figures[-1]), line_of(figures[-1]))
+                    if steps is not None:
+                        write_run(steps, figures[-1], llm.reports)
         return figures
+
+    async def _run(self, llm: WatchedLLM, load: Any, mode: str) -> RunFigures:
+        llm.reports = []
+        llm.set_policy(mode)
+        run = LoadRun(partial(_generate, llm), load, self._built.engine.limits.vocab_size)
+        streams = await run.run()
+        errors = [report.prediction_error for report in llm.reports if report.is_mixed]
+        outcome = outcome_of(streams, [error for error in errors if error is not None], run.seconds)
+        return RunFigures.of(load.name, mode, outcome)
 
 
 async def _generate(llm: AsyncLLM, ask: Ask, answer: Answer) -> None:
@@ -221,7 +234,7 @@ async def _generate(llm: AsyncLLM, ask: Ask, answer: Answer) -> None:
         answer.add_piece("", len(delta.token_ids))
 
 
-def build(folder: Path, is_tiny: bool) -> BuiltEngine:
+def build(folder: Path, is_tiny: bool, is_deterministic: bool) -> BuiltEngine:
     write_model(folder, is_tiny)
     settings: dict[str, Any] = {"model": str(folder), "load_format": "dummy", "enable_prefix_caching": False}
     if is_tiny:
@@ -230,45 +243,56 @@ def build(folder: Path, is_tiny: bool) -> BuiltEngine:
         on_cpu = partial(place_paged, device=torch.device("cpu"))
         return build_engine(EngineConfig(**settings), place=on_cpu)
     settings |= {"device": "cuda", "max_model_len": MAX_MODEL_LEN, "gpu_memory_utilization": 0.85}
+    settings["deterministic"] = is_deterministic
     return build_engine(EngineConfig(**settings), place=place)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
-    built = build(folder, options.tiny)
-    ready_s = time.perf_counter() - began
-    print(f"ready after {ready_s:.1f} s", flush=True)
+def measure(options: argparse.Namespace, stages: Stages, folder: Path) -> None:
+    built = None
+    with stages.stage("start"):
+        built = build(folder, options.tiny, options.deterministic)
+    if built is None:
+        return
+    print(f"ready after {stages.seconds:.1f} s", flush=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    device = known_device(name)
-    work = model_work(load_model(folder, is_dummy=True).config, 4 if options.tiny else 2)
-    steps = Steps(built, roofline(work, device) if device else None, options.profile)
-    scale = 16 if options.tiny else 1
-    figures: list[Figure] = []
-    for run in options.runs:
-        if run == "decode":
-            for batch in options.batches:
-                figures.append(
-                    steps.decode(min(batch, built.engine.scheduler.config.max_num_seqs), DECODE_PROMPT // scale)
-                )
-                print(figures[-1].line(), flush=True)
-        elif run == "prefill":
-            for tokens in options.prompts:
-                figures.append(steps.prefill(tokens // scale))
-                print(figures[-1].line(), flush=True)
-    runs = planned_runs([run for run in options.runs if "=" in run], options.tiny)
-    loads = asyncio.run(Loads(built).measure(runs, options.steps)) if runs else []
-    if loads:
-        print(table(loads))
-    else:
-        built.engine.close()
-    return {
+    for key, value in {
         "device": name,
         "torch": torch.__version__,
         "attention": os.environ.get("EVENFLOW_ATTENTION_BACKEND", "auto"),
-        "ready_s": ready_s,
-        "steps": [asdict(figure) | {"percent_of_floor": figure.percent_of_floor} for figure in figures],
-        "loads": [asdict(figure) for figure in loads],
-    }
+        "deterministic": options.deterministic,
+        "ready_s": stages.seconds,
+    }.items():
+        stages.put(key, value)
+    device = known_device(name)
+    work = model_work(load_model(folder, is_dummy=True).config, 4 if options.tiny else 2)
+    steps = Steps(built, roofline(work, device) if device else None, options.profile)
+    measure_steps(options, stages, steps, built.engine.scheduler.config.max_num_seqs)
+    runs = planned_runs([run for run in options.runs if "=" in run], options.tiny)
+    loads = asyncio.run(Loads(built).measure(runs, stages, options.steps)) if runs else []
+    if loads:
+        print(table(loads))
+    elif not runs:
+        built.engine.close()
+
+
+def measure_steps(options: argparse.Namespace, stages: Stages, steps: Steps, max_num_seqs: int) -> None:
+    scale = 16 if options.tiny else 1
+    planned: list[tuple[str, Callable[[], Figure]]] = []
+    for run in options.runs:
+        if run == "decode":
+            batches = dict.fromkeys(min(batch, max_num_seqs) for batch in options.batches)
+            planned += [(f"decode {batch}", partial(steps.decode, batch, DECODE_PROMPT // scale)) for batch in batches]
+        elif run == "prefill":
+            planned += [(f"prefill {tokens}", partial(steps.prefill, tokens // scale)) for tokens in options.prompts]
+    for name, run_stage in planned:
+        with stages.stage(name):
+            stages.check_time()
+            steps.drain()
+            figure = run_stage()
+            stages.add("steps", asdict(figure) | {"percent_of_floor": figure.percent_of_floor}, figure.line())
+    if planned:
+        with stages.stage("end"):
+            steps.drain()
 
 
 def _numbers(text: str) -> list[int]:
@@ -288,15 +312,21 @@ def main() -> None:
         "--profile", type=Path, default=None, help="write traces of decode and prefill into this folder"
     )
     parser.add_argument("--cache", type=Path, default=None, help="keep step times there (default: measured anew)")
+    parser.add_argument("--deterministic", action="store_true", help="the engine's deterministic mode")
+    parser.add_argument("--seconds", type=float, default=None, help="begin no stage after this time")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     options = parser.parse_args()
+    if unknown := [run for run in options.runs if run not in ("decode", "prefill") and "=" not in run]:
+        parser.error(f"got {unknown[0]} but expected decode, prefill or LOAD,...=POLICY,...")
+    if options.tiny and options.deterministic:
+        parser.error("--deterministic needs a GPU")
     with tempfile.TemporaryDirectory() as name:
         os.environ["EVENFLOW_CACHE"] = str(options.cache or Path(name) / "cache")
         folder = Path(name) / "model"
         folder.mkdir()
-        figures = measure(options, folder)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1))
+        stages = Stages(options.json, options.seconds)
+        measure(options, stages, folder)
+    sys.exit(stages.exit_status())
 
 
 if __name__ == "__main__":

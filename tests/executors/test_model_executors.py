@@ -260,7 +260,7 @@ def test_embeddings_are_the_same_in_any_chunks(make_executor: MakeExecutor, pool
 
     whole = embedding([])
     torch.testing.assert_close(whole.norm(), torch.tensor(1.0))
-    torch.testing.assert_close(embedding([1, 50, 99]), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(embedding([1, 50, 99]), whole, rtol=0, atol=1e-4)
 
 
 def test_a_step_that_fails_is_reported_by_its_own_wait(make_executor: MakeExecutor) -> None:
