@@ -21,10 +21,11 @@ from torch import Tensor
 from evenflow.model.attention.cpu import TorchStepAttention, attention_for
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
-from evenflow.model.decoder import RmsNorm
+from evenflow.model.decoder import Decoder, RmsNorm
 from evenflow.model.int4 import DynamicInt8Linear, NativeInt4Linear, NativeInt8Linear, WeightOnlyInt4Linear, int4_linear
 from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import can_pack, pack, packed_linear
+from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear, pack, packed_linear
+from evenflow.model.weights import RandomWeights
 from evenflow.native.build import library
 from evenflow.native.matrix import float_matrix
 
@@ -186,7 +187,39 @@ def _kv_memory() -> None:
     _compare(f"writing the KV of {count} tokens", variants, rounds=9)
 
 
-_BENCHMARKS = {"linears": _linears, "head": _head, "attention": _attention, "norms": _norms, "kv": _kv_memory}
+def _steps() -> None:
+    """Steps of eight layers: what the deterministic mode costs."""
+    config = _config(num_layers=8)
+    weights = dict(RandomWeights.of(config))
+    usual = Decoder(config, weights, FloatLinear)
+    fixed = Decoder(config, weights, fixed_order_linear, fixed_order=True)
+    for label, places in {
+        "1 decode at 500": [(500, 1)],
+        "1 decode at 7000": [(7000, 1)],
+        "8 decodes at 500": [(500, 1)] * 8,
+        "32 decodes at 500": [(500, 1)] * 32,
+        "64 rows at 1000": [(1000, 64)],
+        "512 rows at 0": [(0, 512)],
+        "512 rows at 2500": [(2500, 512)],
+        "512 rows at 7000": [(7000, 512)],
+    }.items():
+        spans = [Span(new_sequence_kv(config, start + count), start, count) for start, count in places]
+        token_ids = [7] * sum(count for _, count in places)
+        variants: Variants = {
+            "usual": partial(usual.hidden, token_ids, spans),
+            "deterministic": partial(fixed.hidden, token_ids, spans),
+        }
+        _compare(label, variants, rounds=15 if len(token_ids) <= 64 else 3)
+
+
+_BENCHMARKS = {
+    "linears": _linears,
+    "head": _head,
+    "attention": _attention,
+    "norms": _norms,
+    "kv": _kv_memory,
+    "steps": _steps,
+}
 
 
 def main() -> None:

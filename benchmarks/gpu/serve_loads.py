@@ -1,11 +1,12 @@
-"""`evenflow serve` in front of vLLM on one GPU, over HTTP: its start, its warm-up, and loads on it.
+"""`evenflow serve` on one GPU, over HTTP, before vLLM or its own engine: its start, its warm-up, and loads on it.
 
     python benchmarks/gpu/serve_loads.py 32k,65k=target:50ms restart 32k=target:25ms agents=default,target:50ms
 
 Random weights in the shape of Llama 3.1 8B, and a tokenizer with a word for each token. `restart` starts the server
 again, with what the first one has stored. Modes are set by `PUT /v1/target`; `default` takes the target back, and
 vLLM's own budget counts. `agents` is the load of `evenflow bench agents`; `claims=FILE` writes figures for
-`claims/measure.py`. Needs vLLM with CUDA; `--tiny` tests the script on any machine with vLLM.
+`claims/measure.py`. Needs vLLM with CUDA; `--tiny` tests the script on any machine with vLLM. `--engine evenflow` needs
+no vLLM: beside the loads of `engine.py` it shows what the server costs.
 """
 
 from __future__ import annotations
@@ -63,9 +64,13 @@ class Server:
         self.url = f"http://127.0.0.1:{options.port}"
         self.log: list[str] = []
         length = TINY_MODEL_LEN if options.tiny else MAX_MODEL_LEN
-        command = [_PYTHON, "-m", "evenflow", "serve", "--engine", "vllm", "--model", str(model)]
+        command = [_PYTHON, "-m", "evenflow", "serve", "--engine", options.engine, "--model", str(model)]
         command += ["--port", str(options.port), "--tbt-target", "50ms", "--max-model-len", str(length)]
-        command += ["--", "--load-format", "dummy", "--enable-prompt-tokens-details", *options.flag]
+        if options.engine == "evenflow":
+            command += ["--load-format", "dummy", "--enable-prefix-caching", "false", *options.flag]
+            command += ["--gpu-memory-utilization", "0.85"]
+        else:
+            command += ["--", "--load-format", "dummy", "--enable-prompt-tokens-details", *options.flag]
         self._started = time.perf_counter()
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         threading.Thread(target=self._read_log, daemon=True).start()
@@ -182,7 +187,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
     model = folder / "model"
     model.mkdir()
     vocab_size = write_model(model, options.tiny)["vocab_size"]
-    write_tokenizer(model, vocab_size)
+    if options.engine != "evenflow":  # which makes one like it
+        write_tokenizer(model, vocab_size)
     figures: list[RunFigures] = []
     for runs in _by_start(options.runs):
         with running(model, options) as server:
@@ -212,7 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", default=RUNS, help=f"LOAD,...=MODE,...; loads: {NAMES}, agents")
     parser.add_argument("--port", type=int, default=8231)
-    parser.add_argument("--flag", action="append", default=[], help="passed to vLLM; give it as --flag=--X")
+    parser.add_argument("--engine", choices=["vllm", "evenflow"], default="vllm")
+    parser.add_argument("--flag", action="append", default=[], help="passed to the engine; give it as --flag=--X")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, PolicySpec
 from evenflow.errors import InvalidConfig
 
 GIB = 1 << 30
+WeightsName = Literal["auto", "float32", "int4", "bfloat16", "float16"]
+WEIGHTS_BY_DEVICE: dict[str, tuple[WeightsName, ...]] = {  # the default first
+    "cpu": ("float32", "int4"),
+    "cuda": ("bfloat16", "float16", "float32"),
+}
+DEVICES = tuple(WEIGHTS_BY_DEVICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,29 +29,31 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
     max_num_seqs: int = 256  # most requests that run at a time
     max_model_len: int | None = None  # None: the model's context
-    gpu_memory_utilization: float = 0.9  # of the available memory; on a CPU see `kv_cache_memory`
-    kv_cache_memory: int | None = None  # bytes; None on a CPU: what utilization leaves, at most 4 GiB
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory, or of what is available on a CPU
+    kv_cache_memory: int | None = None  # bytes; None: what utilization leaves, on a CPU at most 4 GiB
     enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
-    weights: Literal["float32", "int4"] = "float32"  # float32 is exact, int4 is fast
+    device: Literal["cpu", "cuda"] | None = None  # None: a GPU if there is one
+    weights: WeightsName = "auto"  # float32, int4 on a CPU, bfloat16 or float16 on a GPU; auto: float32 or bfloat16
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for which config.json is enough
+    deterministic: bool = False  # the same bits for any chunks, batch and reused prefix; slower
     threads: int | None = None  # None: torch's choice
-    max_steps_in_flight: int = 1  # planned before the first of them has ended
+    max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2
     block_size: int = 16  # tokens of a KV block
     seed: int | None = None  # for requests without one; None: drawn anew for each
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_model_len", "threads", "kv_cache_memory"):
+        for name in ("max_num_batched_tokens", "max_model_len", "threads", "kv_cache_memory", "max_steps_in_flight"):
             if getattr(self, name) is not None:
                 self._require_at_least(name, 1)
-        for name in ("max_num_seqs", "block_size", "max_steps_in_flight"):
+        for name in ("max_num_seqs", "block_size"):
             self._require_at_least(name, 1)
         self._require_at_least("long_prefill_token_threshold", 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidConfig(
                 f"Got gpu_memory_utilization={self.gpu_memory_utilization!r} but expected a number in (0, 1]."
             )
-        if self.weights not in ("float32", "int4"):
-            raise InvalidConfig(f"Got weights={self.weights!r} but expected 'float32' or 'int4'.")
+        self._check_device()
         if isinstance(self.policy, str):
             object.__setattr__(self, "policy", PolicySpec.parse(self.policy))
         if self.tbt_target is not None:
@@ -69,6 +78,20 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}.")
+
+    def _check_device(self) -> None:
+        choices = {
+            "device": (None, *DEVICES),
+            "weights": ("auto", *dict.fromkeys(chain(*WEIGHTS_BY_DEVICE.values()))),
+            "load_format": ("auto", "dummy"),
+        }
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                names = " or ".join(repr(one) for one in allowed if one is not None)
+                raise InvalidConfig(f"Got {name}={value!r} but expected {names}.")
+        if self.device is not None and self.weights not in ("auto", *WEIGHTS_BY_DEVICE[self.device]):
+            names = " or ".join(map(repr, WEIGHTS_BY_DEVICE[self.device]))
+            raise InvalidConfig(f"Got weights={self.weights!r} but expected {names} with device={self.device!r}.")
 
     def _adopt_target(self, seconds: float) -> None:
         """Two ways to say one thing: from here on only the policy counts."""

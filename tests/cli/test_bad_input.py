@@ -38,6 +38,8 @@ BAD_GENERATE = {
     "no size": (["Hi", "--kv-cache-memory", "4 apples"], "'4 apples'"),
     "too little memory": (["Hi", "--kv-cache-memory", "1KiB"], "1024 bytes"),
     "unknown weights": (["Hi", "--weights", "int3"], "'int3'"),
+    "unknown device": (["Hi", "--device", "tpu"], "'tpu'"),
+    "unknown load format": (["Hi", "--load-format", "pickle"], "'pickle'"),
     "max_model_len over the model's": (["Hi", "--max-model-len", 1000], "max_model_len=1000"),
     "json in no folder": (["Hi", "--json", "/no/such/folder/x.json"], "'/no/such/folder/x.json'"),
     "record in no folder": (["Hi", "--record", "/no/such/folder/x.jsonl"], "'/no/such/folder/x.jsonl'"),

@@ -17,6 +17,7 @@ from tests.models import tiny_llama
 PROMPT = "In 1234567 years they'll say we've done it, the then there these. " * 3
 FIELDS = {
     "model",
+    "device",
     "weights",
     "policy",
     "prompt_tokens",

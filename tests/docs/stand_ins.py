@@ -58,6 +58,7 @@ NOT_RUN = {
     "python -m vllm.": "needs vLLM; tests/vllm parses it with vLLM's own parser",
     "evenflow serve --engine vllm": "needs vLLM; tests/vllm parses it with vLLM's own parser, and serves so",
     "evenflow serve --engine sglang": "needs SGLang",
+    "evenflow serve --model MODEL_FOLDER --device cuda": "needs a GPU",
     "EVENFLOW_TBT_TARGET=50ms python -m sglang.": "needs SGLang",
     "EVENFLOW_TBT_TARGET=50ms python -m vllm.": "needs vLLM; tests/vllm parses it with vLLM's own parser",
     "evenflow ab http://127.0.0.1:8001 http://127.0.0.1:8002": "needs vLLM on both sides",

@@ -21,8 +21,9 @@ def seconds(shape: StepShape) -> float:
     return 0.030 + 0.002 * shape.total_rows
 
 
-def calibration(slowness: float) -> Calibration:
-    executor = FakeExecutor(vocab_size=VOCAB, caps=ExecutorCaps(), cost=lambda shape: slowness * seconds(shape))
+def calibration(slowness: float, depth: int = 1) -> Calibration:
+    caps = ExecutorCaps(max_steps_in_flight=depth)
+    executor = FakeExecutor(vocab_size=VOCAB, caps=caps, cost=lambda shape: slowness * seconds(shape))
     return Calibration(executor=executor, num_blocks=400, block_size=16, vocab_size=VOCAB, max_position=4096)
 
 
@@ -38,6 +39,13 @@ def test_a_check_finds_the_speed_of_now_in_a_few_steps(known: float, now: float)
     checked = calibration(now).check(stored)
     assert target(checked) == pytest.approx(target(calibration(now).measure()), rel=0.15)
     assert stored.to_record() == before
+
+
+def test_two_steps_in_flight_are_told_apart() -> None:
+    found = calibration(1.0, depth=2)
+    assert target(found.measure()) == pytest.approx(target(calibration(1.0).measure()), rel=0.02)
+    found.warm_up()  # leaves nothing in flight
+    assert target(found.check(found.measure())) == pytest.approx(target(calibration(1.0).measure()), rel=0.02)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from evenflow import LLM, SamplingParams
 from evenflow.core.request import Pooling
 from evenflow.errors import InvalidRequest
+from tests.engine.paged import paged_llm
 from tests.models import ARCHITECTURES, reference_model, tiny_hf_folder, tiny_llama
 
 PROMPTS = [[1, *range(5, 85)], [7], [1, 300, 20, 30]]
@@ -24,8 +26,9 @@ def expected(architecture: str, prompt: list[int], pooling: Pooling) -> torch.Te
 
 @pytest.mark.parametrize("pooling", get_args(Pooling))
 @pytest.mark.parametrize("policy", ["fixed:9", "unchunked"])
-def test_embeddings_are_those_of_transformers(policy: str, pooling: Pooling) -> None:
-    with LLM(str(tiny_llama()), policy=policy, threads=1, kv_cache_memory=1 << 22) as llm:
+@pytest.mark.parametrize("new_llm", [LLM, paged_llm])
+def test_embeddings_are_those_of_transformers(new_llm: Callable[..., LLM], policy: str, pooling: Pooling) -> None:
+    with new_llm(str(tiny_llama()), policy=policy, threads=1, kv_cache_memory=1 << 22) as llm:
         for again in (False, True):  # the second time, a prefix may be cached
             for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, pooling), strict=True):
                 torch.testing.assert_close(

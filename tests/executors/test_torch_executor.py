@@ -1,236 +1,18 @@
-"""TorchExecutor driven by hand-made plans, on a tiny random model."""
+"""What only the CPU's executor does: 4-bit weights, memory by sequence."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from evenflow.core.plan import Admission, BlockTableChange, Chunk, ChunkReason, Decodes, StepPlan, StepResult
 from evenflow.core.request import SamplingParams
 from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.executors.torch_executor import TorchExecutor
 from evenflow.model.int4 import dequantise, quantise
+from tests.executors.plans import admit, chunk, generate, plan, prompt, run
 from tests.model.tiny import random_tensors, tiny_config
 
 CONFIG = tiny_config()
-BLOCK_SIZE = 4
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-MakeExecutor = Callable[..., TorchExecutor]
-
-
-@pytest.fixture
-def make_executor() -> Iterator[MakeExecutor]:
-    made: list[TorchExecutor] = []
-
-    def make(**changes: Any) -> TorchExecutor:
-        options: dict[str, Any] = {"num_blocks": 64, "block_size": BLOCK_SIZE, "threads": 1, **changes}
-        made.append(TorchExecutor(CONFIG, random_tensors(CONFIG), **options))
-        return made[-1]
-
-    yield make
-    for executor in made:
-        executor.close()
-
-
-def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-def admit(slot: int, token_ids: tuple[int, ...], sampling: SamplingParams = GREEDY, **changes: Any) -> Admission:
-    fields: dict[str, Any] = {
-        "request_id": f"r{slot}",
-        "epoch": 0,
-        "slot": slot,
-        "token_ids": token_ids,
-        "num_prompt_tokens": len(token_ids),
-        "num_cached_tokens": 0,
-        "max_known_tokens": len(token_ids) + 64,
-        "sampling": sampling,
-        "seed": 7,
-        "stop_token_ids": frozenset({2}),
-    }
-    return Admission(**{**fields, **changes})
-
-
-def blocks(slot: int, first_id: int, count: int = 32, first: int = 0) -> BlockTableChange:
-    return BlockTableChange(slot, first, tuple(range(first_id, first_id + count)))
-
-
-def chunk(slot: int, start: int, end: int, samples: bool, prompt_logprobs: bool = False) -> Chunk:
-    reason = ChunkReason.END_OF_PROMPT if samples else ChunkReason.BUDGET
-    return Chunk(f"r{slot}", 0, slot, start, end - start, reason, samples, prompt_logprobs)
-
-
-def decodes(*slots_and_positions: tuple[int, int]) -> Decodes:
-    slots = tuple(slot for slot, _ in slots_and_positions)
-    ids = tuple(f"r{slot}" for slot in slots)
-    return Decodes(ids, (0,) * len(slots), slots, tuple(position for _, position in slots_and_positions))
-
-
-def plan(
-    step_id: int = 0,
-    *,
-    released: tuple[int, ...] = (),
-    admissions: tuple[Admission, ...] = (),
-    changes: tuple[BlockTableChange, ...] = (),
-    decoding: Decodes | None = None,
-    chunks: tuple[Chunk, ...] = (),
-) -> StepPlan:
-    return StepPlan(step_id, released, admissions, changes, decoding or Decodes(), chunks, 0)
-
-
-def run(executor: TorchExecutor, step: StepPlan) -> StepResult:
-    executor.submit(step)
-    return executor.wait()
-
-
-def generate(executor: TorchExecutor, admission: Admission, cuts: tuple[int, ...], count: int) -> list[int]:
-    """The first `count` tokens of a request alone, its prompt in chunks that end at `cuts`."""
-    slot, length = admission.slot, len(admission.token_ids)
-    bounds = [admission.num_cached_tokens, *cuts, length]
-    tokens: list[int] = []
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        step = plan(
-            admissions=(admission,) if number == 0 else (),
-            changes=(blocks(slot, 0),) if number == 0 else (),
-            chunks=(chunk(slot, start, end, samples=end == length),),
-        )
-        tokens += run(executor, step).tokens[0]
-    for position in range(length, length + count - 1):
-        tokens += run(executor, plan(decoding=decodes((slot, position)))).tokens[0]
-    run(executor, plan(released=(slot,)))
-    return tokens
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.5, max_tokens=64, top_p=0.95)])
-def test_chunks_do_not_change_tokens(make_executor: MakeExecutor, sampling: SamplingParams) -> None:
-    executor = make_executor(enable_prefix_caching=False)
-    whole = generate(executor, admit(0, prompt(50), sampling), (), 20)
-    assert len(set(whole)) > 3
-    assert generate(executor, admit(0, prompt(50), sampling), (1, 7, 8, 33), 20) == whole
-    assert generate(executor, admit(5, prompt(50), sampling), tuple(range(1, 50)), 20) == whole
-
-
-def test_one_step_holds_chunks_and_decodes_of_many(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False)
-    alone = [generate(executor, admit(slot, prompt(20 + slot, slot)), (), 4) for slot in range(4)]
-
-    first = run(
-        executor,
-        plan(
-            0,
-            admissions=(admit(0, prompt(20, 0)), admit(1, prompt(21, 1))),
-            chunks=(chunk(0, 0, 20, True), chunk(1, 0, 9, False)),
-        ),
-    )
-    second = run(
-        executor,
-        plan(
-            1,
-            admissions=(admit(2, prompt(22, 2)), admit(3, prompt(23, 3))),
-            decoding=decodes((0, 20)),
-            chunks=(chunk(1, 9, 21, True), chunk(2, 0, 22, True), chunk(3, 0, 22, False)),
-        ),
-    )
-    third = run(
-        executor, plan(2, decoding=decodes((2, 22), (0, 21), (1, 21)), chunks=(chunk(3, 22, 23, samples=True),))
-    )
-
-    assert (first.step_id, second.step_id, third.step_id) == (0, 1, 2)
-    assert first.tokens == ((alone[0][0],), ())
-    assert second.tokens == ((alone[0][1],), (alone[1][0],), (alone[2][0],), ())
-    assert third.tokens == ((alone[2][1],), (alone[0][2],), (alone[1][1],), (alone[3][0],))
-
-
-def test_two_steps_in_flight_feed_a_token_nobody_has_seen(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False, max_steps_in_flight=2)
-    assert executor.caps.max_steps_in_flight == 2
-    expected = generate(executor, admit(0, prompt(10)), (), 8)
-
-    executor.submit(plan(0, admissions=(admit(0, prompt(10)),), chunks=(chunk(0, 0, 10, samples=True),)))
-    tokens: list[int] = []
-    for step_id, position in enumerate(range(10, 17), start=1):
-        executor.submit(plan(step_id, decoding=decodes((0, position))))
-        result = executor.wait()
-        assert result.step_id == step_id - 1
-        tokens += result.tokens[0]
-    tokens += executor.wait().tokens[0]
-    assert tokens == expected
-
-
-def test_a_cached_prefix_is_copied_and_gives_the_same_tokens(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
-    shared = prompt(12)
-    other = shared + prompt(9, seed=3)
-    expected = generate(make_executor(), admit(0, other), (), 10)
-
-    # Fills blocks 0-2 by a chunk that ends inside block 2, and then a decode-like chunk that completes it.
-    run(executor, plan(admissions=(admit(0, shared),), changes=(blocks(0, 0),), chunks=(chunk(0, 0, 11, False),)))
-    run(executor, plan(chunks=(chunk(0, 11, 12, samples=True),)))
-    run(executor, plan(released=(0,)))
-    hit = admit(1, other, num_cached_tokens=12)
-    tokens = [
-        *run(
-            executor,
-            plan(
-                admissions=(hit,),
-                changes=(BlockTableChange(1, 0, (0, 1, 2, 40, 41, 42, 43, 44)),),
-                chunks=(chunk(1, 12, 21, samples=True),),
-            ),
-        ).tokens[0]
-    ]
-    tokens += [token for p in range(21, 30) for token in run(executor, plan(decoding=decodes((1, p)))).tokens[0]]
-    assert tokens == expected
-
-
-def test_decoded_blocks_can_be_shared_too(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
-    first = generate(executor, admit(0, prompt(6)), (), 10)  # computes 15 tokens: blocks 0, 1 and 2 are full
-    longer = prompt(6) + tuple(first[:9])
-    expected = generate(make_executor(), admit(0, longer), (), 5)
-    assert generate(executor, admit(0, longer, num_cached_tokens=12), (), 5) == expected
-
-
-def test_blocks_appended_later_are_those_that_get_filled(make_executor: MakeExecutor) -> None:
-    executor = make_executor()
-    token_ids = prompt(16)
-    expected = generate(make_executor(), admit(0, token_ids), (), 5)
-    table = (BlockTableChange(0, 0, (9, 8)),)
-    run(executor, plan(admissions=(admit(0, token_ids),), changes=table, chunks=(chunk(0, 0, 8, False),)))
-    run(executor, plan(changes=(BlockTableChange(0, 2, (7, 6)),), chunks=(chunk(0, 8, 16, samples=True),)))
-    run(
-        executor,
-        plan(
-            released=(0,),
-            admissions=(admit(0, token_ids, num_cached_tokens=12),),
-            changes=(BlockTableChange(0, 0, (9, 8, 7, 5, 4, 3)),),
-        ),
-    )
-    tokens = [*run(executor, plan(chunks=(chunk(0, 12, 16, samples=True),))).tokens[0]]
-    tokens += [token for p in range(16, 20) for token in run(executor, plan(decoding=decodes((0, p)))).tokens[0]]
-    assert tokens == expected
-
-
-def test_a_slot_taken_over_in_the_step_that_frees_it(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False)
-    expected = generate(executor, admit(0, prompt(30, 5)), (), 2)
-    run(executor, plan(admissions=(admit(0, prompt(40)),), chunks=(chunk(0, 0, 40, samples=True),)))
-    taken = run(
-        executor, plan(released=(0,), admissions=(admit(0, prompt(30, 5)),), chunks=(chunk(0, 0, 30, samples=True),))
-    )
-    assert [*taken.tokens[0], *run(executor, plan(decoding=decodes((0, 30)))).tokens[0]] == expected
-
-
-def test_resuming_after_a_preemption_gives_the_same_tokens(make_executor: MakeExecutor) -> None:
-    sampling = SamplingParams(temperature=1.0, max_tokens=64, repetition_penalty=1.3, frequency_penalty=0.5)
-    executor = make_executor(enable_prefix_caching=False)
-    whole = generate(executor, admit(0, prompt(20), sampling), (), 12)
-    resumed = admit(1, prompt(20) + tuple(whole[:5]), sampling, num_prompt_tokens=20, epoch=1)
-    assert generate(executor, resumed, (13,), 7) == whole[5:]
 
 
 def test_int4_of_weights_that_fit_four_bits_follows_float32_closely() -> None:
@@ -258,79 +40,13 @@ def test_an_unknown_weight_format_is_refused() -> None:
         TorchExecutor(CONFIG, random_tensors(CONFIG), num_blocks=1, block_size=4, weights="int3")
 
 
-def test_nothing_to_run_is_an_empty_result(make_executor: MakeExecutor) -> None:
-    result = run(make_executor(), plan(3, released=(0,)))
-    assert (result.step_id, result.tokens) == (3, ())
-    assert result.seconds >= 0
-
-
-def test_prompt_logprobs_are_the_same_in_any_chunks(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False)
-    sampling = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=3)
-    token_ids = prompt(150)
-
-    def logprobs(cuts: list[int]) -> list[Any]:
-        found: list[Any] = []
-        admissions: tuple[Admission, ...] = (admit(0, token_ids, sampling),)
-        for start, end in zip([0, *cuts], [*cuts, 150], strict=True):
-            rows = chunk(0, start, end, samples=end == 150, prompt_logprobs=True)
-            result = run(executor, plan(admissions=admissions, chunks=(rows,)))
-            found += result.prompt_logprobs[0]
-            admissions = ()
-        assert len(result.logprobs[0]) == 1
-        assert len(result.logprobs[0][0].top) == 3
-        assert result.logprobs[0][0].chosen == result.logprobs[0][0].top[0]
-        run(executor, plan(released=(0,)))
-        return found
-
-    whole = logprobs([])
-    assert [row.chosen.token_id for row in whole] == list(token_ids[1:])
-    assert all(len(row.top) == 2 and row.top[0].logprob >= row.chosen.logprob for row in whole)
-    chunked = logprobs([1, 50, 149])
-    assert [row.top[0].token_id for row in chunked] == [row.top[0].token_id for row in whole]
-    torch.testing.assert_close(
-        torch.tensor([row.chosen.logprob for row in chunked]),
-        torch.tensor([row.chosen.logprob for row in whole]),
-        atol=1e-4,
-        rtol=0,
+def test_memory_that_cannot_be_had_fails_the_step_and_not_the_executor() -> None:
+    executor = TorchExecutor(
+        CONFIG, random_tensors(CONFIG), num_blocks=64, block_size=4, enable_prefix_caching=False, threads=1
     )
-
-
-def test_a_sequence_without_usable_logits_fails_alone(make_executor: MakeExecutor) -> None:
-    broken_token = 5
-    tensors = random_tensors(CONFIG)
-    tensors["embed_tokens.weight"][broken_token] = float("nan")
-    executor = TorchExecutor(CONFIG, tensors, num_blocks=8, block_size=4, enable_prefix_caching=False, threads=1)
-    good = tuple(token for token in prompt(20) if token != broken_token)
-    expected = generate(executor, admit(0, good), (), 3)
-    both = plan(
-        admissions=(admit(0, good), admit(1, (*good, broken_token))),
-        chunks=(chunk(1, 0, len(good) + 1, samples=True), chunk(0, 0, len(good), samples=True)),
-    )
-    executor.submit(both)
-    executor.submit(plan(1, decoding=decodes((0, len(good)), (1, len(good) + 1))))
-    first, second = executor.wait(), executor.wait()
-    executor.close()
-    assert first.tokens == ((), (expected[0],))
-    assert list(first.errors) == [0]
-    assert "nan" in first.errors[0]
-    assert second.tokens == ((expected[1],), ())
-    assert list(second.errors) == [1]
-
-
-def test_memory_that_cannot_be_had_fails_the_step_and_not_the_executor(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False)
     huge = admit(3, prompt(5), max_known_tokens=1 << 50)
     with pytest.raises(OutOfMemory, match="max_num_batched_tokens"):
         run(executor, plan(admissions=(huge,), chunks=(chunk(3, 0, 5, samples=True),)))
     run(executor, plan(released=(3,)))
     assert len(generate(executor, admit(0, prompt(5)), (), 3)) == 3
-
-
-def test_a_step_that_fails_is_reported_by_its_own_wait(make_executor: MakeExecutor) -> None:
-    executor = make_executor(enable_prefix_caching=False, max_steps_in_flight=2)
-    executor.submit(plan(0, decoding=decodes((9, 0))))
-    executor.submit(plan(1, admissions=(admit(0, prompt(5)),), chunks=(chunk(0, 0, 5, samples=True),)))
-    with pytest.raises(KeyError):
-        executor.wait()
-    assert executor.wait().step_id == 1
+    executor.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,138 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenflow.model.attention.native import Span
-from evenflow.model.config import (
-    FrequencyFactors,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
+from evenflow.model.config import ModelConfig, RopeConfig
 from evenflow.model.decoder import Decoder
 from evenflow.model.kv_cache import new_sequence_kv
 from evenflow.model.linear import FloatLinear
+from tests.model.architectures import CASES, transformers_model
 from tests.model.tiny import random_tensors, tiny_config
 
-transformers = pytest.importorskip("transformers")
-
-_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
-_YARN = YarnScaling(
-    factor=4.0, original_max_position=32, beta_fast=32.0, beta_slow=1.0, attention_factor=1.1386, truncate=True
-)
-_LONG_FACTORS = tuple(1.0 + 0.5 * i for i in range(8))
-
-
-def _with_rope(scaling: Any) -> ModelConfig:
-    return tiny_config(rope=RopeConfig(theta=10000.0, rotary_dim=16, scaling=scaling))
-
-
-# name: our configuration, transformers' model type, what its configuration needs besides the sizes
-CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
-    "llama": (tiny_config(), "llama", {"rope_parameters": _ROPE}),
-    "llama, tied": (tiny_config(tie_embeddings=True), "llama", {"rope_parameters": _ROPE}),
-    "llama, biases": (
-        tiny_config(qkv_bias=True, output_bias=True, mlp_bias=True),
-        "llama",
-        {"rope_parameters": _ROPE, "attention_bias": True, "mlp_bias": True},
-    ),
-    "llama, one KV head": (tiny_config(num_kv_heads=1), "llama", {"rope_parameters": _ROPE}),
-    "llama, linear": (
-        _with_rope(LinearScaling(4.0)),
-        "llama",
-        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
-    ),
-    "llama, llama3": (
-        _with_rope(_LLAMA3),
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_theta": 10000.0,
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "llama, yarn": (
-        _with_rope(_YARN),
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_theta": 10000.0,
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                "attention_factor": 1.1386,
-            }
-        },
-    ),
-    "llama, longrope": (
-        _with_rope(FrequencyFactors(_LONG_FACTORS, attention_factor=1.19)),
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_theta": 10000.0,
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 8,
-                "long_factor": list(_LONG_FACTORS),
-                "original_max_position_embeddings": 4,
-                "factor": 32.0,
-                "attention_factor": 1.19,
-            }
-        },
-    ),
-    "mistral, window": (
-        tiny_config(layer_windows=(7, 7, 7, 7)),
-        "mistral",
-        {"rope_parameters": _ROPE, "sliding_window": 7},
-    ),
-    "qwen2": (tiny_config(qkv_bias=True), "qwen2", {"rope_parameters": _ROPE}),
-    "qwen2, window on the upper layers": (
-        tiny_config(qkv_bias=True, layer_windows=(None, None, 5, 5)),
-        "qwen2",
-        {"rope_parameters": _ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    ),
-    "qwen3": (tiny_config(qk_norm=True), "qwen3", {"rope_parameters": _ROPE}),
-    "smollm3": (
-        tiny_config(layer_uses_rope=(True, True, True, False)),
-        "smollm3",
-        {
-            "rope_parameters": _ROPE,
-            "no_rope_layer_interval": 4,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-}
-
-
-def _reference(config: ModelConfig, model_type: str, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """The transformers model with these very weights."""
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
-    hf_config = transformers.AutoConfig.for_model(model_type, **sizes, **extra)
-    hf_config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(hf_config).eval().float()
-    state = {name if name.startswith("lm_head") else f"model.{name}": tensor for name, tensor in tensors.items()}
-    if config.tie_embeddings:
-        state["lm_head.weight"] = tensors["embed_tokens.weight"]
-    model.load_state_dict(state)
-    return model
+pytest.importorskip("transformers")
 
 
 def _run(decoder: Decoder, token_ids: list[int], cuts: list[int]) -> Tensor:
@@ -169,10 +44,10 @@ def _no_gradients() -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str) -> None:
-    config, model_type, extra = CASES[name]
+    config = CASES[name][0]
     tensors = random_tensors(config)
     token_ids = _token_ids(config, 90)
-    expected = _reference(config, model_type, extra, tensors)(torch.tensor([token_ids])).logits[0]
+    expected = transformers_model(name, tensors)(torch.tensor([token_ids])).logits[0]
 
     decoder = Decoder(config, tensors, FloatLinear)
 

@@ -406,6 +406,14 @@ def test_weights_that_are_no_numbers_are_refused(damage: Callable[[Path], None],
         LLM(folder, kv_cache_memory=1 << 22, policy="fixed:64")
 
 
+def test_weights_too_large_for_the_type_they_run_in_are_refused(folder: Path) -> None:
+    spoil("model.norm.weight", lambda tensor: tensor[0].fill_(70000.0))(folder)
+    weights = load_model(folder).weights
+    assert weights["norm.weight"][0] == 70000.0
+    with pytest.raises(BrokenModel, match=r"the tensor norm\.weight holds values that are not finite, or too large"):
+        weights.on(torch.device("cpu"), torch.float16)["norm.weight"]
+
+
 @pytest.mark.parametrize("weights", ["float32", "int4"])
 @pytest.mark.parametrize("prompt_logprobs", [None, 1])
 def test_answers_that_overflow_are_errors(weights: str, prompt_logprobs: int | None, folder: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from evenflow.core.request import SamplingParams
-from evenflow.model.sampler import SampledSequence, sample
+from evenflow.model.sampler import SampledSequence, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
 
@@ -151,3 +153,12 @@ def test_a_row_without_a_usable_logit_is_an_error_of_that_row(broken: float) -> 
     assert str(broken) in samples.errors[1]
     assert (samples.tokens[0], samples.tokens[2]) == (0, 0)
     assert samples.logprobs == {}
+
+
+def test_uniform_numbers_are_those_of_numpys_philox() -> None:
+    drawn = random.Random(0)
+    for bits in (1, 8, 32, 63):
+        for _ in range(20):
+            seed, position = drawn.getrandbits(bits), drawn.getrandbits(bits)
+            first = np.random.Philox(key=np.array([seed, position], dtype=np.uint64)).random_raw()
+            assert uniform(seed, position) == float(first >> 12) * 2.0**-52

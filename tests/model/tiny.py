@@ -39,8 +39,11 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**defaults, **changes})
 
 
-def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Weights large enough for attention to prefer some tokens and for logits to have clear winners."""
+def random_tensors(config: ModelConfig, seed: int = 0, gain: float = 1.0) -> dict[str, Tensor]:
+    """Weights large enough for attention to prefer some tokens and for logits to have clear winners.
+
+    A smaller `gain` of the layers keeps them from amplifying what rounding does.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in needed_shapes(config).items():
@@ -50,5 +53,5 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         elif name.endswith("bias"):
             tensors[name] = 0.5 * values
         else:
-            tensors[name] = values * 2.0 / shape[-1] ** 0.5
+            tensors[name] = values * (gain if "proj" in name else 1.0) * 2.0 / shape[-1] ** 0.5
     return tensors

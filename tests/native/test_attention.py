@@ -116,6 +116,17 @@ def test_scores_far_apart_stay_numbers() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
 
+def test_a_hidden_key_adds_nothing() -> None:
+    config = _config()
+    packed = _packed(config, 3)
+    keys_and_values = packed[:, config.num_heads * config.head_dim :].view(3, 2, -1)
+    keys_and_values[:2, 1] = 0.0  # what the first two rows see
+    keys_and_values[2, 1] = 3e38
+    attended = attention_for(config)(_spans(config, [(0, 3)], 0))(0, packed)
+    assert not attended[:2].any()
+    assert attended[2].all()
+
+
 def test_same_on_several_threads() -> None:
     config, places = _config(), [(700, 1), (0, 200), (1300, 1), (900, 20)]
     packed, threads = _packed(config, 222), torch.get_num_threads()

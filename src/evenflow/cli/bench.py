@@ -70,7 +70,7 @@ def mixed(
         "extra_total": verdict.extra_total,
         "verdict": verdict.line(),
     }
-    run = {"model": llm.config.model, "weights": llm.config.weights, "repeat": repeat}
+    run = {"model": llm.config.model, "device": llm.config.device, "weights": llm.config.weights, "repeat": repeat}
     write_json(report.json, run | {"policies": figures, "expectation": expectation})
 
 

@@ -238,6 +238,7 @@ def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[s
     load = comparison.load
     return {
         "model": config.model,
+        "device": config.device,
         "weights": config.weights,
         "repeat": repeat,
         "complete": comparison.is_complete,

@@ -102,7 +102,12 @@ def demo(
     console = text_console(report.json)
     with loading(settings["model"]):
         llm = LLM(record=report.record, **settings)
-    figures: dict[str, Any] = {"model": llm.config.model, "weights": llm.config.weights, "policy": llm.policy}
+    figures: dict[str, Any] = {
+        "model": llm.config.model,
+        "device": llm.config.device,
+        "weights": llm.config.weights,
+        "policy": llm.policy,
+    }
     with llm:
         if which != "async":
             figures["simple"] = _run_simple(llm, console)

@@ -60,7 +60,7 @@ def run_checks() -> list[Check]:
     checks += [_check_cores(), _check_memory(), _check_cache()]
     if not extras.get("engine"):
         checks += _check_own_engine()
-    checks += [*hosts, _check_cuda(hosts[0]), _check_models(), _check_hub()]
+    checks += [*hosts, _check_cuda(hosts[0], has_engine=not extras.get("engine")), _check_models(), _check_hub()]
     return checks
 
 
@@ -159,6 +159,26 @@ def _check_own_engine() -> Iterator[Check]:
         what, _, advice = reason.partition("; ")
         yield Check("native kernels", "note", f"not used: {what}", advice or "torch alone is slower")
     yield from _check_weight_formats()
+    yield from _check_gpu_attention()
+
+
+def _check_gpu_attention() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from evenflow.model.cuda.backends import usable_backends
+
+    device = torch.device("cuda")
+    reasons = usable_backends(torch.bfloat16, device)
+    usable = [name for name, reason in reasons.items() if reason is None]
+    where = f"on {torch.cuda.get_device_name(device)}"
+    for name, reason in reasons.items():
+        if reason is None:
+            yield Check(f"attention {name}", "ok", f"{'used' if name == usable[0] else 'works'} {where}")
+        else:
+            what, _, advice = reason.partition("; ")
+            yield Check(f"attention {name}", "note", f"not used {where}: {what}", advice or None)
 
 
 def _check_weight_formats() -> Iterator[Check]:
@@ -217,13 +237,25 @@ def _host_version(host: HostPackage) -> str | Check:
     return version
 
 
-def _check_cuda(vllm: Check) -> Check:
+def _check_cuda(vllm: Check, has_engine: bool) -> Check:
     if not _NVIDIA_DRIVER.is_file() and shutil.which("nvidia-smi") is None:
-        return Check("CUDA", "ok", "no NVIDIA driver: evenflow's own engine runs on the CPU and needs none")
+        return Check("CUDA", "ok", "no NVIDIA driver: evenflow's own engine runs on the CPU")
+    problem = _cuda_problem() if has_engine else "the extra engine is not installed"
+    if problem is None:
+        return Check("CUDA", "ok", "evenflow's own engine runs on the GPU (--device cpu: not)")
     if vllm.state == "ok":
-        return Check("CUDA", "ok", "there is an NVIDIA driver: use --engine vllm for it")
-    advice = "to use it, install vLLM and give --engine vllm; evenflow's own engine runs on the CPU"
-    return Check("CUDA", "note", "there is an NVIDIA driver, but no vLLM that evenflow knows", advice)
+        return Check("CUDA", "ok", f"there is an NVIDIA driver: use --engine vllm for it ({problem})")
+    advice = "to use it, install a torch that is built for CUDA, or install vLLM and give --engine vllm"
+    return Check("CUDA", "note", f"there is an NVIDIA driver, but {problem}", advice)
+
+
+def _cuda_problem() -> str | None:
+    from evenflow.engine.placement import cuda_problem
+
+    try:
+        return cuda_problem()
+    except (ImportError, OSError) as error:
+        return f"torch cannot be imported: {error}"
 
 
 def _check_models() -> Check:

@@ -66,6 +66,7 @@ def generate(
     print(_summary(output, llm.policy), file=sys.stderr)
     figures = {
         "model": llm.config.model,
+        "device": llm.config.device,
         "weights": llm.config.weights,
         "policy": llm.policy,
         "prompt_tokens": len(output.prompt_token_ids),

@@ -98,7 +98,16 @@ class ModelOptions:
         metavar="MODEL",
         autocompletion=complete_model,
     )
-    weights: str = option("float32 is exact, int4 is fast.", default="float32", metavar="float32|int4")
+    device: str | None = option("cpu or cuda.", metavar="cpu|cuda", show_default="a GPU if there is one")
+    weights: str | None = option(
+        "On a CPU float32 is exact, int4 is fast.",
+        metavar="float32|int4|bfloat16|float16",
+        show_default="float32, on a GPU bfloat16",
+    )
+    load_format: str | None = option("dummy: random weights, from config.json alone.", metavar="auto|dummy")
+    deterministic: bool | None = option(
+        "The same bits of an answer for any chunks and batch; slower.", "--deterministic", show_default=False
+    )
     threads: int | None = option("Compute threads.", show_default="torch's choice")
     max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")
     gpu_memory_utilization: float | None = option("Share of available memory for the KV cache.", show_default="0.9")

@@ -218,7 +218,7 @@ async def serve_model(
     def load_tokenizer() -> Tokenizer:
         from evenflow.model.loader import load_model  # slow: it imports torch
 
-        return load_model(config.model).tokenizer
+        return load_model(config.model, is_dummy=config.load_format == "dummy").tokenizer
 
     await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, freeze)
 

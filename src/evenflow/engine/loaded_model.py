@@ -27,8 +27,8 @@ class LoadedModel(ABC):
         known = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
         if unknown := sorted(set(settings) - set(known)):
             raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
-        self.config = EngineConfig(model=str(model), **settings)
-        built = build_engine(self.config, record)
+        built = build_engine(EngineConfig(model=str(model), **settings), record)
+        self.config = built.config
         self.tokenizer = built.tokenizer
         self._start(built.engine, built.intake)
 

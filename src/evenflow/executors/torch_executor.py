@@ -9,30 +9,30 @@ from __future__ import annotations
 import functools
 import math
 import time
-from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.core.request import Pooling
-from evenflow.errors import InvalidConfig, InvalidRequest, OutOfMemory
+from evenflow.errors import InvalidConfig, InvalidRequest
+from evenflow.executors.pooling import add_rows, to_bytes, unit_length
+from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.host import num_cpus, total_memory
+from evenflow.model.attention.cpu import runs_natively
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.decoder import Decoder, MakeLinear
-from evenflow.model.int4 import int4_head, int4_linear
+from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
-from evenflow.model.linear import FloatLinear, can_pack
+from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
 from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
-from evenflow.model.token_rules import TokenRules
 from evenflow.model.weights import needed_shapes
+from evenflow.native.build import why_unavailable
 
 if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
@@ -53,34 +53,6 @@ class _Slot:
     row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
 
 
-@dataclass(slots=True)
-class _Part:
-    """One sequence's part in a step: `length` rows from position `start`."""
-
-    slot: _Slot
-    start: int
-    length: int
-    samples: bool = True
-    prompt_logprobs: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.slot.sampled.tokens[self.start : self.end]
-
-    @property
-    def num_wanted(self) -> int:
-        """How many of its last rows are needed after the last layer."""
-        return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
-
-    @property
-    def pooling(self) -> Pooling | None:
-        return self.slot.sampled.params.pooling
-
-
 class TorchExecutor:
     """Implements `Executor`. A failed step may have applied releases and admissions, but returns no samples."""
 
@@ -94,13 +66,15 @@ class TorchExecutor:
         enable_prefix_caching: bool = True,
         weights: WeightFormat = "float32",
         threads: int | None = None,
+        deterministic: bool = False,
         max_steps_in_flight: int = 1,
         grammars: Grammars | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
-        self._decoder = Decoder(config, tensors, *_linear_forms(config, weights))
+        forms = _fixed_order_forms(config, weights) if deterministic else _linear_forms(config, weights)
+        self._decoder = Decoder(config, tensors, *forms, fixed_order=deterministic)
         self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -129,8 +103,8 @@ class TorchExecutor:
             with torch.inference_mode():
                 return self._step(plan, began)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                raise OutOfMemory(_out_of_memory_advice(plan)) from error
+            if (explained := out_of_memory(error, plan)) is not None:
+                raise explained from error
             raise
         finally:
             self._last_end = time.perf_counter()
@@ -146,7 +120,7 @@ class TorchExecutor:
             for admission in plan.admissions:
                 slot = self._slots[admission.slot]
                 self._store.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
-        parts = list(self._parts(plan))
+        parts = list(parts_of(plan, self._slots))
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
@@ -165,29 +139,10 @@ class TorchExecutor:
         return StepResult(plan.step_id, tokens, seconds, errors, logprobs, prompt_logprobs, embeddings)
 
     def _admit(self, admission: Admission) -> _Slot:
-        constraint = None
-        if admission.sampling.grammar is not None:
-            assert self._grammars is not None, "a request with a grammar for an executor without grammars"
-            constraint = self._grammars.constrain(admission.sampling.grammar)
-        sampled = SampledSequence(
-            params=admission.sampling,
-            seed=admission.seed,
-            tokens=list(admission.token_ids),
-            num_prompt_tokens=admission.num_prompt_tokens,
-            stop_token_ids=admission.stop_token_ids,
-            constraint=constraint,
-            rules=TokenRules.of(admission.sampling, self._config.vocab_size),
-        )
+        sampled = new_sampled(admission, self._config.vocab_size, self._grammars)
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 
-    def _parts(self, plan: StepPlan) -> Iterator[_Part]:
-        """In the order of the step's result: decodes, then chunks."""
-        for number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
-            yield _Part(self._slots[number], position, 1)
-        for chunk in plan.chunks:
-            yield _Part(self._slots[chunk.slot], chunk.start, chunk.length, chunk.samples, chunk.prompt_logprobs)
-
-    def _hidden(self, parts: list[_Part]) -> tuple[Tensor, ...]:
+    def _hidden(self, parts: list[Part[_Slot]]) -> tuple[Tensor, ...]:
         """Run all rows through the layers; returns the wanted rows of each part."""
         token_ids: list[int] = []
         wanted: list[int] = []
@@ -199,7 +154,7 @@ class TorchExecutor:
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(
-        self, parts: list[_Part], hidden: tuple[Tensor, ...]
+        self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
     ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
         """Tokens, errors and logprobs by the part's number; appends each token to its slot's."""
         numbers = [number for number, part in enumerate(parts) if part.samples]
@@ -207,8 +162,7 @@ class TorchExecutor:
         if not numbers:
             return tuple(tokens), {}, {}
         for number in numbers:
-            # A failed step may have left a sample that was never returned.
-            del parts[number].slot.sampled.tokens[parts[number].end :]
+            parts[number].drop_unreturned()
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for row, number in enumerate(numbers):
@@ -219,7 +173,7 @@ class TorchExecutor:
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
     def _all_prompt_logprobs(
-        self, parts: list[_Part], hidden: tuple[Tensor, ...]
+        self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
     ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
         """Prompt logprobs and errors by the part's number."""
         found: dict[int, tuple[RowLogprobs, ...]] = {}
@@ -232,30 +186,22 @@ class TorchExecutor:
                     errors[number] = str(error)
         return found, errors
 
-    def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
-        """For the prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
-        sampled = part.slot.sampled
-        predicted = sampled.tokens[part.start + 1 : min(part.end + 1, sampled.num_prompt_tokens)]
+    def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> tuple[RowLogprobs, ...]:
+        predicted, num_top = part.predicted, part.slot.sampled.params.prompt_logprobs
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first : first + len(targets)])
-            if unusable := logit_errors(logits):
+            if unusable := logit_errors(logits.amax(-1).tolist()):
                 raise InvalidRequest(next(iter(unusable.values())))
             logprobs = logits.log_softmax(-1)
-            found += [
-                row_logprobs(row, token, sampled.params.prompt_logprobs)
-                for row, token in zip(logprobs, targets, strict=True)
-            ]
+            found += [row_logprobs(row, token, num_top) for row, token in zip(logprobs, targets, strict=True)]
         return tuple(found)
 
-    def _embedding(self, part: _Part, hidden: Tensor) -> bytes | None:
+    def _embedding(self, part: Part[_Slot], hidden: Tensor) -> bytes | None:
         """The prompt's embedding, once its last chunk is computed."""
-        pooled = self._decoder.normed(hidden).sum(0)  # of the last row alone, or with the direction of the mean
-        if part.slot.row_sum is not None:
-            pooled += part.slot.row_sum
-        part.slot.row_sum = pooled
-        return array("f", F.normalize(pooled, dim=0).tolist()).tobytes() if part.samples else None
+        part.slot.row_sum = add_rows(part.slot.row_sum, self._decoder.normed(hidden))
+        return to_bytes(unit_length(part.slot.row_sum)) if part.samples else None
 
 
 def default_threads() -> int:
@@ -275,8 +221,14 @@ def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinea
     return make_linear, make_linear
 
 
-def _out_of_memory_advice(plan: StepPlan) -> str:
-    return (
-        f"Memory ran out in a step of {plan.num_rows} tokens for {plan.num_sequences} sequences. Lower "
-        "max_num_batched_tokens or max_num_seqs, set gpu_memory_utilization to 0.7-0.8, or use a smaller model."
-    )
+def _fixed_order_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
+    """The same, with the native kernel for any number of rows."""
+    if not runs_natively(config):
+        reason = why_unavailable() or f"they do not support this model, whose heads have {config.head_dim} values"
+        raise InvalidConfig(
+            f"Got deterministic=True, which needs evenflow's native kernels on a CPU, but {reason}. Leave it out, or "
+            "see `evenflow doctor`."
+        )
+    if weights == "int4":
+        return fixed_order_int4_linear, fixed_order_int8_head
+    return fixed_order_linear, fixed_order_linear

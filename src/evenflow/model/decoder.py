@@ -12,8 +12,9 @@ from evenflow.model.attention.cpu import StepAttention, attention_for, runs_nati
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
 from evenflow.model.linear import Linear
-from evenflow.model.native_layers import NativeLayer, NativeLayers
-from evenflow.model.rope import Rotation, interleave, rotate_
+from evenflow.model.native_layers import NativeLayer, NativeLayers, NativeNorm
+from evenflow.model.projections import layer_projections, query_key_norms
+from evenflow.model.rope import Rotation, rotate_
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
@@ -27,14 +28,17 @@ class Decoder:
         tensors: Mapping[str, Tensor],
         make_linear: MakeLinear,
         make_head: MakeLinear | None = None,
+        *,
+        fixed_order: bool = False,
     ) -> None:
+        """In fixed order, a row's logits are bitwise the same in any step; the linears must be `fixed_order`'s."""
         self.config = config
         self._rotation = Rotation(config)
         self._attention_of = attention_for(config)
         self._embedding = tensors["embed_tokens.weight"]
         self._layers = [_Layer(config, index, tensors, make_linear) for index in range(config.num_layers)]
-        self._native = _native_layers(config, self._layers)
-        self._norm = RmsNorm(tensors["norm.weight"], config.rms_norm_eps)
+        self._native = _native_layers(config, self._layers, fixed_order)
+        self._norm = (NativeNorm if fixed_order else RmsNorm)(tensors["norm.weight"], config.rms_norm_eps)
         head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
         self._head = (make_head or make_linear)(head_weight, None)
 
@@ -66,10 +70,13 @@ class Decoder:
         return self._head(self._norm(hidden))
 
 
-def _native_layers(config: ModelConfig, layers: Sequence[_Layer]) -> NativeLayers | None:
-    """The layers for steps of few rows, if the native kernels support this model."""
+def _native_layers(config: ModelConfig, layers: Sequence[_Layer], fixed_order: bool) -> NativeLayers | None:
+    """The layers for steps of few rows, or of any in fixed order, if the native kernels support this model."""
     native = [found for layer in layers if (found := layer.native) is not None]
-    return NativeLayers(config, native) if len(native) == len(layers) and runs_natively(config) else None
+    if len(native) == len(layers) and runs_natively(config):
+        return NativeLayers(config, native, fixed_order=fixed_order)
+    assert not fixed_order, "check runs_natively() first"
+    return None
 
 
 class RmsNorm:
@@ -90,19 +97,13 @@ class _Layer:
         def norm(name: str) -> RmsNorm:
             return RmsNorm(tensors[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
 
-        def linear(block: str, names: Sequence[str], has_bias: bool) -> Linear:
-            full_names = [f"layers.{index}.{block}.{name}" for name in names]
-            return make_linear(*_fused(config, tensors, full_names, has_bias))
-
         self._index = index
         self._uses_rope, self._window = config.layer_uses_rope[index], config.layer_windows[index]
         self._query_key_norm = _QueryKeyNorm(config, index, tensors) if config.qk_norm else None
         self._attention_norm = norm("input_layernorm")
         self._mlp_norm = norm("post_attention_layernorm")
-        self._qkv = linear("self_attn", ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
-        self._output = linear("self_attn", ("o_proj",), config.output_bias)
-        self._gate_up = linear("mlp", ("gate_proj", "up_proj"), config.mlp_bias)
-        self._down = linear("mlp", ("down_proj",), config.mlp_bias)
+        linears = (make_linear(*projection) for projection in layer_projections(config, tensors, index))
+        self._qkv, self._output, self._gate_up, self._down = linears
 
     @property
     def native(self) -> NativeLayer | None:
@@ -134,31 +135,9 @@ class _QueryKeyNorm:
         self._num_heads = config.num_heads + config.num_kv_heads
         self._head_dim = config.head_dim
         self._eps = config.rms_norm_eps
-        weights = []
-        for name, count in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-            weight = tensors[f"layers.{index}.self_attn.{name}.weight"].unsqueeze(0)
-            weights.append(interleave(weight, config.rope.rotary_dim).expand(count, -1))
-        self.weight = torch.cat(weights)
+        query, key = query_key_norms(config, tensors, index)
+        self.weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 
     def apply_(self, packed: Tensor) -> None:
         heads = packed.view(packed.shape[0], -1, self._head_dim)[:, : self._num_heads]
         heads.copy_(F.rms_norm(heads, (self._head_dim,), eps=self._eps).mul_(self.weight))
-
-
-def _fused(
-    config: ModelConfig, tensors: Mapping[str, Tensor], names: list[str], has_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Several projections of the same rows as one; queries and keys have their rotary pairs side by side."""
-
-    def part(name: str, kind: str) -> Tensor:
-        tensor = tensors[f"{name}.{kind}"]
-        if not name.endswith(("q_proj", "k_proj")):
-            return tensor
-        per_head = tensor.view(-1, config.head_dim, *tensor.shape[1:])
-        return interleave(per_head, config.rope.rotary_dim).reshape(tensor.shape)
-
-    def fused(kind: str) -> Tensor:
-        parts = [part(name, kind) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return fused("weight"), fused("bias") if has_bias else None

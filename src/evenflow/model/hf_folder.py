@@ -1,5 +1,6 @@
 """A model from a Hugging Face folder: configuration, tokenizer and safetensors, read without transformers."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,18 @@ _DTYPES = ("F32", "F16", "BF16")
 
 def read_hf_folder(folder: Path) -> tuple[ModelConfig, Tokenizer, dict[str, StoredTensor]]:
     """The configuration, tokenizer and tensors of a Hugging Face folder."""
+    config, tokenizer = read_hf_shape(folder, read_hf_tokenizer)
+    return config, tokenizer, _stored_tensors(folder)
+
+
+def read_hf_shape(folder: Path, read_tokenizer: Callable[[Path], Tokenizer]) -> tuple[ModelConfig, Tokenizer]:
+    """Without the tensors, which need not be there."""
     config_file = read_json(folder, "config.json")
     if config_file is None:
         raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
     supported_architecture(config_file)  # first: a model that cannot run may also lack files that only evenflow needs
-    tokenizer = read_hf_tokenizer(folder)
-    config = read_config(config_file, tokenizer.bos_token_id, tokenizer.eos_token_ids)
-    return config, tokenizer, _stored_tensors(folder)
+    tokenizer = read_tokenizer(folder)
+    return read_config(config_file, tokenizer.bos_token_id, tokenizer.eos_token_ids), tokenizer
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -44,13 +50,8 @@ def _tensors_of(folder: Path, name: str) -> dict[str, StoredTensor]:
             part = file.get_slice(key)
             if part.get_dtype() not in _DTYPES:
                 raise unsupported(f"{name}: the tensor type {part.get_dtype()} of {key}")
-            read = partial(_read_tensor, file, key)
+            read: Callable[[], torch.Tensor] = partial(file.get_tensor, key)
             stored[key.removeprefix("model.")] = StoredTensor(tuple(part.get_shape()), read)
     except (SafetensorError, OSError) as error:
         raise BrokenModel(f"{name} cannot be read: {error}") from error
     return stored
-
-
-def _read_tensor(file: Any, key: str) -> torch.Tensor:
-    tensor: torch.Tensor = file.get_tensor(key)
-    return tensor.to(torch.float32)

@@ -33,7 +33,7 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_token_id=ids.get("bos_token", config_file.optional("bos_token_id", int)),
-        eos_token_ids=_eos_token_ids(config_file, generation_file, ids.get("eos_token")),
+        eos_token_ids=eos_token_ids_of(config_file, generation_file, ids.get("eos_token")),
         chat_template=_chat_template(folder, settings, special_tokens),
     )
 
@@ -58,7 +58,7 @@ def _special_tokens(folder: Path, settings: TypedValues) -> dict[str, str]:
     return tokens
 
 
-def _eos_token_ids(
+def eos_token_ids_of(
     config_file: TypedValues, generation_file: TypedValues | None, tokenizer_eos_id: int | None
 ) -> tuple[int, ...]:
     """All ids that end an answer: files name the end of text, the end of a turn, or both."""

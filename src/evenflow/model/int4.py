@@ -17,7 +17,17 @@ import platform
 import torch
 from torch import Tensor
 
-from evenflow.model.linear import FloatLinear, Linear, can_pack, computes_products, pack, packed_linear
+from evenflow.model.linear import (
+    ANY_ROWS,
+    FloatLinear,
+    Linear,
+    NativeLinear,
+    can_pack,
+    computes_products,
+    fixed_order_linear,
+    pack,
+    packed_linear,
+)
 from evenflow.native.build import library
 from evenflow.native.matrix import NativeMatrix, quantised_matrix
 
@@ -86,19 +96,40 @@ class NativeInt4Linear(SplitLinear):
             max_rows, many = _NATIVE_ROWS_ON_ARM, DynamicInt4Linear(weight, bias)
         else:
             max_rows, many = _NATIVE_ROWS, _dequantised_linear(dequantise(codes, scales, zeros), bias)
-        lowest = zeros - 8 * scales
-        super().__init__(quantised_matrix(codes + 8, scales, lowest, bias, num_bits=4, max_rows=max_rows), many)
+        super().__init__(_int4_matrix(codes, scales, zeros, bias, max_rows), many)
 
 
 class NativeInt8Linear(SplitLinear):
     """8-bit weights by float32 activations for few rows, with a scale per group like Q8_0 files; float32 for many."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        groups = weight.view(len(weight), -1, GROUP)
-        scales = _no_zeros((groups.abs().amax(-1) / 127).half().float())
-        codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-128, 127).add_(128).view(weight.shape)
-        native = quantised_matrix(codes, scales, -128 * scales, bias, num_bits=8, max_rows=_NATIVE_ROWS)
-        super().__init__(native, FloatLinear(weight, bias))
+        super().__init__(_int8_matrix(weight, bias, _NATIVE_ROWS), FloatLinear(weight, bias))
+
+
+def fixed_order_int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """By the native kernels, whose results do not depend on the number of rows, for any number of them."""
+    if weight.shape[1] % GROUP:
+        return fixed_order_linear(weight, bias)
+    return NativeLinear(_int4_matrix(*quantise(weight), bias, ANY_ROWS))
+
+
+def fixed_order_int8_head(weight: Tensor, bias: Tensor | None) -> Linear:
+    return (
+        fixed_order_linear(weight, bias)
+        if weight.shape[1] % GROUP
+        else NativeLinear(_int8_matrix(weight, bias, ANY_ROWS))
+    )
+
+
+def _int4_matrix(codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, max_rows: int) -> NativeMatrix:
+    return quantised_matrix(codes + 8, scales, zeros - 8 * scales, bias, num_bits=4, max_rows=max_rows)
+
+
+def _int8_matrix(weight: Tensor, bias: Tensor | None, max_rows: int) -> NativeMatrix:
+    groups = weight.view(len(weight), -1, GROUP)
+    scales = _no_zeros((groups.abs().amax(-1) / 127).half().float())
+    codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-128, 127).add_(128).view(weight.shape)
+    return quantised_matrix(codes, scales, -128 * scales, bias, num_bits=8, max_rows=max_rows)
 
 
 def _has_arm_kernels() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import sys
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from evenflow.native.build import library
 from evenflow.native.matrix import NativeMatrix, float_matrix
 
 _NATIVE_ROWS = 32  # up to here the native kernel beats torch, 1.1-1.6x: it reads a weight once for all rows
+ANY_ROWS = sys.maxsize
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _PACKED_ROWS = range(2, 32)  # where oneDNN's packed weights win: 1.2-1.5x on x86, 1.8x on ARM
 _MIN_PACKED = 500_000  # weights in a layer; for smaller ones a packed call's 25 microseconds outweigh the gain
@@ -64,6 +66,25 @@ class FloatLinear(Linear):
         if self._bias is not None:
             residual.add_(self._bias)
         return residual.addmm_(rows, self._weight.t())
+
+
+class NativeLinear(Linear):
+    """The native kernel for any number of rows. Each output is summed in the same order, whatever their number."""
+
+    native: NativeMatrix
+
+    def __init__(self, native: NativeMatrix) -> None:
+        self.native = native
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.native(rows)
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return self.native.add_to(residual, rows)
+
+
+def fixed_order_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    return NativeLinear(float_matrix(weight, bias, max_rows=ANY_ROWS))
 
 
 def pack(weight: Tensor) -> Tensor:

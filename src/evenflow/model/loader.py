@@ -6,10 +6,11 @@ from pathlib import Path
 from evenflow.errors import ModelError
 from evenflow.model.config import ModelConfig
 from evenflow.model.gguf_model import read_gguf_model
-from evenflow.model.hf_folder import read_hf_folder
+from evenflow.model.hf_folder import read_hf_folder, read_hf_shape
 from evenflow.model.locate import find_model
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.model.weights import Weights, select_weights
+from evenflow.model.weights import RandomWeights, Weights, select_weights
+from evenflow.model.word_tokenizer import read_or_make_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,20 @@ class LoadedModel:
     weights: Weights
 
 
-def load_model(model: str | Path) -> LoadedModel:
-    """Open a model: `default`, a Hugging Face folder, a .gguf file, or the name of one that was pulled."""
+def load_model(model: str | Path, *, is_dummy: bool = False) -> LoadedModel:
+    """Open a model: `default`, a Hugging Face folder, a .gguf file, or the name of one that was pulled.
+
+    A dummy has random weights; of a folder, config.json is then enough.
+    """
     path = find_model(model)
     read = read_hf_folder if path.is_dir() else read_gguf_model
     try:
+        if is_dummy and path.is_dir():
+            config, tokenizer = read_hf_shape(path, read_or_make_tokenizer)
+            return LoadedModel(config, tokenizer, RandomWeights.of(config))
         config, tokenizer, stored = read(path)
+        if is_dummy:
+            return LoadedModel(config, tokenizer, RandomWeights.of(config))
         return LoadedModel(config, tokenizer, select_weights(stored, config))
     except ModelError as error:
         raise type(error)(f"{path}: {error}") from error

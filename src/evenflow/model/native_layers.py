@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from evenflow.model.attention.native import Span, native_spans
@@ -24,7 +25,8 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
-_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_rotary_pairs")
+_ROWS_AT_ONCE = 256  # each thread has memory for them; the weights are read once for so many
+_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_rotary_pairs", "fixed_order")
 
 
 class _ModelStruct(ctypes.Structure):
@@ -55,9 +57,12 @@ class NativeLayer(NamedTuple):
 
 
 class NativeLayers:
-    """Runs up to `max_rows` rows through all layers."""
+    """Runs up to `max_rows` rows through all layers.
 
-    def __init__(self, config: ModelConfig, layers: Sequence[NativeLayer]) -> None:
+    In fixed order, a row's result is bitwise the same in any step.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[NativeLayer], *, fixed_order: bool = False) -> None:
         kernels = library()
         assert kernels is not None, "check library() first"
         self._run = kernels.evenflow_layers
@@ -72,17 +77,60 @@ class NativeLayers:
             config.num_kv_heads,
             config.head_dim,
             config.rope.rotary_dim // 2,
+            fixed_order,
             config.rms_norm_eps,
             config.attention_scale,
         )
 
     def run_(self, rows: Tensor, rotations: Tensor, spans: Sequence[Span]) -> None:
         """Replace embedded tokens by the last layer's output; `rotations` are each row's complex rotary factors."""
+        first = 0
+        for group in _groups(spans, _ROWS_AT_ONCE):
+            num_rows = sum(span.length for span in group)
+            self._run(
+                ctypes.byref(self._model),
+                ctypes.c_int64(num_rows),
+                ctypes.c_void_p(rows[first:].data_ptr()),
+                ctypes.c_void_p(rotations[first:].data_ptr()),
+                native_spans(group),
+                ctypes.c_int64(len(group)),
+            )
+            first += num_rows
+
+
+def _groups(spans: Sequence[Span], most_rows: int) -> Iterator[list[Span]]:
+    """The same rows in groups of at most `most_rows`: a span may be divided."""
+    group: list[Span] = []
+    room = most_rows
+    for span in spans:
+        start = span.start
+        while start < span.end:
+            length = min(span.end - start, room)
+            group.append(Span(span.kv, start, length))
+            start, room = start + length, room - length
+            if not room:
+                yield group
+                group, room = [], most_rows
+    if group:
+        yield group
+
+
+class NativeNorm:
+    """The norm of `NativeLayers`, for the rows that it returns."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        kernels = library()
+        assert kernels is not None, "check library() first"
+        self._run, self._weight, self._eps = kernels.evenflow_norm, weight.contiguous(), eps
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        rows = rows.contiguous()
+        normed = torch.empty_like(rows)
         self._run(
-            ctypes.byref(self._model),
-            ctypes.c_int64(len(rows)),
             ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_void_p(rotations.data_ptr()),
-            native_spans(spans),
-            ctypes.c_int64(len(spans)),
+            *map(ctypes.c_int64, rows.shape),
+            ctypes.c_void_p(self._weight.data_ptr()),
+            ctypes.c_float(self._eps),
+            ctypes.c_void_p(normed.data_ptr()),
         )
+        return normed

@@ -27,8 +27,8 @@ class TokenRules:
             else:
                 self._about_to_end[token_ids[-2]].append(token_ids)
         biases = params.logit_bias or {}
-        self._biased_ids = np.array(list(biases), dtype=np.int64)
-        self._biases = np.array(list(biases.values()), dtype=np.float32)
+        self.biased_ids = np.array(list(biases), dtype=np.int64)
+        self.biases = np.array(list(biases.values()), dtype=np.float32)
 
     @classmethod
     def of(cls, params: SamplingParams, num_logits: int) -> TokenRules | None:
@@ -50,5 +50,7 @@ class TokenRules:
         allowed[ends] = False
         return allowed
 
-    def add_biases(self, row: NDArray[np.float32]) -> None:
-        row[self._biased_ids] += self._biases
+    @property
+    def follows_output(self) -> bool:
+        """Whether what they allow depends on the tokens before."""
+        return bool(self._about_to_end)

@@ -5,8 +5,10 @@ Names are those of Hugging Face checkpoints without the leading `model.`: `embed
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -16,26 +18,36 @@ from evenflow.model.config import ModelConfig, unsupported
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: its shape, and how to read it as float32."""
+    """A tensor on disk: its shape, and how to read it, on the CPU and in the type that it is stored in."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """Float32 tensors by name; BrokenModel if one holds values that are no numbers.
+    """Tensors by name, of one type and on one device; BrokenModel if one holds values that are no numbers.
 
     Each lookup reads from disk and caches nothing, so a loader that looks each name up once holds one copy of the
     model. Several threads may look up at a time.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._stored = stored
+        self._device, self._dtype = device or torch.device("cpu"), dtype
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Self:
+        return type(self)(self._stored, device, dtype)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._stored[name].read()
+        # Moved first: a GPU converts faster, and 16-bit types make the copy shorter.
+        tensor = self._stored[name].read().to(self._device).to(self._dtype)
         # A sum is the fastest look at all values, and a model whose sums overflow computes nothing of use.
-        if not math.isfinite(tensor.sum().item()):
+        if not math.isfinite(tensor.sum(dtype=torch.float32).item()):
             raise BrokenModel(f"the tensor {name} holds values that are not finite, or too large")
         return tensor
 
@@ -44,6 +56,26 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+class RandomWeights(Weights):
+    """Random tensors of a model's shapes, made where they are needed; the same for each lookup."""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self:
+        return cls({name: StoredTensor(shape, _never_read) for name, shape in needed_shapes(config).items()})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._stored[name].shape
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device, dtype=self._dtype)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+
+def _never_read() -> torch.Tensor:
+    raise AssertionError("a random tensor is not on disk")
 
 
 def needed_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

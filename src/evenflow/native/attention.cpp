@@ -5,6 +5,9 @@
 // results are [keys or head_dim, rows]; keys and values are read in place, one number for all lanes, and no sum or
 // maximum crosses lanes.
 // One position with few heads ("few rows"): lanes are the head_dim, since rows would fill too few of them.
+//
+// In fixed order, panels do all of it: a lane's sums do not depend on the other lanes, tiles begin at the same keys for
+// all rows, and a key that a row may not see adds exactly nothing. The keys of a row are not split between threads.
 
 #include "attention.h"
 
@@ -218,7 +221,8 @@ void attend_tile(Panel& panel, const Head& head, int64_t first_key, int64_t num_
     for (int64_t key = 0; key < num_keys; ++key) {
         for (int v = 0; v < vectors; ++v) {
             float* scores = tile + key * kPanelRows + v * kLanes;
-            const Floats weight = power_of_2(load<Floats>(scores) - tops[v]);
+            const Floats score = load<Floats>(scores);
+            const Floats weight = score > kLowest ? power_of_2(score - tops[v]) : Floats{};
             weights[v] += weight;
             store(scores, weight);
         }
@@ -379,9 +383,9 @@ void attend_few(const Head& head, int64_t first_row, const Block& block, const R
     }
 }
 
-void attend(const Head& head, const Block& block, const Results& results, Workspace& space) {
+void attend(const Head& head, const Block& block, const Results& results, bool fixed_order, Workspace& space) {
     const bool is_one_position = block.last_row - block.first_row == head.group && block.first_row % head.group == 0;
-    if (!is_one_position || 2 * head.group > kLanes) return attend_many(head, block, results, space);
+    if (fixed_order || !is_one_position || 2 * head.group > kLanes) return attend_many(head, block, results, space);
     for (int64_t row = block.first_row; row < block.last_row; row += kFewRows) {
         switch (block.last_row - row) {
             case 1: attend_few<1>(head, row, block, results, space); break;
@@ -443,10 +447,11 @@ struct Step {
         // The last rows see the most keys: they come first, so that all threads end at about the same time.
         for (int64_t first_row = (num_rows - 1) / kBlockRows * kBlockRows; first_row >= 0; first_row -= kBlockRows) {
             const int64_t last_row = std::min(first_row + kBlockRows, num_rows);
-            const int64_t first_key = std::max<int64_t>(0, start + first_row / group + 1 - window());
+            int64_t first_key = std::max<int64_t>(0, start + first_row / group + 1 - window());
+            if (shape.fixed_order) first_key -= first_key % kPanelKeys;
             const int64_t last_key = start + (last_row - 1) / group + 1;
             num_products += (last_row - first_row) * (last_key - first_key) * shape.head_dim;
-            if (num_rows > kBlockRows || last_key - first_key <= kPartKeys) {
+            if (shape.fixed_order || num_rows > kBlockRows || last_key - first_key <= kPartKeys) {
                 works.push_back({span, head, {first_row, last_row, first_key, last_key}, -1});
                 continue;
             }
@@ -501,7 +506,8 @@ struct Step {
                         shape.head_dim,
                         window(),
                         shape.scale * kLog2E};
-        attend(head, work.block, work.part < 0 ? whole(work.span, work.head) : part(work.part), space);
+        const Results results = work.part < 0 ? whole(work.span, work.head) : part(work.part);
+        attend(head, work.block, results, shape.fixed_order, space);
     }
 
     void join(const Join& join) {

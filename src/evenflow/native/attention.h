@@ -15,6 +15,7 @@ struct Span {
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, head_dim;  // head_dim: a multiple of 16 up to 256
     int64_t window;                             // tokens that a row sees, including itself; 0: all before it
+    int64_t fixed_order;  // not 0: a row comes out bitwise the same, whatever rows are beside it
     float scale;
 };
 

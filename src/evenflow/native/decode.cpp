@@ -22,6 +22,7 @@ struct Layer {
 struct Model {
     const Layer* layers;
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, num_rotary_pairs;
+    int64_t fixed_order;  // as in AttentionShape
     float norm_eps, attention_scale;
 };
 
@@ -76,7 +77,7 @@ public:
             const Layer& layer = model_.layers[index];
             project(layer);
             const AttentionShape shape = {model_.num_heads, model_.num_kv_heads, model_.head_dim, layer.window,
-                                          model_.attention_scale};
+                                          model_.fixed_order, model_.attention_scale};
             evenflow_attention(spans, num_spans, index, &shape, packed_.data(), attended_.data());
             finish(layer);
         }
@@ -156,4 +157,10 @@ private:
 extern "C" void evenflow_layers(const Model* model, int64_t num_rows, float* hidden, const float* rotations,
                                 const Span* spans, int64_t num_spans) {
     Step(*model, num_rows, hidden, rotations).run(spans, num_spans);
+}
+
+// out[row] = row / its root mean square * weight: the norm after the last layer, as it is computed between layers.
+extern "C" void evenflow_norm(const float* rows, int64_t num_rows, int64_t size, const float* weight, float eps,
+                              float* out) {
+    for (int64_t row = 0; row < num_rows; row++) normalise(rows + row * size, weight, size, eps, out + row * size);
 }

@@ -42,7 +42,7 @@ class _Shape(ctypes.Structure):
     """`AttentionShape` of attention.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "fixed_order")),
         ("scale", ctypes.c_float),
     )
 
@@ -71,7 +71,7 @@ class NativeStepAttention:
         self._spans = native_spans(spans)
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
         windows = config.layer_windows
-        shapes = {window: _Shape(*sizes, window or 0, config.attention_scale) for window in set(windows)}
+        shapes = {window: _Shape(*sizes, window or 0, 0, config.attention_scale) for window in set(windows)}
         self._shapes = [shapes[window] for window in windows]
         self._attended = torch.empty(sum(span.length for span in spans), config.num_heads * config.head_dim)
         self._attended_address = ctypes.c_void_p(self._attended.data_ptr())

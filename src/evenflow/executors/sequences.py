@@ -1,0 +1,106 @@
+"""What executors that run a model share: a sequence's part in a step, its sampling state, running out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from evenflow.core.plan import Admission, StepPlan
+from evenflow.core.request import Pooling
+from evenflow.errors import OutOfMemory
+from evenflow.model.sampler import SampledSequence
+from evenflow.model.token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from evenflow.model.grammar import Grammars
+
+
+_MEMORY_MESSAGES = ("allocate memory", "not enough memory", "out of memory")  # torch's, on CPUs and GPUs
+
+
+class Slot(Protocol):
+    """A running sequence. `sampled` holds its tokens, with every sample appended."""
+
+    @property
+    def sampled(self) -> SampledSequence: ...
+
+
+SlotT = TypeVar("SlotT", bound=Slot)
+
+
+@dataclass(slots=True)
+class Part(Generic[SlotT]):
+    """One sequence's part in a step: `length` rows from position `start`."""
+
+    slot: SlotT
+    start: int
+    length: int
+    samples: bool = True
+    prompt_logprobs: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.slot.sampled.tokens[self.start : self.end]
+
+    @property
+    def num_wanted(self) -> int:
+        """How many of its last rows are needed after the last layer."""
+        return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
+
+    @property
+    def is_read_row_by_row(self) -> bool:
+        """Whether its wanted rows are needed for more than a sample."""
+        return self.prompt_logprobs or self.pooling is not None
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.slot.sampled.params.pooling
+
+    @property
+    def predicted(self) -> list[int]:
+        """The prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
+        sampled = self.slot.sampled
+        return sampled.tokens[self.start + 1 : min(self.end + 1, sampled.num_prompt_tokens)]
+
+    def drop_unreturned(self) -> None:
+        """A failed step may have left a sample that was never returned."""
+        del self.slot.sampled.tokens[self.end :]
+
+
+def parts_of(plan: StepPlan, slots: Mapping[int, SlotT]) -> Iterator[Part[SlotT]]:
+    """In the order of the step's result: decodes, then chunks."""
+    for number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
+        yield Part(slots[number], position, 1)
+    for chunk in plan.chunks:
+        yield Part(slots[chunk.slot], chunk.start, chunk.length, chunk.samples, chunk.prompt_logprobs)
+
+
+def new_sampled(admission: Admission, vocab_size: int, grammars: Grammars | None) -> SampledSequence:
+    constraint = None
+    if admission.sampling.grammar is not None:
+        assert grammars is not None, "a request with a grammar for an executor without grammars"
+        constraint = grammars.constrain(admission.sampling.grammar)
+    return SampledSequence(
+        params=admission.sampling,
+        seed=admission.seed,
+        tokens=list(admission.token_ids),
+        num_prompt_tokens=admission.num_prompt_tokens,
+        stop_token_ids=admission.stop_token_ids,
+        constraint=constraint,
+        rules=TokenRules.of(admission.sampling, vocab_size),
+    )
+
+
+def out_of_memory(error: Exception, plan: StepPlan) -> OutOfMemory | None:
+    """What to tell the user if memory ran out in this step; None if the error is another one."""
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in _MEMORY_MESSAGES):
+        return None
+    return OutOfMemory(
+        f"Memory ran out in a step of {plan.num_rows} tokens for {plan.num_sequences} sequences. Lower "
+        "max_num_batched_tokens or max_num_seqs, set gpu_memory_utilization to 0.7-0.8, or use a smaller model."
+    )

@@ -1,0 +1,1 @@
+"""The decoder on one GPU: paged KV memory, attention backends, fused kernels, captured graphs."""

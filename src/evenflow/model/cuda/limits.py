@@ -1,0 +1,23 @@
+"""What of a GPU decides the sizes of kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Limits(NamedTuple):
+    num_processors: int
+    shared_memory: int  # bytes that one program can have
+
+
+@cache
+def limits_of(device: torch.device) -> Limits:
+    if device.type != "cuda":
+        return Limits(16, 227 << 10)  # for kernels in an interpreter: few, so that small tests split work too
+    properties = torch.cuda.get_device_properties(device)
+    # Not in torch's type hints.
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Limits(properties.multi_processor_count, int(shared))

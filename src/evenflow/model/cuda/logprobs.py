@@ -1,0 +1,58 @@
+"""Log-probabilities of many rows at once, on the device, and how they come to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.request import ALL_LOGPROBS
+
+
+class Logprobs(NamedTuple):
+    """By row: the chosen token's, and the likeliest tokens with theirs, best first."""
+
+    chosen_ids: Tensor
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def to_host(self) -> Logprobs:
+        """Starts copies. They can be read once the device has come so far."""
+        return Logprobs(*map(start_copy, self))
+
+    def rows(self, num_top: Sequence[int | None]) -> list[RowLogprobs]:
+        """On the host: for each row the chosen token and as many of the likeliest as asked."""
+        columns = (column.tolist() for column in self)
+        return [
+            RowLogprobs(
+                TokenLogprob(chosen_id, chosen),
+                tuple(map(TokenLogprob, top_ids[: _most(count)], top[: _most(count)])),
+            )
+            for chosen_id, chosen, top_ids, top, count in zip(*columns, num_top, strict=True)
+        ]
+
+
+def logprobs_of(logits: Tensor, chosen_ids: Tensor, num_top: Sequence[int | None]) -> Logprobs:
+    """Of the model itself: `logits` are raw."""
+    vocab_size = logits.shape[-1]
+    most = max(min(_most(count) or 0, vocab_size) if count != ALL_LOGPROBS else vocab_size for count in num_top)
+    total = logits.logsumexp(-1, keepdim=True)
+    top, top_ids = logits.topk(most)
+    chosen = logits.gather(1, chosen_ids.unsqueeze(1)) - total
+    return Logprobs(chosen_ids, chosen.squeeze(1), top_ids, top - total)
+
+
+def _most(count: int | None) -> int | None:
+    """As the end of a slice."""
+    return None if count == ALL_LOGPROBS else count or 0
+
+
+def start_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host that does not wait for the device: readable after an event that is recorded later."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

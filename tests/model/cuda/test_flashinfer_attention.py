@@ -1,0 +1,92 @@
+"""FlashInfer against plain torch, on a GPU: its kernels are built on the first run, which takes minutes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from evenflow.model.config import ModelConfig
+from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.reference import ReferenceAttention
+from tests.model.cuda.paged import PagedStep, paged_step
+from tests.model.tiny import tiny_config
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytest.importorskip("flashinfer", reason="FlashInfer is not installed: pip install 'evenflow[cuda]'")
+
+from evenflow.model.cuda.flashinfer_attention import FlashInferAttention, why_unsupported  # noqa: E402
+
+_GPU = torch.device("cuda")
+
+
+def _config(group: int, window: int | None) -> ModelConfig:
+    return tiny_config(
+        num_heads=group * 2,
+        num_kv_heads=2,
+        head_dim=128,
+        attention_scale=128**-0.5,
+        layer_windows=(None, window, None, None),
+    )
+
+
+def _step(config: ModelConfig, decodes: list[int], chunks: list[tuple[int, int]], seed: int) -> PagedStep:
+    step = paged_step(config, decodes, chunks, 16, torch.bfloat16, _GPU, seed)
+    step.kv.nan_to_num_()  # its kernels multiply unwritten entries of a page by zero
+    return step
+
+
+def _assert_matches(config: ModelConfig, found: FlashInferAttention, step: PagedStep) -> None:
+    expected = ReferenceAttention(config)
+    found.plan(step.layout)
+    expected.plan(step.layout)
+    for layer in (0, 1):
+        torch.testing.assert_close(
+            found.run(layer, step.queries, step.kv), expected.run(layer, step.queries, step.kv), rtol=2e-2, atol=2e-2
+        )
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, None), (4, None), (4, 100), (7, None)])
+def test_matches_plain_torch(group: int, window: int | None) -> None:
+    config = _config(group, window)
+    backend = FlashInferAttention(config, torch.bfloat16, _GPU)
+    draw = random.Random(group)
+    _assert_matches(config, backend, _step(config, [5], [], 0))
+    _assert_matches(config, backend, _step(config, [], [(0, 3000)], 1))
+    for seed in range(8):
+        decodes = [draw.randint(1, 3000) for _ in range(draw.randint(0, 40))]
+        chunks = [(draw.choice([0, draw.randint(1, 3000)]), draw.randint(1, 900)) for _ in range(draw.randint(1, 3))]
+        _assert_matches(config, backend, _step(config, decodes, chunks, seed))
+
+
+def test_a_captured_graph_follows_its_plans() -> None:
+    config = _config(4, None)
+    backend, expected = FlashInferAttention(config, torch.bfloat16, _GPU), ReferenceAttention(config)
+    longest = _step(config, [2000, 2000, 1], [], 0)
+    tables, queries, kv = longest.layout.block_tables.zero_(), longest.queries, longest.kv
+    contexts = longest.layout.contexts
+
+    def plan(step: PagedStep) -> None:
+        tables.zero_()[:, : step.layout.block_tables.shape[1]] = step.layout.block_tables
+        queries.copy_(step.queries)
+        kv[: len(step.kv)] = step.kv
+        backend.plan(StepLayout(step.layout.decode_contexts, (), (), tables, contexts, 16, is_captured=True))
+
+    plan(_step(config, [1, 1, 1], [], 1))
+    backend.run(0, queries, kv)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.run(0, queries, kv)
+    for seed, decodes in enumerate(([1, 1, 1], [1900, 3, 700], [16, 2000, 1999])):
+        step = _step(config, decodes, [], seed)
+        plan(step)
+        graph.replay()
+        expected.plan(step.layout)
+        torch.testing.assert_close(output, expected.run(0, step.queries, step.kv), rtol=2e-2, atol=2e-2)
+
+
+def test_says_what_it_does_not_support() -> None:
+    assert why_unsupported(torch.bfloat16, _GPU, 128) is None
+    assert "no kernels for torch.float32" in str(why_unsupported(torch.float32, _GPU))
+    assert "no kernels for heads of 80" in str(why_unsupported(torch.bfloat16, _GPU, 80))
