@@ -334,3 +334,11 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_come_free() -> None:
     youngest = driver.add(47, max_tokens=30, name="youngest")
     driver.run()
     assert [request.epoch for request in (oldest, middle, youngest)] == [1, 1, 2]
+
+
+def test_a_step_that_waits_behind_another_is_not_charged_for_it() -> None:
+    driver = Driver(caps=ExecutorCaps(max_steps_in_flight=2), cost=lambda shape: 0.1)
+    driver.add(4, max_tokens=40)
+    driver.run()
+    assert len(driver.plans) == 40
+    assert driver.scheduler.overhead == pytest.approx(0, abs=1e-9)

@@ -6,6 +6,7 @@ here waits, reads a clock or draws a random number: the same calls give the same
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,7 +99,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []  # for the next plan
         self.step_time = step_time or StepTimeModel()  # learns under every policy
-        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds from plan to commit, less the run itself
+        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds of steps, less the run itself
+        self._committed_at = -math.inf
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
@@ -414,8 +416,10 @@ class Scheduler:
         if not result.errors:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
-        if not self._in_flight:
-            self._overheads.append(max(0.0, now - step.planned_at - result.seconds))
+        # A step that was planned behind another one also waited for that.
+        began = max(step.planned_at, self._committed_at)
+        self._overheads.append(max(0.0, now - began - result.seconds))
+        self._committed_at = now
         return outcome
 
     def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
