@@ -106,8 +106,10 @@ class Steps:
         self._vocab_size = built.engine.limits.vocab_size
         self._random = random.Random(0)
 
-    def _add(self, prompt_tokens: int, output_tokens: int) -> None:
-        prompt = self._random.choices(range(100, self._vocab_size - 100), k=prompt_tokens)
+    def _prompt(self, num_tokens: int) -> list[int]:
+        return self._random.choices(range(100, self._vocab_size - 100), k=num_tokens)
+
+    def _add(self, prompt: list[int], output_tokens: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         self._llm.engine.add(self._llm.prepare(prompt, sampling))
 
@@ -125,7 +127,7 @@ class Steps:
     def decode(self, batch: int, prompt_tokens: int) -> Figure:
         self._llm.set_policy(f"fixed:{max(BUDGET, batch)}")
         for _ in range(batch):
-            self._add(prompt_tokens, DECODE_STEPS)
+            self._add(self._prompt(prompt_tokens), DECODE_STEPS)
         gaps, on_device = [], []
         before = None
         with self._profiled(f"decode-{batch}"):
@@ -154,9 +156,9 @@ class Steps:
         self._llm.set_policy(f"fixed:{BUDGET}")
         took, on_device, floor = [], [], 0.0
         with self._profiled(f"prefill-{tokens}"):
-            for _ in range(PREFILL_RUNS):
+            for prompt in [self._prompt(tokens) for _ in range(PREFILL_RUNS)]:
                 began = time.perf_counter()
-                self._add(tokens, 1)
+                self._add(prompt, 1)
                 reports = list(self._reports())
                 took.append(time.perf_counter() - began)
                 on_device.append(sum(report.seconds for report in reports))

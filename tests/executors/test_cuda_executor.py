@@ -97,7 +97,9 @@ def test_a_preemption_changes_nothing(place: Place, tolerance: float) -> None:
 
 def test_graphs_come_in_the_sizes_that_steps_are_padded_to() -> None:
     executor = make(CPU, True, max_num_seqs=20)
-    assert executor.caps.row_buckets == (1, 2, 4, 8, 16, 24)
+    mixed = (*range(64, 513, 64), *range(640, 2049, 128))
+    assert executor.caps.row_buckets == (1, 2, 4, 8, 16, 24, *mixed)
+    assert make(CPU, True, max_num_seqs=100, max_step_rows=300).caps.row_buckets[-4:] == (104, 128, 192, 256)
     assert executor.caps.max_steps_in_flight == 2
     assert make(CPU, False).caps.row_buckets == ()
     assert isinstance(executor, CudaExecutor)

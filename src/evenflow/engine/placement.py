@@ -143,6 +143,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_steps_in_flight=config.max_steps_in_flight or 2,
+        max_step_rows=_max_step_rows(config, max_model_len),
         uses_graphs=device.type != "cuda" or can_capture(attention, operations),
         grammars=grammars,
     )
@@ -156,14 +157,18 @@ def _gpu_kv_memory(config: EngineConfig, decoder: PagedDecoder, longest: int) ->
         return config.kv_cache_memory
     from evenflow.model.cuda.memory import kv_memory
 
-    budget = config.resolve_policy(longest).budget if config.chosen_policy else DEFAULT_TARGET_BUDGET
     return kv_memory(
         decoder,
         utilization=config.gpu_memory_utilization,
-        max_rows=max(budget, config.max_num_seqs),
+        max_rows=_max_step_rows(config, longest),
         max_num_seqs=config.max_num_seqs,
         max_len=longest,
     )
+
+
+def _max_step_rows(config: EngineConfig, max_model_len: int) -> int:
+    budget = config.resolve_policy(max_model_len).budget if config.chosen_policy else DEFAULT_TARGET_BUDGET
+    return max(budget, config.max_num_seqs)
 
 
 def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
@@ -174,7 +179,8 @@ def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
     if device is None:
         return None
     # Steps are launched while the one before runs.
-    return roofline(model_work(decoder.config, decoder.dtype.itemsize), device)._replace(launch=0.0)
+    work = model_work(decoder.config, decoder.dtype.itemsize)
+    return roofline(work, device, decoder.attention.waves)._replace(launch=0.0)
 
 
 def _num_blocks(config: EngineConfig, memory: int, token_bytes: int) -> int:

@@ -21,11 +21,11 @@ from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
-from evenflow.model.cuda.decoder import PagedDecoder
-from evenflow.model.cuda.graphs import DecodeGraphs, graph_sizes
+from evenflow.model.cuda.decoder import PagedDecoder, RowInputs
+from evenflow.model.cuda.graphs import Graphs, graph_sizes, mixed_graph_sizes, size_for
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan, StepRows
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
-from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, Greedy, PendingSamples
+from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, PendingSamples
 from evenflow.model.sampler import logit_errors
 
 if TYPE_CHECKING:
@@ -135,16 +135,19 @@ class CudaExecutor:
         max_num_seqs: int = 256,
         max_steps_in_flight: int = 2,
         uses_graphs: bool = True,
+        max_step_rows: int = 8192,
         grammars: Grammars | None = None,
     ) -> None:
         self._decoder, self._grammars = decoder, grammars
-        sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
+        self._sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
+        self._mixed_sizes = mixed_graph_sizes(max_step_rows) if uses_graphs else ()
         self._inputs = DeviceInputs(
-            num_slots=max(max_num_seqs, _LEAST_SLOTS, *sizes),
+            num_slots=max(max_num_seqs, _LEAST_SLOTS, *self._sizes),
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             device=decoder.device,
+            captured_rows=max(self._mixed_sizes, default=0),
         )
         self._kv = decoder.new_kv(num_blocks + 1, block_size)  # and one for padding
         self._sampler = DeviceSampler(self._inputs.to_device)
@@ -152,13 +155,21 @@ class CudaExecutor:
         self._in_flight: deque[_Launched] = deque()
         self._most_rows = sys.maxsize  # computed at a time; lowered when memory runs out
         self._captured_rows: dict[int, StepRows] = {}
+        self._captured_inputs: dict[int, RowInputs] = {}
         # All graphs write to the same memory: each would keep logits of its own otherwise.
-        shape = max(sizes, default=0), decoder.config.vocab_size
+        shape = max(self._sizes, default=0), decoder.config.vocab_size
         self._captured_logits = torch.empty(shape, dtype=torch.float32, device=decoder.device)
-        self._graphs = DecodeGraphs(self._run_captured, sizes, decoder.device)
+        self._memory = decoder.new_memory(max(self._mixed_sizes, default=0))
+        self._decode_graphs = Graphs(self._run_decodes, decoder.device)
+        self._layer_graphs = Graphs(self._run_layer, decoder.device)
         with torch.inference_mode():
-            self._graphs.capture_all(self._prepare_capture)
-        self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight, row_buckets=sizes)
+            self._capture()
+        larger = tuple(size for size in self._mixed_sizes if size > max(self._sizes))
+        self.caps = ExecutorCaps(
+            max_steps_in_flight=max_steps_in_flight,
+            row_buckets=self._sizes + larger,
+            attention_waves=decoder.attention.waves,
+        )
 
     def submit(self, plan: StepPlan) -> None:
         """Launches the step. An error comes from `wait`."""
@@ -198,11 +209,11 @@ class CudaExecutor:
                 if earlier.error is None:
                     earlier.read()
         step.sampled = [number for number, part in enumerate(step.parts) if part.samples]
-        size = None if plan.chunks else self._graphs.size_for(len(step.parts))
+        size = None if plan.chunks else size_for(len(step.parts), self._sizes)
         if size is not None:
-            rows = self._inputs.load_captured([piece.span for piece in next(_groups(step))], size)
+            rows = self._inputs.load_captured_decodes([piece.span for piece in next(_groups(step))], size)
             self._decoder.attention.plan(rows.layout)
-            self._sample(step, *self._graphs.replay(size))
+            self._sample(step, *self._decode_graphs.replay(size), is_stored=True)
             return
         while not self._runs_in_memory(step):
             if self._decoder.device.type == "cuda":
@@ -243,9 +254,10 @@ class CudaExecutor:
         for piece in group:
             num_rows += piece.part.length
             kept += range(num_rows - piece.part.num_wanted, num_rows)
-        rows = self._inputs.load([piece.span for piece in group], kept if len(kept) < num_rows else None)
+        size = size_for(num_rows, self._mixed_sizes)
+        rows = self._inputs.load([piece.span for piece in group], kept if len(kept) < num_rows else None, size)
         self._decoder.attention.plan(rows.layout)
-        hidden = self._hidden(rows)
+        hidden = self._decoder.hidden(rows.inputs, self._kv, rows.kept) if size is None else self._replay(rows, size)
         if not any(piece.part.is_read_row_by_row for piece in group):
             return hidden
         wanted = torch.split_with_sizes(hidden, [piece.part.num_wanted for piece in group])
@@ -258,30 +270,53 @@ class CudaExecutor:
         sampled = [found[-1:] for piece, found in zip(group, wanted, strict=True) if piece.part.samples]
         return torch.cat([hidden[:0], *sampled])
 
-    def _hidden(self, rows: StepRows) -> Tensor:
-        token_ids = self._inputs.token_ids(rows)
-        return self._decoder.hidden(token_ids, rows.positions, rows.entries, self._kv, rows.kept)
+    def _replay(self, rows: StepRows, size: int) -> Tensor:
+        """A step of at most `size` rows: graphs, and attention between them."""
+        memory = self._memory.first(rows.layout.num_rows)
+        for layer in range(self._decoder.config.num_layers):
+            self._layer_graphs.replay((size, layer))
+            self._decoder.attend(layer, self._kv, memory)
+        return self._decoder.after_last_attention(memory, rows.kept)
 
-    def _scores(self, hidden: Tensor, out: Tensor | None = None) -> tuple[Tensor, Greedy]:
+    def _scores(self, hidden: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits, and the likeliest tokens by them."""
         logits = self._decoder.logits(hidden, out)
-        return logits, Greedy(*logits.max(-1))
+        return logits, self._decoder.likeliest(logits)
 
-    def _prepare_capture(self, size: int) -> None:
-        """The inputs of a step of padding alone."""
-        rows = self._captured_rows[size] = self._inputs.load_captured((), size)
-        self._decoder.attention.plan(rows.layout)
+    def _capture(self) -> None:
+        """Steps of padding alone."""
+        for size in reversed(self._sizes):
+            rows = self._captured_rows[size] = self._inputs.load_captured_decodes((), size)
+            self._decoder.attention.plan(rows.layout)
+            self._decode_graphs.capture(size)
+        for size in reversed(self._mixed_sizes):
+            self._captured_inputs[size] = self._inputs.load((), None, size).inputs
+            for layer in range(self._decoder.config.num_layers):
+                self._layer_graphs.capture((size, layer))
 
-    def _run_captured(self, size: int) -> tuple[Tensor, Greedy]:
-        return self._scores(self._hidden(self._captured_rows[size]), self._captured_logits[:size])
+    def _run_decodes(self, size: int) -> tuple[Tensor, Tensor]:
+        rows = self._captured_rows[size]
+        self._inputs.feed_last_tokens(rows)
+        logits, likeliest = self._scores(self._decoder.hidden(rows.inputs, self._kv), self._captured_logits[:size])
+        self._inputs.last_tokens.index_copy_(0, rows.sequences.long(), likeliest[0])
+        return logits, likeliest
 
-    def _sample(self, step: _Launched, logits: Tensor, greedy: Greedy) -> None:
-        """For the parts that sample, in their order. Their tokens are pending until the step is read."""
+    def _run_layer(self, key: tuple[int, int]) -> None:
+        size, layer = key
+        self._decoder.before_attention(layer, self._captured_inputs[size], self._kv, self._memory.first(size))
+
+    def _sample(self, step: _Launched, logits: Tensor, likeliest: Tensor, is_stored: bool = False) -> None:
+        """For the parts that sample, in their order. Their tokens are pending until the step is read.
+
+        `is_stored`: the likeliest are already the last tokens of their slots.
+        """
         parts = [step.parts[number] for number in step.sampled]
         for part in parts:
             part.drop_unreturned()
-        tokens, step.samples = self._sampler.sample(logits, greedy, [part.slot for part in parts])
-        slots = self._inputs.to_device(np.array([part.slot.slot for part in parts]))
-        self._inputs.last_tokens.index_copy_(0, slots, tokens)
+        tokens, step.samples = self._sampler.sample(logits, likeliest, [part.slot for part in parts])
+        if not (is_stored and all(part.slot.is_plain for part in parts)):
+            slots = self._inputs.to_device(np.array([part.slot.slot for part in parts]))
+            self._inputs.last_tokens.index_copy_(0, slots, tokens)
         for part in parts:
             part.slot.sampled.tokens.append(_PENDING)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from evenflow.core.request import SamplingParams
-from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, Greedy
+from evenflow.model.cuda.reference_ops import largest
+from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence
 from evenflow.model.sampler import SampledSequence, Samples, sample
 from evenflow.model.token_rules import TokenRules
 from tests.model.cuda.devices import needs_cuda
@@ -39,7 +40,7 @@ def on_device(logits: Tensor, sequences: list[SampledSequence], device: str) -> 
 
     here = logits.to(device)
     rows = [DeviceSequence.of(slot, one, len(one.tokens) + 1, to_device) for slot, one in enumerate(sequences)]
-    tokens, pending = DeviceSampler(to_device).sample(here, Greedy(*here.max(-1)), rows)
+    tokens, pending = DeviceSampler(to_device).sample(here, largest(here), rows)
     samples = pending.read()
     assert tokens.tolist() == samples.tokens
     for row, one in enumerate(rows):

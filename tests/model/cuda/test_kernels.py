@@ -78,3 +78,16 @@ def test_takes_no_rows() -> None:
     kv = torch.zeros(1, 2, 16, 1, 16, device=DEVICE)
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     assert kernels.rope_and_write_kv(empty, 2, kv, slots, None, None, 1e-5).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("width", [5, 4096, 10_000, 128_256])
+def test_finds_the_largest(width: int) -> None:
+    logits = _random(4, width)
+    logits[1, [3, width - 1]] = 50.0  # the first of equal ones
+    logits[2, width // 2] = torch.nan
+    logits[3] = -torch.inf
+    tokens, bits = kernels.largest(logits)
+    assert tokens[[0, 1, 3]].tolist() == [logits[0].argmax().item(), 3, 0]
+    largest = bits.view(torch.float32)
+    assert largest[[0, 1, 3]].tolist() == [logits[0].max().item(), 50.0, -torch.inf]
+    assert largest[2].isnan()

@@ -43,8 +43,7 @@ class Sequences:
         """Of all rows of a step."""
         rows = self._inputs.load(spans, None)
         self._decoder.attention.plan(rows.layout)
-        token_ids = self._inputs.token_ids(rows)
-        hidden = self._decoder.hidden(token_ids, rows.positions, rows.entries, self._kv)
+        hidden = self._decoder.hidden(rows.inputs, self._kv)
         return self._decoder.logits(hidden).cpu()
 
     def prefill(self, slot: int, token_ids: list[int], cuts: Sequence[int] = ()) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from evenflow.core.plan import AttentionWaves
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -43,6 +45,7 @@ class AttentionBackend(Protocol):
     """Runs the attention of all rows of a step, whose keys and values are written already."""
 
     name: str
+    waves: AttentionWaves | None  # how chunks fill the GPU; None: their time follows their work
 
     def plan(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step. May run while the step before is still on the device.
@@ -51,5 +54,5 @@ class AttentionBackend(Protocol):
         For a captured layout it is called before the capture and before every replay.
         """
 
-    def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
-        """Attend [rows, heads, head dim] to this layer's KV memory; returns the same shape."""
+    def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attend [rows, heads, head dim] to this layer's KV memory; returns the same shape, in `out` if it is given."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
@@ -17,6 +16,9 @@ from evenflow.model.cuda.attention import AttentionBackend
 from evenflow.model.cuda.operations import Operations
 from evenflow.model.projections import Projection, layer_projections, query_key_norms
 from evenflow.model.rope import Rotation
+
+# Larger matrix products are slower by row, on an H200 by a tenth at 8,192 rows, and need more memory.
+_MLP_ROWS = 2048
 
 
 class _Layer(NamedTuple):
@@ -27,6 +29,27 @@ class _Layer(NamedTuple):
     output: Projection
     gate_up: Projection
     down: Projection
+
+
+class RowInputs(NamedTuple):
+    """By row. Graphs read the same tensors each time."""
+
+    token_ids: Tensor
+    positions: Tensor
+    entries: Tensor  # of the KV memory
+
+
+class StepMemory(NamedTuple):
+    """What the layers of a step hand on, by row."""
+
+    residual: Tensor
+    packed: Tensor  # queries, keys and values
+    attended: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+    def first(self, num_rows: int) -> StepMemory:
+        return StepMemory(*(part[:num_rows] for part in self))
 
 
 class PagedDecoder:
@@ -70,35 +93,79 @@ class PagedDecoder:
         config = self.config
         return config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    def hidden(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv: Tensor, kept: Tensor | None = None
-    ) -> Tensor:
+    def new_memory(self, num_rows: int) -> StepMemory:
+        config = self.config
+        widths = (
+            config.hidden_size,
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            config.num_heads * config.head_dim,
+        )
+        rows = (torch.empty(num_rows, width, dtype=self.dtype, device=self.device) for width in widths)
+        angles = (table.new_empty(num_rows, table.shape[1]) for table in (self._cosines, self._sines))
+        return StepMemory(*rows, *angles)
+
+    def hidden(self, inputs: RowInputs, kv: Tensor, kept: Tensor | None = None) -> Tensor:
         """What the head reads, for the rows in `kept` (None: all). `attention` must have been given the step's layout.
 
-        Writes the keys and values of every row into its entry of the KV memory, `slots`.
+        Writes the keys and values of every row into its entry of the KV memory.
         """
-        eps, operations = self.config.rms_norm_eps, self._operations
-        residual = F.embedding(token_ids, self._embedding)
-        rotation = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
+        memory = self.new_memory(len(inputs.token_ids))
+        for index in range(self.config.num_layers):
+            self.before_attention(index, inputs, kv, memory)
+            self.attend(index, kv, memory)
+        return self.after_last_attention(memory, kept)
+
+    def before_attention(self, index: int, inputs: RowInputs, kv: Tensor, memory: StepMemory) -> None:
+        """From the attention before to that of this layer, or from the start: it does not depend on the layout."""
+        config, layer, operations = self.config, self._layers[index], self._operations
         update = None
-        for index, layer in enumerate(self._layers):
-            rows = operations.add_rms_norm(residual, update, layer.attention_norm, eps)
-            queries = operations.rope_and_write_kv(
-                operations.linear(rows, *layer.qkv),
-                self.config.num_heads,
-                kv[index],
-                slots,
-                rotation if self.config.layer_uses_rope[index] else None,
-                layer.query_key_norm,
-                eps,
-            )
-            attended = self.attention.run(index, queries, kv[index]).flatten(1)
-            if kept is not None and index == self.config.num_layers - 1:
-                # After the last attention rows no longer interact: unwanted ones are dropped there.
-                residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
-            rows = operations.add_rms_norm(residual, operations.linear(attended, *layer.output), layer.mlp_norm, eps)
-            update = operations.linear(operations.silu_mul(operations.linear(rows, *layer.gate_up)), *layer.down)
-        return operations.add_rms_norm(residual, update, self._norm, eps)
+        if index:
+            update = self._after_attention(index - 1, memory.residual, memory.attended)
+        else:
+            for table, rows, found in (
+                (self._embedding, inputs.token_ids, memory.residual),
+                (self._cosines, inputs.positions, memory.cosines),
+                (self._sines, inputs.positions, memory.sines),
+            ):
+                torch.index_select(table, 0, rows, out=found)
+        rows = operations.add_rms_norm(memory.residual, update, layer.attention_norm, config.rms_norm_eps)
+        operations.linear(rows, *layer.qkv, memory.packed)
+        operations.rope_and_write_kv(
+            memory.packed,
+            config.num_heads,
+            kv[index],
+            inputs.entries,
+            (memory.cosines, memory.sines) if config.layer_uses_rope[index] else None,
+            layer.query_key_norm,
+            config.rms_norm_eps,
+        )
+
+    def attend(self, index: int, kv: Tensor, memory: StepMemory) -> None:
+        num_rows, config = len(memory.attended), self.config
+        heads = memory.packed.view(num_rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        attended = memory.attended.view(num_rows, config.num_heads, config.head_dim)
+        self.attention.run(index, heads[:, : config.num_heads], kv[index], attended)
+
+    def after_last_attention(self, memory: StepMemory, kept: Tensor | None) -> Tensor:
+        """Rows no longer interact there: unwanted ones are dropped."""
+        residual, attended = memory.residual, memory.attended
+        if kept is not None:
+            residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
+        update = self._after_attention(self.config.num_layers - 1, residual, attended)
+        return self._operations.add_rms_norm(residual, update, self._norm, self.config.rms_norm_eps)
+
+    def _after_attention(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer, up to what is to be added to `residual`."""
+        layer, operations = self._layers[index], self._operations
+        projected = operations.linear(attended, *layer.output)
+        rows = operations.add_rms_norm(residual, projected, layer.mlp_norm, self.config.rms_norm_eps)
+        num_pieces = -(-len(rows) // _MLP_ROWS)
+        if num_pieces <= 1:
+            return operations.linear(operations.silu_mul(operations.linear(rows, *layer.gate_up)), *layer.down)
+        update = torch.empty_like(rows)
+        for piece, target in zip(rows.tensor_split(num_pieces), update.tensor_split(num_pieces), strict=True):
+            operations.linear(operations.silu_mul(operations.linear(piece, *layer.gate_up)), *layer.down, target)
+        return update
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The vocabulary's scores for rows of `hidden`, in float32; written to `out` if it is given."""
@@ -106,6 +173,10 @@ class PagedDecoder:
             # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
             out = torch.empty(len(hidden), len(self._head), dtype=torch.float32, device=self.device)
         return self._operations.linear(hidden, self._head, None, out)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """By row, the token with the largest logit and the bits of that: int32 [2, rows]."""
+        return self._operations.largest(logits)
 
 
 def _read_layer(config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> _Layer:

@@ -22,6 +22,7 @@ from evenflow.model.cuda.limits import Limits, limits_of
 add_rms_norm = kernels.add_rms_norm
 rope_and_write_kv = kernels.rope_and_write_kv
 silu_mul = kernels.silu_mul
+largest = kernels.largest
 
 _PART = 4096  # inputs; parts can run in parallel, so that few rows fill the GPU
 _MERGE_BLOCK = 1024

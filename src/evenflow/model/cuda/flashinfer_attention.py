@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
 
@@ -85,8 +86,11 @@ class FlashInferAttention:
         self._config, self._dtype, self._device = config, dtype, device
         properties = torch.cuda.get_device_properties(device)
         self._num_sms = properties.multi_processor_count
-        self._chunk_kernels = ("fa3", "fa2") if properties.major == 9 else ("fa2",)
+        is_hopper = properties.major == 9
+        self._chunk_kernels = ("fa3", "fa2") if is_hopper else ("fa2",)
         self.name = f"FlashInfer {flashinfer.__version__} ({self._chunk_kernels[0]} for chunks)"
+        # A chunk's tile of one head is a processor's work, however long its context.
+        self.waves = AttentionWaves(_FA3_TILE, max(1, self._num_sms // config.num_heads)) if is_hopper else None
         # The other decode kernel exists for a few group sizes alone, and is slower from 4 on.
         self._decode_on_tensor_cores = config.num_heads // config.num_kv_heads not in (1, 2)
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
@@ -124,8 +128,8 @@ class FlashInferAttention:
         self._num_decodes, self._step = layout.num_decodes, (decodes, chunks)
         self._copied.record()
 
-    def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
         decodes, chunks = self._step
         window, split = self._config.layer_windows[layer], self._num_decodes
         if decodes:

@@ -1,56 +1,69 @@
-"""Decode steps as captured graphs: one launch for all layers, for a number of rows that steps are padded to.
+"""Steps as captured graphs, whose kernels take one launch together, for numbers of rows that steps are padded to.
 
-On a device without graphs the same function runs again instead, over the same memory: that is how it is tested.
+A step of decodes alone is one graph. A step with chunks is a graph for each layer, with attention launched between
+them: how that is divided depends on the chunks. On a device without graphs the same functions run again instead, over
+the same memory: that is how it is tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
+KeyT = TypeVar("KeyT", bound=Hashable)
 OutputsT = TypeVar("OutputsT")
 
-_FEWEST, _STEP = (1, 2, 4, 8), 16  # rows of the smallest graphs; from there on, multiples of half the step
+_FEWEST, _STEP = (1, 2, 4, 8), 16  # rows of the smallest graphs of decodes; from there on, multiples of half the step
+# Rows of steps with chunks. A larger step runs for so long that its kernels can be launched one by one meanwhile.
+_MIXED = (*range(64, 513, 64), *range(640, 2049, 128))
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, 32 and so on, up to the first that holds `most` rows."""
+    """Of decodes alone: 1, 2, 4, 8, 16, 24, 32 and so on, up to the first that holds `most` rows."""
     sizes = [*_FEWEST, *range(_STEP, most + _STEP, _STEP // 2)]
     last = next(index for index, size in enumerate(sizes) if size >= most)
     return tuple(sizes[: last + 1])
 
 
-class DecodeGraphs(Generic[OutputsT]):
-    """Graphs by their number of rows. `run(rows)` computes a step from memory that stays where it is."""
+def mixed_graph_sizes(most: int) -> tuple[int, ...]:
+    """Of steps with chunks, where a step has at most `most` rows."""
+    return tuple(size for size in _MIXED if size <= most)
 
-    def __init__(self, run: Callable[[int], OutputsT], sizes: tuple[int, ...], device: torch.device) -> None:
-        self._run, self.sizes, self._device = run, sizes, device
-        self._replays: dict[int, Callable[[], OutputsT]] = {}
+
+def size_for(num_rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The rows that a step is padded to; None if it is too large for a graph."""
+    return next((size for size in sizes if size >= num_rows), None)
+
+
+class Graphs(Generic[KeyT, OutputsT]):
+    """Graphs by key. `run(key)` computes from memory that stays where it is, to outputs that are the same each time."""
+
+    def __init__(self, run: Callable[[KeyT], OutputsT], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._replays: dict[KeyT, Callable[[], OutputsT]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The rows that a step is padded to; None if it is too large for a graph."""
-        return next((size for size in self.sizes if size >= num_rows), None)
-
-    def capture_all(self, prepare: Callable[[int], None]) -> None:
+    def capture(self, key: KeyT) -> None:
         """Largest first: the smaller ones then fit into the memory of the larger."""
-        for size in reversed(self.sizes):
-            prepare(size)
-            self._replays[size] = self._captured(size)
+        self._replays[key] = self._captured(key)
 
-    def replay(self, num_rows: int) -> OutputsT:
+    def replay(self, key: KeyT) -> OutputsT:
         """Run the step whose inputs are in place. The next replay overwrites the outputs."""
-        return self._replays[num_rows]()
+        return self._replays[key]()
 
-    def _captured(self, num_rows: int) -> Callable[[], OutputsT]:
+    def _captured(self, key: KeyT) -> Callable[[], OutputsT]:
         if self._device.type != "cuda":
-            return lambda: self._run(num_rows)
-        self._run(num_rows)  # kernels are compiled and libraries take their memory outside the graph
+            return lambda: self._run(key)
+        self._run(key)  # kernels are compiled and libraries take their memory outside the graph
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._run(num_rows)
+        # `torch.cuda.graph` also waits for the device and gives memory back, which hundreds of graphs cannot afford.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool)
+            outputs = self._run(key)
+            graph.capture_end()
 
         def replay() -> OutputsT:
             graph.replay()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from evenflow.core.plan import BlockTableChange
 from evenflow.model.cuda.attention import StepLayout
-
-_FIELDS_OF_DECODES = 4  # of a captured step: sequences, positions, entries, contexts
+from evenflow.model.cuda.decoder import RowInputs
 
 
 class RowSpan(NamedTuple):
@@ -37,10 +36,8 @@ class RowSpan(NamedTuple):
 class StepRows:
     """Tensors on the device. A captured step has the same ones each time, with other values."""
 
+    inputs: RowInputs
     sequences: Tensor  # slots: decodes first, then chunks
-    positions: Tensor
-    entries: Tensor  # of the KV memory
-    chunk_tokens: Tensor
     kept: Tensor | None  # rows that are needed after the last layer; None: all
     layout: StepLayout
 
@@ -49,7 +46,14 @@ class DeviceInputs:
     """Owns what outlives a step. Slot `num_slots` and block `num_blocks` are spare: padding rows use them."""
 
     def __init__(
-        self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        device: torch.device,
+        captured_rows: int = 0,
     ) -> None:
         self._block_size, self._device = block_size, device
         self._spare_slot = num_slots
@@ -57,8 +61,12 @@ class DeviceInputs:
         width = -(-max_model_len // block_size)
         self._host_tables = np.full((num_slots + 1, width), num_blocks, dtype=np.int32)
         self._tables = torch.from_numpy(self._host_tables).to(device, copy=True)
-        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._captured_numbers = torch.zeros(_FIELDS_OF_DECODES * num_slots, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        # What graphs read.
+        captured_rows = max(captured_rows, num_slots)
+        most_numbers = 4 * captured_rows + 2 * num_slots  # four by row and two by sequence
+        self._captured_numbers = torch.zeros(most_numbers, dtype=torch.int32, device=device)
+        self._captured_tokens = torch.zeros(captured_rows, dtype=torch.int32, device=device)
         self._captured_tables = self._tables[:num_slots].clone()
 
     def change_tables(self, changes: Sequence[BlockTableChange]) -> None:
@@ -72,50 +80,69 @@ class DeviceInputs:
         on_device = self.to_device(np.stack((places, block_ids)))
         self._tables.view(-1)[on_device[0]] = on_device[1].int()
 
-    def load(self, spans: Sequence[RowSpan], kept: Sequence[int] | None) -> StepRows:
-        """The rows of a step that is launched operation by operation: decodes, then chunks."""
+    def load(self, spans: Sequence[RowSpan], kept: Sequence[int] | None, captured_rows: int | None = None) -> StepRows:
+        """The rows of a step: decodes, then chunks. With `captured_rows`, padded to as many in the memory that graphs
+        read; attention does not see the padding."""
         decodes, chunks = _split(spans)
+        slots, positions, entries, contexts = self._fields(spans)
+        num_rows = len(positions)
+        if captured_rows is not None:
+            positions, entries = (
+                _padded(positions, captured_rows, 0),
+                _padded(entries, captured_rows, self._spare_entry),
+            )
         tokens = np.concatenate([np.zeros(0, np.int64), *(np.asarray(span.token_ids) for span in chunks)])
-        fields = [*self._fields(spans), tokens, np.asarray(kept or (), dtype=np.int64)]
-        numbers = self.to_device(np.concatenate(fields).astype(np.int32))
-        sequences, positions, entries, contexts, chunk_tokens, wanted = torch.split_with_sizes(
-            numbers, [*map(len, fields)]
-        )
+        fields = [positions, entries, slots, contexts, tokens, np.asarray(kept or (), dtype=np.int64)]
+        sent = self._send(fields, None if captured_rows is None else self._captured_numbers)
+        row_positions, row_entries, sequences, step_contexts, chunk_tokens, wanted = sent
         layout = StepLayout(
             [span.start + 1 for span in decodes],
             [span.start for span in chunks],
             [span.length for span in chunks],
             self._tables.index_select(0, sequences),
-            contexts,
+            step_contexts,
             self._block_size,
         )
-        return StepRows(sequences, positions, entries, chunk_tokens, None if kept is None else wanted, layout)
+        if captured_rows is None:
+            token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
+        else:
+            token_ids = self._captured_tokens[:captured_rows]
+        token_ids[len(decodes) : num_rows].copy_(chunk_tokens)
+        inputs = RowInputs(token_ids, row_positions, row_entries)
+        rows = StepRows(inputs, sequences, None if kept is None else wanted, layout)
+        self.feed_last_tokens(rows)
+        return rows
 
-    def load_captured(self, spans: Sequence[RowSpan], num_rows: int) -> StepRows:
-        """Decodes alone, padded to `num_rows`, in the memory that graphs read."""
-        padding = num_rows - len(spans)
+    def load_captured_decodes(self, spans: Sequence[RowSpan], num_rows: int) -> StepRows:
+        """Decodes alone, padded to `num_rows` of them, in the memory that graphs read. The graph itself must begin with
+        `feed_last_tokens`."""
         spares = (self._spare_slot, 0, self._spare_entry, 1)
-        fields = [
-            np.concatenate((field, np.full(padding, spare)))
-            for field, spare in zip(self._fields(spans), spares, strict=True)
-        ]
-        numbers = self._captured_numbers[: _FIELDS_OF_DECODES * num_rows]
-        numbers.copy_(self._pinned(np.concatenate(fields).astype(np.int32)), non_blocking=True)
-        sequences, positions, entries, contexts = numbers.view(_FIELDS_OF_DECODES, num_rows)
+        fields = [_padded(field, num_rows, spare) for field, spare in zip(self._fields(spans), spares, strict=True)]
+        sequences, positions, entries, contexts = self._send(fields, self._captured_numbers)
         tables = self._captured_tables[:num_rows]
         torch.index_select(self._tables, 0, sequences, out=tables)
-        lengths = [span.start + 1 for span in spans] + [1] * padding
+        lengths = [span.start + 1 for span in spans] + [1] * (num_rows - len(spans))
         layout = StepLayout(lengths, (), (), tables, contexts, self._block_size, is_captured=True)
-        return StepRows(sequences, positions, entries, numbers[:0], None, layout)
+        inputs = RowInputs(self._captured_tokens[:num_rows], positions, entries)
+        return StepRows(inputs, sequences, None, layout)
 
-    def token_ids(self, rows: StepRows) -> Tensor:
-        """What each row feeds: the last sample of a decode's slot, then the chunks' tokens."""
+    def feed_last_tokens(self, rows: StepRows) -> None:
+        """Decodes feed the last samples of their slots."""
         num_decodes = rows.layout.num_decodes
-        sampled = self.last_tokens.index_select(0, rows.sequences[:num_decodes])
-        return torch.cat((sampled, rows.chunk_tokens)) if len(rows.chunk_tokens) else sampled
+        token_ids = rows.inputs.token_ids[:num_decodes]
+        torch.index_select(self.last_tokens, 0, rows.sequences[:num_decodes], out=token_ids)
 
     def to_device(self, values: NDArray[np.generic]) -> Tensor:
         return self._pinned(values).to(self._device, non_blocking=True)
+
+    def _send(self, fields: Sequence[NDArray[np.int64]], target: Tensor | None) -> tuple[Tensor, ...]:
+        """All in one copy, to new memory or to the first part of `target`."""
+        numbers = np.concatenate(fields).astype(np.int32)
+        if target is None:
+            sent = self.to_device(numbers)
+        else:
+            sent = target[: len(numbers)].copy_(self._pinned(numbers), non_blocking=True)
+        return torch.split_with_sizes(sent, [*map(len, fields)])
 
     def _pinned(self, values: NDArray[np.generic]) -> Tensor:
         """Page-locked, or the copy would wait for the device. torch keeps it until the copy has been made."""
@@ -123,13 +150,17 @@ class DeviceInputs:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
     def _fields(self, spans: Sequence[RowSpan]) -> list[NDArray[np.int64]]:
-        """Slots and contexts by sequence, positions and entries by row, in the order of a captured step."""
+        """Slots, positions, entries and contexts: by sequence, by row, by row, by sequence."""
         slots, starts, lengths = np.array([span[:3] for span in spans], dtype=np.int64).reshape(-1, 3).T
         firsts = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
         blocks = self._host_tables[np.repeat(slots, lengths), positions // self._block_size].astype(np.int64)
         entries = blocks * self._block_size + positions % self._block_size
         return [slots, positions, entries, starts + lengths]
+
+
+def _padded(values: NDArray[np.int64], length: int, spare: int) -> NDArray[np.int64]:
+    return np.concatenate((values, np.full(length - len(values), spare)))
 
 
 def _split(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[RowSpan]]:

@@ -17,6 +17,7 @@ linear = library_linear
 
 _HEADS_PER_PROGRAM = 8
 _ACTIVATION_BLOCK = 1024
+_SEARCH_BLOCK, _SEARCH_PARTS = 4096, 32  # logits at a time, and the most parts of a row that are searched in parallel
 
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -97,6 +98,66 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         gate_up, product, width, gate_up.stride(0), product.stride(0), BLOCK=_ACTIVATION_BLOCK
     )
     return product
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+    rows, width = logits.shape
+    found = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return found
+    num_parts = min(_SEARCH_PARTS, triton.next_power_of_2(triton.cdiv(width, _SEARCH_BLOCK)))
+    part_width = triton.cdiv(triton.cdiv(width, num_parts), _SEARCH_BLOCK) * _SEARCH_BLOCK
+    parts = torch.empty(rows, num_parts, dtype=torch.float32, device=logits.device)
+    part_tokens = torch.empty(rows, num_parts, dtype=torch.int32, device=logits.device)
+    _search[(rows, num_parts)](
+        logits, parts, part_tokens, width, logits.stride(0), part_width, BLOCK=_SEARCH_BLOCK, num_warps=8
+    )
+    _largest_of_parts[(rows,)](parts, part_tokens, found, rows, NUM_PARTS=num_parts, num_warps=1)
+    return found
+
+
+@triton.jit
+def _search(
+    logits: tl.tensor,
+    parts: tl.tensor,
+    part_tokens: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    part_width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = part * part_width
+    columns = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = tl.zeros((BLOCK,), tl.int32) + tl.minimum(begin, width - 1)
+    is_nan = tl.zeros((BLOCK,), tl.int32)
+    for first in range(begin, tl.minimum(begin + part_width, width), BLOCK):
+        column = first + columns
+        value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf"))
+        is_nan |= (value != value).to(tl.int32)
+        is_larger = value > best
+        best, token = tl.where(is_larger, value, best), tl.where(is_larger, column, token)
+    value = tl.max(best, axis=0)
+    first_token = tl.min(tl.where(best == value, token, 2147483647), axis=0)
+    value = tl.where(tl.max(is_nan, axis=0) > 0, float("nan"), value)
+    tl.store(parts + row * tl.num_programs(1) + part, value)
+    tl.store(part_tokens + row * tl.num_programs(1) + part, first_token)
+
+
+@triton.jit
+def _largest_of_parts(
+    parts: tl.tensor, part_tokens: tl.tensor, found: tl.tensor, rows: tl.tensor, NUM_PARTS: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    part = row * NUM_PARTS + tl.arange(0, NUM_PARTS)
+    values, tokens = tl.load(parts + part), tl.load(part_tokens + part)
+    is_nan = tl.max((values != values).to(tl.int32), axis=0) > 0
+    value = tl.max(tl.where(values != values, float("-inf"), values), axis=0)
+    token = tl.min(tl.where(values == value, tokens, 2147483647), axis=0)
+    tl.store(found + row, tl.where(is_nan, 0, token))
+    tl.store(found + rows + row, tl.where(is_nan, float("nan"), value).to(tl.int32, bitcast=True))
 
 
 @triton.jit

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from evenflow.core.request import SamplingParams
 from evenflow.model.cuda.decoder import PagedDecoder
+from evenflow.model.cuda.graphs import mixed_graph_sizes
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan
-from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, Greedy
+from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence
 from evenflow.model.sampler import SampledSequence
 
 _RESERVE = 256 << 20  # for fragments, and what libraries take later
@@ -22,8 +23,10 @@ def kv_memory(decoder: PagedDecoder, *, utilization: float, max_rows: int, max_n
     free, total = torch.cuda.mem_get_info(decoder.device)
     with torch.inference_mode():
         step = _peak(decoder, lambda: run_largest_step(decoder, max_rows, max_num_seqs, max_len))
-        # Graphs have memory of their own.
+        # Graphs have memory of their own: those of decodes, and those of layers.
         graphs = _peak(decoder, lambda: run_largest_step(decoder, max_num_seqs, max_num_seqs, max_len))
+        layer_rows = max(mixed_graph_sizes(max_rows), default=0)
+        graphs += _peak(decoder, lambda: run_largest_step(decoder, layer_rows, 0, max_len)) if layer_rows else 0
     torch.cuda.empty_cache()
     return int(total * utilization) - (total - free) - step - graphs - _RESERVE
 
@@ -48,12 +51,12 @@ def run_largest_step(decoder: PagedDecoder, num_rows: int, num_sampled: int, max
     # All rows share one block: only shapes matter.
     rows = inputs.load([RowSpan(slot, 0, length, [0] * length) for slot, length in enumerate(lengths)], None)
     decoder.attention.plan(rows.layout)
-    hidden = decoder.hidden(inputs.token_ids(rows), rows.positions, rows.entries, kv)
+    hidden = decoder.hidden(rows.inputs, kv)
     logits = decoder.logits(hidden.new_zeros(num_sampled, hidden.shape[1]))
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
     sampled = SampledSequence(params, 0, [0], 1, frozenset())
     one = DeviceSequence.of(0, sampled, 2, inputs.to_device)
     count = min(num_sampled, GROUP_ROWS)
-    DeviceSampler(inputs.to_device).sample(logits, Greedy(*logits.max(-1)), [one] * count)
+    DeviceSampler(inputs.to_device).sample(logits, decoder.likeliest(logits), [one] * count)
     inputs.to_device(np.zeros(1)).sum().item()  # until all of it has run
     return kv

@@ -29,7 +29,7 @@ class Operations(Protocol):
         query_key_norm: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to KV memory; returns the queries.
+        """Norm and rotate queries in place, and keys, write keys and values to KV memory; returns the queries.
 
         `packed` has rows of [queries, keys, values], with the rotary pairs of a head side by side (see `model.rope`).
         `slots` has each row's entry of `kv`, block * block size + offset. `rotation` has cos and sin, float32
@@ -40,6 +40,9 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """SiLU of the first half of each row times its second half."""
 
+    def largest(self, logits: Tensor) -> Tensor:
+        """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Rows times the weight's rows, plus the bias. `out` may be float32: the sums are not rounded then."""
 
@@ -48,10 +51,9 @@ def library_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out
     """The fastest for these sizes: the order of the sums depends on the number of rows."""
     if out is None:
         return F.linear(rows, weight, bias)
-    if bias is not None:
-        torch.add(F.linear(rows, weight), bias, out=out)
-    elif out.dtype == rows.dtype:
-        torch.mm(rows, weight.t(), out=out)
-    else:
+    if out.dtype != rows.dtype:
         torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
-    return out
+        return out if bias is None else out.add_(bias)
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias, rows, weight.t(), out=out)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
 
@@ -14,6 +15,7 @@ class ReferenceAttention:
     """Implements `AttentionBackend`, one sequence after another, in float32."""
 
     name = "reference"
+    waves: AttentionWaves | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         self._scale, self._windows = config.attention_scale, config.layer_windows
@@ -25,8 +27,8 @@ class ReferenceAttention:
         self._spans = [(context - 1, 1) for context in layout.decode_contexts]
         self._spans += zip(layout.chunk_starts, layout.chunk_lengths, strict=True)
 
-    def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
-        attended = torch.empty_like(queries)
+    def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
+        attended = torch.empty_like(queries) if out is None else out
         row = 0
         for table, (start, length) in zip(self._tables, self._spans, strict=False):
             rows = slice(row, row + length)

@@ -51,6 +51,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def largest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+    values, tokens = logits.max(-1)
+    return torch.stack((tokens.int(), values.view(torch.int32)))
+
+
 def _rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     values = rows.float()
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight.float()).to(rows.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,13 +58,6 @@ class DeviceSequence:
         return self.sampled.constraint is not None or (rules is not None and rules.follows_output)
 
 
-class Greedy(NamedTuple):
-    """The largest logit of each row, and its token."""
-
-    largest: Tensor
-    tokens: Tensor
-
-
 @dataclass(slots=True)
 class PendingSamples:
     """Samples on their way to the host."""
@@ -89,30 +81,33 @@ class DeviceSampler:
         self._to_device = to_device
 
     def sample(
-        self, logits: Tensor, greedy: Greedy, sequences: Sequence[DeviceSequence]
+        self, logits: Tensor, likeliest: Tensor, sequences: Sequence[DeviceSequence]
     ) -> tuple[Tensor, PendingSamples]:
-        """A token for each row, on the device and on its way to the host. Rows beyond the sequences are ignored."""
-        largest, tokens = greedy.largest[: len(sequences)], greedy.tokens[: len(sequences)]
+        """A token for each row, on the device and on its way to the host. Rows beyond the sequences are ignored.
+
+        `likeliest` is what `Operations.largest` found.
+        """
+        numbers_of_rows = likeliest[:, : len(sequences)]
         errors: dict[int, str] = {}
         logprobs = []
         others = [row for row, sequence in enumerate(sequences) if not sequence.is_plain]
         if others:
-            tokens = tokens.clone()
+            numbers_of_rows = numbers_of_rows.clone()
+        tokens = numbers_of_rows[0]
         for first in range(0, len(others), GROUP_ROWS):
             numbers = others[first : first + GROUP_ROWS]
             group, rows = [sequences[number] for number in numbers], self._to_device(np.array(numbers))
             scores = logits.index_select(0, rows)
             chosen = self._choose(scores, group, numbers, errors)
-            tokens[rows] = chosen
+            tokens[rows] = chosen.int()
             wanted = [place for place, one in enumerate(group) if one.sampled.params.logprobs is not None]
             if wanted:
                 places = self._to_device(np.array(wanted))
                 num_top = [group[place].sampled.params.logprobs for place in wanted]
                 found = logprobs_of(logits.index_select(0, rows[places]), chosen[places], num_top)
                 logprobs.append(([numbers[place] for place in wanted], num_top, found.to_host()))
-        numbers_to_host = start_copy(torch.stack((tokens.int(), largest.float().view(torch.int32))))
         self._append(tokens, sequences)
-        return tokens, PendingSamples(numbers_to_host, errors, logprobs)
+        return tokens, PendingSamples(start_copy(numbers_of_rows), errors, logprobs)
 
     @staticmethod
     def _append(tokens: Tensor, sequences: Sequence[DeviceSequence]) -> None:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
 from evenflow.model.cuda.limits import limits_of
@@ -83,6 +84,8 @@ class _Launch:
 class TritonAttention:
     """Implements `AttentionBackend`."""
 
+    waves: AttentionWaves | None = None  # long contexts are split
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, deterministic: bool = False
     ) -> None:
@@ -115,8 +118,8 @@ class TritonAttention:
                 parts = self._parts(kernel, splitting.num_slots)
                 self._launches.append(_Launch(kernel, items, merges, layout.block_tables, parts))
 
-    def run(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
         for launch in self._launches:
             self._attend(launch, layer, queries, kv, output)
             if len(launch.merges):
