@@ -34,6 +34,8 @@ class AttentionWaves(NamedTuple):
 
     def padded_rows(self, rows: int) -> int:
         """The rows of whole waves that take as long. Tiles that fill a part of one are split along the context."""
+        if not rows:
+            return 0
         tiles = -(-rows // self.tile_rows)
         wave_rows = self.tile_rows * self.num_tiles
         if tiles >= self.num_tiles:

@@ -28,6 +28,7 @@ def _config(group: int, window: int | None) -> ModelConfig:
         head_dim=128,
         attention_scale=128**-0.5,
         layer_windows=(None, window, None, None),
+        max_position=8192,  # longer contexts, all chunks together, are read page by page
     )
 
 

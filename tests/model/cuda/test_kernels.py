@@ -11,6 +11,7 @@ from tests.model.cuda.triton_device import DEVICE, DTYPES, on_cuda
 pytestmark = on_cuda
 
 from evenflow.model.cuda import kernels, reference_ops  # noqa: E402
+from evenflow.model.cuda.gather import gather_kv  # noqa: E402
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -91,3 +92,17 @@ def test_finds_the_largest(width: int) -> None:
     largest = bits.view(torch.float32)
     assert largest[[0, 1, 3]].tolist() == [logits[0].max().item(), 50.0, -torch.inf]
     assert largest[2].isnan()
+
+
+def test_gathers_keys_and_values() -> None:
+    kv, lengths = _random(9, 2, 16, 3, 40, dtype=torch.bfloat16), [33, 1, 48]
+    tables = torch.tensor([[8, 2, 5], [1, 0, 0], [7, 3, 6]], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 33, 34, 82], dtype=torch.int32, device=DEVICE)
+    gathered = torch.zeros(2, 90, 3, 40, dtype=torch.bfloat16, device=DEVICE)
+    gather_kv(kv, tables, starts, 48, gathered)
+    expected = [
+        kv[table.long()].transpose(0, 1).flatten(1, 2)[:, :length]
+        for table, length in zip(tables, lengths, strict=True)
+    ]
+    assert torch.equal(gathered[:, :82], torch.cat(expected, dim=1))
+    assert not gathered[:, 82:].any()

@@ -1,7 +1,8 @@
 """Attention by FlashInfer: its FlashAttention-3 kernel for chunks and its decode kernel for single tokens.
 
-Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. Import this
-module only where FlashInfer is installed. Its kernels are compiled on first use and kept on disk.
+Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs a
+chunk's keys and values are copied out of their pages first: see `gather`. Import this module only where FlashInfer is
+installed. Its kernels are compiled on first use and kept on disk.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, NamedTuple
 import flashinfer
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.gather import gather_kv
 
 KNOWN_VERSION = "0.6.14"
 _HEAD_DIMS = (64, 128, 256)
@@ -25,6 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _FLOAT_WORKSPACE = 256 << 20  # for what is split; the plan of a graph counts the largest case
 _INT_WORKSPACE = 2 << 20
 _FA3_TILE = 128  # rows
+_GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them they read pages
 
 # What is called, by the names of its arguments.
 _USED_ARGUMENTS = {
@@ -43,6 +47,12 @@ _USED_ARGUMENTS = {
         "page_size causal window_left q_data_type sm_scale"
     ),
     "BatchPrefillWithPagedKVCacheWrapper.run": "q paged_kv_cache out",
+    "BatchPrefillWithRaggedKVCacheWrapper.__init__": "float_workspace_buffer kv_layout backend",
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": (
+        "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk causal window_left q_data_type sm_scale"
+    ),
+    "BatchPrefillWithRaggedKVCacheWrapper.run": "q k v out",
+    "BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
     "BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
 }
 
@@ -74,6 +84,15 @@ class _Pages(NamedTuple):
     last_lengths: Tensor  # on the host
 
 
+class _Gathering(NamedTuple):
+    """What a layer copies out of its pages; see `gather_kv`."""
+
+    block_tables: Tensor
+    starts: Tensor
+    longest: int
+    num_tokens: int
+
+
 class FlashInferAttention:
     """Implements `AttentionBackend`.
 
@@ -89,6 +108,9 @@ class FlashInferAttention:
         is_hopper = properties.major == 9
         self._chunk_kernels = ("fa3", "fa2") if is_hopper else ("fa2",)
         self.name = f"FlashInfer {flashinfer.__version__} ({self._chunk_kernels[0]} for chunks)"
+        num_gathered = min(_GATHERED_TOKENS, config.max_position) if is_hopper else 0
+        shape = (2, num_gathered, config.num_kv_heads, config.head_dim)
+        self._gathered = torch.empty(shape, dtype=dtype, device=device)
         # A chunk's tile of one head is a processor's work, however long its context.
         self.waves = AttentionWaves(_FA3_TILE, max(1, self._num_sms // config.num_heads)) if is_hopper else None
         # The other decode kernel exists for a few group sizes alone, and is slower from 4 on.
@@ -106,6 +128,8 @@ class FlashInferAttention:
             for kernel in self._chunk_kernels
             for window in self._windows
         }
+        self._gathered_chunks = {window: self._gathered_wrapper(window) for window in self._windows if is_hopper}
+        self._gathering: _Gathering | None = None
         self._graphs: dict[int, dict[int | None, Any]] = {}
         self._graph_indices = torch.empty(0, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -121,10 +145,16 @@ class FlashInferAttention:
         if layout.num_decodes:
             decodes = self._graph_wrappers(layout) if layout.is_captured else self._decodes
             self._plan_decodes(decodes, layout)
+        self._gathering = None
         if layout.chunk_lengths:
+            contexts = np.add(layout.chunk_starts, layout.chunk_lengths)
             kernel = self._chunk_kernel(layout.chunk_lengths)
-            chunks = {window: self._chunks[kernel, window] for window in self._windows}
-            self._plan_chunks(chunks, layout)
+            if kernel == "fa3" and contexts.sum() <= self._gathered.shape[1]:
+                chunks = self._gathered_chunks
+                self._plan_gathered(layout, contexts)
+            else:
+                chunks = {window: self._chunks[kernel, window] for window in self._windows}
+                self._plan_chunks(chunks, layout, contexts)
         self._num_decodes, self._step = layout.num_decodes, (decodes, chunks)
         self._copied.record()
 
@@ -134,7 +164,12 @@ class FlashInferAttention:
         window, split = self._config.layer_windows[layer], self._num_decodes
         if decodes:
             decodes[window].run(queries[:split], kv, out=output[:split])
-        if chunks:
+        if self._gathering is not None:
+            tables, starts, longest, num_tokens = self._gathering
+            gather_kv(kv, tables, starts, longest, self._gathered)
+            keys, values = self._gathered[:, :num_tokens]
+            chunks[window].run(queries[split:], keys, values, out=output[split:])
+        elif chunks:
             chunks[window].run(queries[split:], kv, out=output[split:])
         return output
 
@@ -147,11 +182,25 @@ class FlashInferAttention:
                 indices=pages.indices,
                 last_page_len=pages.last_lengths,
                 head_dim=self._config.head_dim,
-                **self._shared_arguments(window, layout.block_size),
+                page_size=layout.block_size,
+                **self._shared_arguments(window),
             )
 
-    def _plan_chunks(self, wrappers: dict[int | None, Any], layout: StepLayout) -> None:
-        contexts = np.add(layout.chunk_starts, layout.chunk_lengths)
+    def _plan_gathered(self, layout: StepLayout, contexts: NDArray[np.int64]) -> None:
+        starts = _starts(contexts)
+        on_device = starts.to(self._device, non_blocking=True)
+        tables = layout.block_tables[layout.num_decodes :]
+        self._gathering = _Gathering(tables, on_device, int(contexts.max()), int(contexts.sum()))
+        for window, wrapper in self._gathered_chunks.items():
+            wrapper.plan(
+                qo_indptr=_starts(layout.chunk_lengths),
+                kv_indptr=starts,
+                head_dim_qk=self._config.head_dim,
+                causal=True,
+                **self._shared_arguments(window),
+            )
+
+    def _plan_chunks(self, wrappers: dict[int | None, Any], layout: StepLayout, contexts: NDArray[np.int64]) -> None:
         pages = self._pages(layout.block_tables[layout.num_decodes :], contexts, layout.block_size, None)
         for window, wrapper in wrappers.items():
             wrapper.plan(
@@ -160,15 +209,15 @@ class FlashInferAttention:
                 paged_kv_indices=pages.indices,
                 paged_kv_last_page_len=pages.last_lengths,
                 head_dim_qk=self._config.head_dim,
+                page_size=layout.block_size,
                 causal=True,
-                **self._shared_arguments(window, layout.block_size),
+                **self._shared_arguments(window),
             )
 
-    def _shared_arguments(self, window: int | None, block_size: int) -> dict[str, Any]:
+    def _shared_arguments(self, window: int | None) -> dict[str, Any]:
         return {
             "num_qo_heads": self._config.num_heads,
             "num_kv_heads": self._config.num_kv_heads,
-            "page_size": block_size,
             "window_left": -1 if window is None else window - 1,  # without the position itself
             "q_data_type": self._dtype,
             "sm_scale": self._config.attention_scale,
@@ -218,6 +267,11 @@ class FlashInferAttention:
 
     def _chunk_wrapper(self, kernel: str, window: int | None) -> Any:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", backend=kernel)
+        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["chunks", window])
+        return wrapper
+
+    def _gathered_wrapper(self, window: int | None) -> Any:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._float_workspace, "NHD", backend="fa3")
         wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["chunks", window])
         return wrapper
 
