@@ -54,6 +54,7 @@ from evenflow.model.work import model_work  # noqa: E402
 BUDGET = 8192  # tokens a step while decode and prefill are measured, as in vLLM's figures
 DECODE_PROMPT, DECODE_STEPS, SKIPPED_STEPS = 1024, 160, 10
 PREFILL_RUNS = 5
+MIXED_STREAMS, MIXED_PROMPT = 64, 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,43 @@ class Steps:
             what="decode",
             size=batch,
             context=context,
+            seconds=median(gaps),
+            device_s=median(on_device),
+            launch_s=median(launches),
+            floor_s=None if self._costs is None else self._costs.seconds(figures_of(shape)),
+            worst_s=max(gaps),
+        )
+
+    def mixed(self, chunk: int, batch: int, prompt_tokens: int, long_tokens: int) -> Figure:
+        """Streams that decode while a long prompt is prefilled in chunks of this size; its middle half counts."""
+        self._llm.set_policy(f"fixed:{BUDGET}")
+        for _ in range(batch):
+            self._add(self._prompt(prompt_tokens), 2 * (long_tokens // chunk) + DECODE_STEPS)
+        for report in self._reports():
+            if report.num_decodes == batch:
+                break
+        self._llm.set_policy(f"fixed:{batch + chunk}")
+        self._add(self._prompt(long_tokens), 2)
+        gaps, on_device, launches, before = [], [], [], None
+        with self._profiled(f"mixed-{chunk}"):
+            for report in self._reports():
+                starts = [one.start for one in report.chunks if one.length == chunk]
+                is_inside = starts and long_tokens <= 4 * starts[0] <= 3 * long_tokens
+                if is_inside and before is not None:
+                    gaps.append(report.at - before)
+                    on_device.append(report.seconds)
+                    launches.append(self._executor.launches[-1])
+                before = report.at if is_inside else None
+                if report.chunks and report.chunks[-1].start + report.chunks[-1].length == long_tokens:
+                    break
+        self.drain()
+        shape = ExecutorCaps().step_shape(
+            num_decodes=batch, decode_context=batch * prompt_tokens, chunks=[(long_tokens // 2, chunk)]
+        )
+        return Figure(
+            what="mixed",
+            size=chunk,
+            context=long_tokens // 2,
             seconds=median(gaps),
             device_s=median(on_device),
             launch_s=median(launches),
@@ -284,6 +322,9 @@ def measure_steps(options: argparse.Namespace, stages: Stages, steps: Steps, max
         if run == "decode":
             batches = dict.fromkeys(min(batch, max_num_seqs) for batch in options.batches)
             planned += [(f"decode {batch}", partial(steps.decode, batch, DECODE_PROMPT // scale)) for batch in batches]
+        elif run == "mixed":
+            sizes = (min(MIXED_STREAMS, max_num_seqs - 1), DECODE_PROMPT // scale, MIXED_PROMPT // scale)
+            planned += [(f"mixed {chunk}", partial(steps.mixed, chunk // scale, *sizes)) for chunk in options.chunks]
         elif run == "prefill":
             planned += [(f"prefill {tokens}", partial(steps.prefill, tokens // scale)) for tokens in options.prompts]
     for name, run_stage in planned:
@@ -304,9 +345,10 @@ def _numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="*", default=["decode", "prefill"], help="decode, prefill, or LOAD,...=POLICY,..."
+        "runs", nargs="*", default=["decode", "prefill"], help="decode, prefill, mixed, or LOAD,...=POLICY,..."
     )
     parser.add_argument("--batches", type=_numbers, default=[1, 32, 128, 256], help="of decode")
+    parser.add_argument("--chunks", type=_numbers, default=[128, 256, 512, 1024, 2048], help="of mixed, in tokens")
     parser.add_argument("--prompts", type=_numbers, default=[8192, 32768], help="of prefill, in tokens")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--steps", type=Path, default=None, help="append figures and steps of loads there, *.jsonl.gz")
@@ -318,8 +360,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="begin no stage after this time")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     options = parser.parse_args()
-    if unknown := [run for run in options.runs if run not in ("decode", "prefill") and "=" not in run]:
-        parser.error(f"got {unknown[0]} but expected decode, prefill or LOAD,...=POLICY,...")
+    if unknown := [run for run in options.runs if run not in ("decode", "prefill", "mixed") and "=" not in run]:
+        parser.error(f"got {unknown[0]} but expected decode, prefill, mixed or LOAD,...=POLICY,...")
     if options.tiny and options.deterministic:
         parser.error("--deterministic needs a GPU")
     with tempfile.TemporaryDirectory() as name:

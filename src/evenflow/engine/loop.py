@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 from collections.abc import Callable
 
 from evenflow.engine.engine import Engine
@@ -27,12 +28,16 @@ logger = logging.getLogger("evenflow")
 Commands = queue.SimpleQueue[Command]
 
 _MAX_COMMANDS_BETWEEN_STEPS = 64
+# A step on a GPU is hundreds of calls that release Python's lock. By default a busy thread of the caller gives it back
+# after 5 ms, which such a step could lose at each of them.
+_SWITCH_SECONDS = 0.0002
 
 
 def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> None:
     """Build an engine and run it until it is stopped. If it fails, its last event says why."""
     try:
         engine = build()
+        sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))
         try:
             _run(engine, commands, send)
         finally:

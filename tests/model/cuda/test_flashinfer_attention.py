@@ -55,16 +55,18 @@ def test_matches_plain_torch(group: int, window: int | None) -> None:
     draw = random.Random(group)
     _assert_matches(config, backend, _step(config, [5], [], 0))
     _assert_matches(config, backend, _step(config, [], [(0, 3000)], 1))
+    _assert_matches(config, backend, _step(config, [3000, *[20] * 150], [(0, 300)], 2))  # the long one is divided
     for seed in range(8):
         decodes = [draw.randint(1, 3000) for _ in range(draw.randint(0, 40))]
         chunks = [(draw.choice([0, draw.randint(1, 3000)]), draw.randint(1, 900)) for _ in range(draw.randint(1, 3))]
         _assert_matches(config, backend, _step(config, decodes, chunks, seed))
 
 
-def test_a_captured_graph_follows_its_plans() -> None:
-    config = _config(4, None)
+@pytest.mark.parametrize("num_others", [0, 150])
+def test_a_captured_graph_follows_its_plans(num_others: int) -> None:
+    config, others = _config(4, None), [7] * num_others
     backend, expected = FlashInferAttention(config, torch.bfloat16, _GPU), ReferenceAttention(config)
-    longest = _step(config, [2000, 2000, 1], [], 0)
+    longest = _step(config, [2000, 2000, 1, *others], [], 0)
     tables, queries, kv = longest.layout.block_tables.zero_(), longest.queries, longest.kv
     contexts = longest.layout.contexts
 
@@ -74,13 +76,13 @@ def test_a_captured_graph_follows_its_plans() -> None:
         kv[: len(step.kv)] = step.kv
         backend.plan(StepLayout(step.layout.decode_contexts, (), (), tables, contexts, 16, is_captured=True))
 
-    plan(_step(config, [1, 1, 1], [], 1))
+    plan(_step(config, [1, 1, 1, *others], [], 1))
     backend.run(0, queries, kv)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = backend.run(0, queries, kv)
     for seed, decodes in enumerate(([1, 1, 1], [1900, 3, 700], [16, 2000, 1999])):
-        step = _step(config, decodes, [], seed)
+        step = _step(config, decodes + others, [], seed)
         plan(step)
         graph.replay()
         expected.plan(step.layout)

@@ -27,6 +27,7 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _FLOAT_WORKSPACE = 256 << 20  # for what is split; the plan of a graph counts the largest case
 _INT_WORKSPACE = 2 << 20
+_FA2_TILE = 16  # rows of a decode's heads, at least
 _FA3_TILE = 128  # rows
 _GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them they read pages
 
@@ -37,7 +38,8 @@ _USED_ARGUMENTS = {
         "paged_kv_indices_buffer paged_kv_last_page_len_buffer"
     ),
     "BatchDecodeWithPagedKVCacheWrapper.plan": (
-        "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size window_left q_data_type sm_scale"
+        "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size window_left q_data_type sm_scale "
+        "fixed_split_size"
     ),
     "BatchDecodeWithPagedKVCacheWrapper.run": "q paged_kv_cache out",
     "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
@@ -176,8 +178,10 @@ class FlashInferAttention:
     def _plan_decodes(self, wrappers: dict[int | None, Any], layout: StepLayout) -> None:
         kept = self._graph_indices if layout.is_captured else None
         pages = self._pages(layout.block_tables[: layout.num_decodes], layout.decode_contexts, layout.block_size, kept)
+        split = self._decode_split(np.diff(pages.starts.numpy()))
         for window, wrapper in wrappers.items():
             wrapper.plan(
+                fixed_split_size=split if window is None else None,
                 indptr=pages.starts,
                 indices=pages.indices,
                 last_page_len=pages.last_lengths,
@@ -185,6 +189,26 @@ class FlashInferAttention:
                 page_size=layout.block_size,
                 **self._shared_arguments(window),
             )
+
+    def _decode_split(self, num_pages: NDArray[np.int32]) -> int | None:
+        """The pages after which a decode's context is divided among processors, if it must be said.
+
+        FlashInfer divides none as soon as there is a decode for every two processors, so that a single long context
+        would hold all others up. This is the least that divides them into as many parts as a graph has room for.
+        """
+        num_slots = 2 * self._num_sms // self._config.num_kv_heads
+        group = self._config.num_heads // self._config.num_kv_heads
+        if len(num_pages) <= num_slots or not self._decode_on_tensor_cores or group > _FA2_TILE:
+            return None
+        room = -(-len(num_pages) * group // _FA2_TILE) + len(num_pages) - 1
+        too_small, enough = 0, int(num_pages.max())
+        while enough - too_small > 1:
+            middle = (too_small + enough) // 2
+            if (-(-num_pages // middle)).sum() <= room:
+                enough = middle
+            else:
+                too_small = middle
+        return enough if enough < num_pages.max() else None
 
     def _plan_gathered(self, layout: StepLayout, contexts: NDArray[np.int64]) -> None:
         starts = _starts(contexts)
