@@ -97,12 +97,34 @@ def test_a_preemption_changes_nothing(place: Place, tolerance: float) -> None:
 
 def test_graphs_come_in_the_sizes_that_steps_are_padded_to() -> None:
     executor = make(CPU, True, max_num_seqs=20)
-    mixed = (*range(64, 513, 64), *range(640, 2049, 128))
+    mixed = (*range(64, 1025, 64), *range(1152, 2049, 128))
     assert executor.caps.row_buckets == (1, 2, 4, 8, 16, 24, *mixed)
     assert make(CPU, True, max_num_seqs=100, max_step_rows=300).caps.row_buckets[-4:] == (104, 128, 192, 256)
     assert executor.caps.max_steps_in_flight == 2
     assert make(CPU, False).caps.row_buckets == ()
     assert isinstance(executor, CudaExecutor)
+
+
+@pytest.mark.parametrize("place", [CPU, pytest.param(CUDA_FLOAT32, marks=needs_cuda)])
+def test_padding_is_never_sampled(place: Place) -> None:
+    """Rows that are sampled are padded to the size of a graph, which may be the number of all rows."""
+    found = []
+    for uses_graphs in (False, True):
+        executor = make(place, uses_graphs)
+        starts = [chunk(slot, 0, 5, samples=True) for slot in range(5)]
+        tables = [blocks(slot, 4 * slot, 4) for slot in range(6)]
+        run(
+            executor,
+            plan(admissions=[admit(slot, prompt(5, slot)) for slot in range(5)], changes=tables, chunks=starts),
+        )
+        late = admit(5, prompt(3, 5))
+        decoding = decodes(*((slot, 5) for slot in range(5)))
+        found.append(
+            run(executor, plan(admissions=(late,), decoding=decoding, chunks=(chunk(5, 0, 3, samples=True),))).tokens
+        )
+        executor.close()
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 3
 
 
 @pytest.mark.parametrize("place", [CPU, pytest.param(CUDA_BFLOAT16, marks=needs_cuda)])

@@ -35,6 +35,7 @@ logger = logging.getLogger("evenflow")
 
 _LEAST_SLOTS = 16  # a calibration runs some streams whatever the engine's own limit
 _FEWEST_ROWS = 128  # a step of fewer is not divided
+_TIMED_RUNS = 5  # to compare sizes of steps
 _PENDING = -1  # in a sequence's tokens: sampled, but not read yet
 
 _Part = Part[DeviceSequence]
@@ -160,6 +161,7 @@ class CudaExecutor:
         shape = max(self._sizes, default=0), decoder.config.vocab_size
         self._captured_logits = torch.empty(shape, dtype=torch.float32, device=decoder.device)
         self._memory = decoder.new_memory(max(self._mixed_sizes, default=0))
+        self._mixed_sizes = self._worthwhile(self._mixed_sizes)
         self._decode_graphs = Graphs(self._run_decodes, decoder.device)
         self._layer_graphs = Graphs(self._run_layer, decoder.device)
         with torch.inference_mode():
@@ -238,7 +240,8 @@ class CudaExecutor:
 
     def _run_groups(self, step: _Launched) -> None:
         step.prompt_rows, step.row_sums = {}, {}  # memory may have run out before
-        hidden = [self._run_group(step, group) for group in _groups(step, self._most_rows)]
+        groups = list(_groups(step, self._most_rows))
+        hidden = [self._run_group(step, group, pads=len(groups) == 1) for group in groups]
         if step.sampled:
             self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
         for number, row_sum in step.row_sums.items():
@@ -247,18 +250,24 @@ class CudaExecutor:
             if part.samples:
                 step.embeddings[number] = start_copy(unit_length(row_sum))
 
-    def _run_group(self, step: _Launched, group: Sequence[_Piece]) -> Tensor:
-        """Some of a step's rows through the layers; returns those that are sampled from."""
+    def _run_group(self, step: _Launched, group: Sequence[_Piece], pads: bool) -> Tensor:
+        """Some of a step's rows through the layers; returns those that are sampled from, and padding if `pads`."""
         kept: list[int] = []
         num_rows = 0
         for piece in group:
             num_rows += piece.part.length
             kept += range(num_rows - piece.part.num_wanted, num_rows)
+        is_read_row_by_row = any(piece.part.is_read_row_by_row for piece in group)
+        num_padding = 0
+        if pads and kept and not is_read_row_by_row:
+            # To a size that graphs have run with: a number of rows that is new may load kernels, which takes a step.
+            num_padding = max(0, (size_for(len(kept), self._sizes) or 0) - len(kept))
+        wanted_rows = [*kept, *[0] * num_padding] if num_padding or len(kept) < num_rows else None
         size = size_for(num_rows, self._mixed_sizes)
-        rows = self._inputs.load([piece.span for piece in group], kept if len(kept) < num_rows else None, size)
+        rows = self._inputs.load([piece.span for piece in group], wanted_rows, size)
         self._decoder.attention.plan(rows.layout)
         hidden = self._decoder.hidden(rows.inputs, self._kv, rows.kept) if size is None else self._replay(rows, size)
-        if not any(piece.part.is_read_row_by_row for piece in group):
+        if not is_read_row_by_row:
             return hidden
         wanted = torch.split_with_sizes(hidden, [piece.part.num_wanted for piece in group])
         for piece, found in zip(group, wanted, strict=True):
@@ -293,6 +302,26 @@ class CudaExecutor:
             self._captured_inputs[size] = self._inputs.load((), None, size).inputs
             for layer in range(self._decoder.config.num_layers):
                 self._layer_graphs.capture((size, layer))
+
+    def _worthwhile(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that take less time than all larger ones: a library's matrix products are slow at some sizes."""
+        if self._decoder.device.type != "cuda":
+            return sizes
+        with torch.inference_mode():
+            seconds = {size: self._seconds_of_layer(size) for size in reversed(sizes)}
+        return tuple(size for size in sizes if seconds[size] <= min(seconds[other] for other in sizes if other >= size))
+
+    def _seconds_of_layer(self, size: int) -> float:
+        inputs, layer = self._inputs.load((), None, size).inputs, self._decoder.config.num_layers - 1
+        seconds = []
+        for _ in range(_TIMED_RUNS):
+            timer = StepTimer(self._decoder.device)
+            for _ in range(_TIMED_RUNS):  # together, so that the host's part does not count
+                self._decoder.before_attention(layer, inputs, self._kv, self._memory.first(size))
+            timer.stop()
+            timer.wait()
+            seconds.append(timer.seconds)
+        return min(seconds)
 
     def _run_decodes(self, size: int) -> tuple[Tensor, Tensor]:
         rows = self._captured_rows[size]

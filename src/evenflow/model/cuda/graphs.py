@@ -17,7 +17,7 @@ OutputsT = TypeVar("OutputsT")
 
 _FEWEST, _STEP = (1, 2, 4, 8), 16  # rows of the smallest graphs of decodes; from there on, multiples of half the step
 # Rows of steps with chunks. A larger step runs for so long that its kernels can be launched one by one meanwhile.
-_MIXED = (*range(64, 513, 64), *range(640, 2049, 128))
+_MIXED = (*range(64, 1025, 64), *range(1152, 2049, 128))
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
