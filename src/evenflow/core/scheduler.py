@@ -7,13 +7,13 @@ here waits, reads a clock or draws a random number: the same calls give the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
+from evenflow.core.account import PROMOTED, Account
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
-    HEAD_OF_LINE,
     LateToken,
     Place,
     Urgency,
@@ -21,6 +21,7 @@ from evenflow.core.deadlines import (
     rank_time,
     urgency,
 )
+from evenflow.core.holdings import Holdings
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -34,8 +35,10 @@ from evenflow.core.plan import (
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.queue import RankedQueue, rank
+from evenflow.core.prices import prefill_price, step_prices
 from evenflow.core.request import FinishReason, Request, Status
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
+from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidRequest
 
@@ -50,6 +53,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
+    classes: Classes = DEFAULT_CLASSES
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 # A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
@@ -88,9 +93,9 @@ class Scheduler:
         self.caps = caps or ExecutorCaps()
         self.policy = config.policy.build()
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.tenant_weights)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
-        self.waiting = RankedQueue()
+        self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self.requests: dict[str, Request] = {}  # unfinished
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, with exactly one token to feed
@@ -114,14 +119,18 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
+        service_class = self.order.add(request)
+        request.deadline.own_target = request.sampling.tbt_target or service_class.tbt_target
         request.rank = (request.arrival_time, self._num_arrivals)
         num_cached = self.prefix_cache.count_published(request) if self.policy.patience else 0
-        request.place = Place(request.arrival_time, request.num_known, num_cached, request.sampling.ttft_target)
+        ttft_target = request.sampling.ttft_target or service_class.ttft_target
+        request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
         if self.policy.patience:
             request.rank = self._rank(request, request.arrival_time)
         self._num_arrivals += 1
         self.requests[request.id] = request
-        self.waiting.push(request)
+        self.pool.saw(request.tenant, request.arrival_time)
+        self.order.push(request)
 
     def _rank(self, request: Request, now: float) -> tuple[float, int]:
         """Its place in line, by what its prefill is predicted to take now."""
@@ -132,15 +141,18 @@ class Scheduler:
     def _prefill_seconds(self, start: int, length: int) -> float:
         return self.step_time.predict(self.caps.prefill_shape(start, length))
 
-    def _head_of_line(self, now: float) -> list[Request]:
-        """The earliest prompts that have no token yet, with their current ranks."""
-        head = list(islice((r for r in self.requests.values() if not r.num_output_tokens), HEAD_OF_LINE))
-        for request in head:
+    def _prefill_price(self, start: int, length: int) -> float:
+        return prefill_price(self.step_time, self.caps, start, length)
+
+    def _heads_of_lines(self, now: float) -> list[list[Request]]:
+        """Of each account, the earliest prompts that have no token yet, with their current ranks."""
+        heads = list(self.order.heads())
+        for request in chain.from_iterable(heads):
             if request.status is Status.RUNNING:
                 request.rank = self._rank(request, now)
             else:
-                self.waiting.update(request, self._rank(request, now))
-        return head
+                self.order.update(request, self._rank(request, now))
+        return heads
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment. False if it has ended already."""
@@ -168,6 +180,11 @@ class Scheduler:
         return bool(self.requests) or bool(self._in_flight)
 
     @property
+    def waiting(self) -> ServiceOrder:
+        """Requests that wait for a slot, in order of service."""
+        return self.order
+
+    @property
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
@@ -191,10 +208,11 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
+        self._make_way()
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
-        has_prompts = bool(self._prefilling or self.waiting)
-        head = self._head_of_line(now) if self.policy.patience and has_prompts else []
+        has_prompts = bool(self._prefilling or self.order)
+        heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
         candidates = self._candidates()
         pacing = self.policy.pacing
         urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
@@ -240,18 +258,45 @@ class Scheduler:
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
-            lengths = {chunk.request_id: chunk.length for chunk in chunks}
-            in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
-            charge_overtaking(in_line, shape.prefill_rows, predicted)
+            self._charge_overtaking(heads, prefills, chunks, predicted)
+        if self.order.is_shared:
+            self._charge(decodes, positions, prefills, chunks, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
+
+    def _charge_overtaking(
+        self, heads: Sequence[Sequence[Request]], prefills: Sequence[Request], chunks: Sequence[Chunk], seconds: float
+    ) -> None:
+        """Patience is a matter within one account: what others get is for the order of service to say."""
+        lengths = {chunk.request_id: chunk.length for chunk in chunks}
+        of_account: dict[Account, int] = {}
+        for request, chunk in zip(prefills, chunks, strict=True):
+            of_account[request.account] = of_account.get(request.account, 0) + chunk.length
+        step_tokens = sum(lengths.values())
+        for head in heads:
+            tokens = of_account.get(head[0].account, 0) if head else 0
+            if tokens:
+                in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
+                charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
+
+    def _charge(
+        self,
+        decodes: Sequence[Request],
+        positions: Sequence[int],
+        prefills: Sequence[Request],
+        chunks: Sequence[Chunk],
+        seconds: float,
+    ) -> None:
+        streams = [(request.account, position + 1) for request, position in zip(decodes, positions, strict=True)]
+        parts = [(one.account, chunk.start, chunk.length) for one, chunk in zip(prefills, chunks, strict=True)]
+        self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
 
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
-        for request in sorted(full, key=rank):  # a request preempted here has not had its turn yet
+        for request in self.order.by_urgency(full):  # a request preempted here has not had its turn yet
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
             if self._make_room(request):
@@ -266,53 +311,115 @@ class Scheduler:
         ]
 
     def _make_room(self, request: Request) -> bool:
-        """Free a block for `request` by preempting younger ones; False if it must wait or is the youngest itself.
-
-        Only younger requests yield, so the oldest always makes progress, and eventually all do.
-        """
+        """Free a block for `request` by preempting those that yield to it; False if it must wait or yields itself."""
         while self.pool.num_free == 0:
             if self.pool.num_settling:
                 return False  # blocks come free when a step in flight is committed
-            youngest = max(chain(self._prefilling.values(), self._decoding.values()), key=rank)
-            self._preempt(youngest)
-            if youngest is request:
+            first = self.order.first_to_yield(self._running(), self._holdings)
+            self._preempt(first)
+            if first is request:
                 return False
         return True
 
+    def _running(self) -> list[Request]:
+        return [*self._prefilling.values(), *self._decoding.values()]
+
+    def _holdings(self) -> Holdings:
+        return Holdings(self._running(), self.config.max_num_seqs, self.pool.num_blocks, self.block_size)
+
+    def _make_way(self) -> None:
+        """Preempt requests that yield to waiting ones, for as many of these as one step can take."""
+        if not self.order.is_shared or not self.order:
+            return
+        claimed, slots, tokens = self.num_running, len(self._free_slots), 0
+        for request in list(islice(self.order, self.caps.max_prefill_sequences)):
+            needed = self._num_blocks(request.num_known)
+            if needed + claimed > self.pool.num_free:
+                needed, _ = self._blocks_to_admit(request)
+            soon_free = self.pool.num_free + self.pool.num_settling
+            if not slots or needed + claimed > soon_free:
+                victims = self._victims(request, needed + claimed - soon_free)
+                if not victims:
+                    return
+                for victim in victims:
+                    self._preempt(victim)
+                slots += len(victims)
+                claimed -= len(victims)
+            slots -= 1
+            claimed += needed + 1
+            tokens += request.num_known - request.place.num_cached_tokens
+            if tokens >= self.policy.max_step_tokens:
+                return
+
+    def _victims(self, request: Request, num_blocks: int) -> list[Request]:
+        """Requests that yield a slot and this many blocks to a waiting one; none if all of them were not enough."""
+        victims: list[Request] = []
+        for victim in self.order.yielding(request, self._running(), self._holdings()):
+            victims.append(victim)
+            num_blocks -= self.pool.count_sole(victim.block_ids) + 1  # and the one that it reserves
+            if num_blocks <= 0:
+                return victims
+        return []
+
     def _candidates(self) -> list[Candidate]:
-        """Prompts to continue and prompts that could start, by rank, as many as fit in one step."""
+        """Prompts to continue and prompts that could start, in order of service, as many as fit in one step."""
         room = self.caps.max_prefill_sequences
         starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
-        starts += islice(self._admissible(), min(room, len(self._free_slots)))
-        starts.sort(key=lambda pair: pair[0].rank)
+        starts += islice(self._admissible(), room)
         return [
             Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)
-            for request, start in starts[:room]
+            for request, start in self.order.arrange(starts, room)
         ]
 
-    def _admissible(self) -> Iterator[tuple[Request, int]]:
-        """Waiting requests that fit in the free blocks, each with its number of cached tokens.
+    def _admissible(self) -> Iterator[Start]:
+        """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
 
         Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
-        fit ends the line: letting others pass could starve it.
+        fit ends the line: letting others pass could starve it. Only tenants that hold less pass; see `may_pass`.
         """
         if not self.pool.num_free:
             return
-        claimed = self.num_running
+        claimed, slots = self.num_running, len(self._free_slots)
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
-        for request in self.waiting:
-            cached = self.prefix_cache.find(request)
+        blocked: Request | None = None
+        for request in self.order:
+            slots_kept, blocks_kept = self._reserve(request)
+            if slots <= slots_kept or (blocked and not self.order.may_pass(request, blocked, self._holdings())):
+                return
+            needed, cached = self._blocks_to_admit(request)
             missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
-                if missing in starting or self.prefix_cache.is_expected(missing):
+                if missing in starting or self._is_expected(missing, request):
                     continue  # waiting for it is cheaper than computing it twice
                 starting.add(missing)
             request.place.num_cached_tokens = len(cached) * self.block_size
-            needed = self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached)
-            if needed + claimed > self.pool.num_free:
-                return
+            if needed + claimed + blocks_kept > self.pool.num_free:
+                if not self.order.is_shared:
+                    return
+                blocked = blocked or request
+                continue
             yield request, len(cached) * self.block_size
             claimed += needed + 1
+            slots -= 1
+
+    def _blocks_to_admit(self, request: Request) -> tuple[int, list[int]]:
+        """How many free blocks its admission takes, and those that hold its cached prefix."""
+        cached = self.prefix_cache.find(request)
+        return self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached), cached
+
+    def _is_expected(self, block_hash: bytes, request: Request) -> bool:
+        """Will this block be there soon? Not from a prompt that yields to the one that wants it."""
+        if not self.prefix_cache.is_expected(block_hash):
+            return False
+        producer = self.requests.get(self.prefix_cache.producer(block_hash) or "")
+        return producer is None or not self.order.goes_before(request, producer)
+
+    def _reserve(self, request: Request) -> tuple[int, int]:
+        """Slots and blocks that its class leaves to the decodes of others, while anything runs."""
+        share = self.order.spec_of(request).reserve
+        if not share or not self.num_running or request.account.level == PROMOTED:
+            return 0, 0
+        return int(share * self.config.max_num_seqs), int(share * self.pool.num_blocks)
 
     def _take_decodes(self, decodes: Sequence[Request], positions: Sequence[int]) -> Decodes:
         for request in decodes:
@@ -355,7 +462,7 @@ class Scheduler:
 
     def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
         """Give a waiting request a slot and blocks for all its known tokens."""
-        self.waiting.remove(request)
+        self.order.remove(request)
         cached = self.prefix_cache.find(request)
         self.pool.hold(cached)
         request.block_ids = cached
@@ -457,15 +564,16 @@ class Scheduler:
         request.status = Status.PREEMPTED
         request.place.num_tokens, request.place.num_cached_tokens = request.num_known, 0
         request.num_scheduled = request.num_committed = request.num_pending = request.num_cached_tokens = 0
-        self.waiting.push(request)
+        self.order.push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
             self._leave(request)
         else:
-            self.waiting.remove(request)
+            self.order.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self.order.discard(request)
         del self.requests[request.id]
 
     def _leave(self, request: Request) -> None:

@@ -89,13 +89,21 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
         max_num_seqs=config.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
+        classes=config.classes,
+        tenant_weights=config.tenant_weights,
     )
     scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     limits = Limits(max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
     engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper)
     intake = Intake(
-        limits, config.block_size, model.tokenizer, engine.clock, seed=config.seed, check_grammar=grammars.check
+        limits,
+        config.block_size,
+        model.tokenizer,
+        engine.clock,
+        seed=config.seed,
+        check_grammar=grammars.check,
+        classes=config.classes,
     )
     _log_policy(config, policy)
     # Loaded objects stay for good; without this, a full collection would add a tenth of a second to some gap.

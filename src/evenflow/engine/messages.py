@@ -11,6 +11,7 @@ from evenflow import errors
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.core.request import RequestRecord
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -47,7 +48,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The engine is built: its limits and its policy."""
+    """The engine is built: its limits, its policy and its classes of service."""
 
     max_model_len: int
     vocab_size: int
@@ -55,6 +56,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     num_blocks: int
     max_num_seqs: int
     policy: SetPolicy
+    classes: Classes = DEFAULT_CLASSES
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -1,0 +1,296 @@
+"""Who is next and who yields: the order of service among classes and tenants.
+
+    level    of the class: a more urgent one goes first. A class that got less than its share has one request promoted
+             above all others; see `_promote`
+    tenant   within a level, the lowest counter of virtual time goes first; see `tenant_shares`
+    rank     within a tenant, by arrival and patience; see `deadlines.rank_time`
+
+With one class and one tenant only the rank is left. Nothing here touches blocks, slots or steps: the scheduler asks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from evenflow.core.account import PROMOTED, Account
+from evenflow.core.deadlines import HEAD_OF_LINE
+from evenflow.core.holdings import Holdings
+from evenflow.core.queue import RankedQueue, rank
+from evenflow.core.request import Request
+from evenflow.core.service_classes import ServiceClass, check_classes, check_weights, find_class
+from evenflow.core.tenant_shares import TenantShares
+
+# A class saves at most this much of its share for later.
+_MAX_CREDIT_S = 1.0
+
+Start = tuple[Request, int]  # a prompt, and where its next chunk starts
+
+
+@dataclass(slots=True)
+class _Line:
+    """The unfinished requests of one account."""
+
+    waiting: RankedQueue = field(default_factory=RankedQueue)
+    requests: dict[str, Request] = field(default_factory=dict)  # in order of arrival, running ones too
+
+    def prompts(self) -> Iterator[Request]:
+        """Requests whose prompts are not computed yet."""
+        return (one for one in self.requests.values() if one.is_prompt)
+
+    @property
+    def is_backlogged(self) -> bool:
+        return bool(self.waiting) or any(True for _ in self.prompts())
+
+
+@dataclass(slots=True)
+class _Class:
+    spec: ServiceClass
+    level: int
+    tenants: TenantShares
+    credit: float = 0.0  # seconds of its share that it has not had yet
+
+
+class ServiceOrder:
+    """The unfinished requests of one scheduler, in order of service."""
+
+    def __init__(
+        self,
+        classes: Sequence[ServiceClass],
+        weights: Mapping[str, float],
+        price_of: Callable[[int, int], float],  # seconds of a chunk of this start and length
+    ) -> None:
+        self.classes = check_classes(classes)
+        self._weights = check_weights(weights)
+        self._price_of = price_of
+        self._classes = {
+            spec.name: _Class(spec, level, TenantShares(self._weights)) for level, spec in enumerate(self.classes)
+        }
+        self._lines: dict[Account, _Line] = {}
+        self._num_waiting = 0
+        self._num_steps = 0
+
+    # ---- requests come, wait and go ----
+
+    def add(self, request: Request) -> ServiceClass:
+        """A request arrives; returns its class."""
+        spec = find_class(self.classes, request.service_class or None)
+        of_class = self._classes[spec.name]
+        request.account = Account(of_class.level, spec.name, request.tenant)
+        line = self._lines.get(request.account)
+        if line is None or not line.is_backlogged:
+            of_class.tenants.enter(request.tenant, self._backlogged(spec.name))
+        self._lines.setdefault(request.account, _Line()).requests[request.id] = request
+        return spec
+
+    def discard(self, request: Request) -> None:
+        """A request has ended."""
+        self._leave_line(request)
+        name = request.account.service_class
+        if not any(account.service_class == name for account in self._lines):
+            self._classes[name].tenants.clear()
+
+    def _leave_line(self, request: Request) -> None:
+        line = self._lines[request.account]
+        del line.requests[request.id]
+        if not line.requests:
+            del self._lines[request.account]
+
+    def push(self, request: Request) -> None:
+        self._lines[request.account].waiting.push(request)
+        self._num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        self._lines[request.account].waiting.remove(request)
+        self._num_waiting -= 1
+
+    def update(self, request: Request, rank: tuple[float, int]) -> None:
+        """Move a waiting request to the place in its line that this rank gives it."""
+        self._lines[request.account].waiting.update(request, rank)
+
+    def __len__(self) -> int:
+        """Requests that wait for a slot."""
+        return self._num_waiting
+
+    @property
+    def is_shared(self) -> bool:
+        """Are there several classes or tenants?"""
+        return len(self._lines) > 1
+
+    def spec_of(self, request: Request) -> ServiceClass:
+        return self._classes[request.account.service_class].spec
+
+    def _lines_of(self, class_name: str) -> Iterator[tuple[Account, _Line]]:
+        return ((account, line) for account, line in self._lines.items() if account.service_class == class_name)
+
+    def _backlogged(self, class_name: str) -> list[str]:
+        return [account.tenant for account, line in self._lines_of(class_name) if line.is_backlogged]
+
+    # ---- who is next ----
+
+    def __iter__(self) -> Iterator[Request]:
+        """Waiting requests in order of service, as if each prompt were computed whole in its turn."""
+        if not self.is_shared:
+            return chain.from_iterable(line.waiting for line in self._lines.values())
+        starts = {
+            account: [(one, one.place.num_cached_tokens) for one in line.waiting]
+            for account, line in self._lines.items()
+            if line.waiting
+        }
+        return (request for request, _ in self._merge(starts))
+
+    def arrange(self, starts: list[Start], room: int) -> list[Start]:
+        """The first of these prompts in order of service."""
+        starts.sort(key=lambda start: start[0].rank)
+        if not self.is_shared:
+            return starts[:room]
+        by_account: dict[Account, list[Start]] = {}
+        for start in starts:
+            by_account.setdefault(start[0].account, []).append(start)
+        return list(islice(self._merge(by_account), room))
+
+    def _merge(self, lines: Mapping[Account, Sequence[Start]]) -> Iterator[Start]:
+        heap = [(*self._standing(account), starts[0][0].rank, 0, account) for account, starts in lines.items()]
+        heapq.heapify(heap)
+        while heap:
+            level, counter, served_at, _, place, account = heap[0]
+            start = lines[account][place]
+            yield start
+            place += 1
+            if place == len(lines[account]):
+                heapq.heappop(heap)
+                continue
+            if level != PROMOTED:
+                request, position = start
+                counter += self._price_of(position, request.num_known - position) / self._weight(account.tenant)
+            heapq.heapreplace(heap, (level, counter, served_at, lines[account][place][0].rank, place, account))
+
+    def _standing(self, account: Account) -> tuple[int, float, int]:
+        if account.level == PROMOTED:
+            return PROMOTED, 0.0, 0
+        return account.level, *self._classes[account.service_class].tenants.standing(account.tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def heads(self) -> Iterator[list[Request]]:
+        """Of each account, the earliest requests that have no token yet."""
+        for line in self._lines.values():
+            yield list(islice((one for one in line.requests.values() if not one.num_output_tokens), HEAD_OF_LINE))
+
+    # ---- what they got ----
+
+    def charge(self, prices: Mapping[Account, float]) -> None:
+        """A step gives each account so many seconds of service."""
+        self._num_steps += 1
+        total = sum(prices.values())
+        for of_class in self._classes.values():
+            name = of_class.spec.name
+            mine = {account: seconds for account, seconds in prices.items() if account.service_class == name}
+            backlogged = self._backlogged(name)
+            if backlogged:  # what nobody else waited for is free
+                seconds_of: dict[str, float] = {}
+                for account, seconds in mine.items():
+                    seconds_of[account.tenant] = seconds_of.get(account.tenant, 0.0) + seconds
+                of_class.tenants.charge(seconds_of, backlogged, self._num_steps)
+            self._update_credit(of_class, mine, total, is_backlogged=bool(backlogged))
+            if of_class.credit > 0 and of_class.level > 0:
+                self._promote(name)
+
+    def _update_credit(
+        self, of_class: _Class, mine: Mapping[Account, float], total: float, *, is_backlogged: bool
+    ) -> None:
+        """A class with prompts waiting earns its share of each step, and pays for its service.
+
+        Service in its own turn is paid from what it earned; more of it is free. A promoted request is paid in full.
+        """
+        promoted = sum(seconds for account, seconds in mine.items() if account.level == PROMOTED)
+        earned = min(of_class.credit + of_class.spec.share * total, _MAX_CREDIT_S) if is_backlogged else 0.0
+        usual = sum(mine.values()) - promoted
+        of_class.credit = min(of_class.credit, 0.0) if not is_backlogged else earned - min(usual, max(0.0, earned))
+        of_class.credit -= promoted
+
+    def _promote(self, class_name: str) -> None:
+        """The class got less than its share: its first prompt goes before all others, and yields to none of them.
+
+        One at a time: the next may follow when this one's prompt is computed and paid for.
+        """
+        prompts = [one for _, line in self._lines_of(class_name) for one in line.prompts()]
+        if not prompts or any(one.account.level == PROMOTED for one in prompts):
+            return
+        first = min(prompts, key=lambda one: (self._standing(one.account), one.rank))
+        is_waiting = not first.is_running
+        if is_waiting:
+            self.remove(first)
+        self._leave_line(first)
+        first.account = first.account._replace(level=PROMOTED)
+        self._lines.setdefault(first.account, _Line()).requests[first.id] = first
+        if is_waiting:
+            self.push(first)
+
+    # ---- who yields ----
+
+    def by_urgency(self, requests: Iterable[Request]) -> list[Request]:
+        return sorted(requests, key=lambda one: (one.account.level, one.rank))
+
+    def goes_before(self, request: Request, other: Request) -> bool:
+        """Is it of a more urgent level?"""
+        return request.account.level < other.account.level
+
+    def first_to_yield(self, running: Sequence[Request], holdings: Callable[[], Holdings]) -> Request:
+        """Who gives its blocks up when a decode finds none: the youngest of the least urgent level.
+
+        Among several tenants, of the one that holds the most for its weight. The oldest of the level never yields to a
+        younger one, so it makes progress, and eventually all do.
+        """
+        if self.is_shared:
+            level = max(one.account.level for one in running)
+            running = [one for one in running if one.account.level == level]
+            if len({one.tenant for one in running}) > 1:
+                running = self._of_largest(running, holdings())
+        return max(running, key=rank)
+
+    def _of_largest(self, running: Sequence[Request], held: Holdings) -> list[Request]:
+        oldest = min(running, key=rank)
+        others = [one for one in running if one is not oldest]
+        largest = max(others, key=lambda one: (self._held(held, one.tenant), one.tenant)).tenant
+        return [one for one in others if one.tenant == largest]
+
+    def _held(self, held: Holdings, tenant: str) -> float:
+        return held.dominant(tenant) / self._weight(tenant)
+
+    def yielding(self, request: Request, running: Sequence[Request], held: Holdings) -> Iterator[Request]:
+        """Running requests that yield to a waiting one, in this order: those of less urgent classes; then those of
+        tenants that, even without them, hold no less for their weight than its own tenant with it.
+
+        Prompts yield before streams, young ones before old ones. `held` follows as they do.
+        """
+        level = self._classes[request.account.service_class].level
+
+        def readiness(one: Request) -> tuple[int, bool, tuple[float, int]]:
+            return one.account.level, one.is_prompt, one.rank
+
+        for one in sorted((one for one in running if one.account.level > level), key=readiness, reverse=True):
+            held.drop(one)
+            yield one
+        peers = sorted((one for one in running if one.account.level == level), key=readiness)
+        others = [one for one in peers if one.tenant != request.tenant and one is not min(peers, key=rank)]
+        own = held.dominant_with(request) / self._weight(request.tenant)
+        while others:
+            largest = max(others, key=lambda one: (self._held(held, one.tenant), one.tenant)).tenant
+            one = [one for one in others if one.tenant == largest][-1]
+            held.drop(one)
+            if self._held(held, largest) < own:
+                return
+            others.remove(one)
+            yield one
+
+    def may_pass(self, request: Request, blocked: Request, held: Holdings) -> bool:
+        """May it take memory although `blocked`, which is ahead in line, does not fit? A prompt that waits for its own
+        tenant's others to make room holds up no tenant with less."""
+        if request.account.level != blocked.account.level or request.tenant == blocked.tenant:
+            return False
+        own = held.dominant_with(request) / self._weight(request.tenant)
+        return own <= self._held(held, blocked.tenant)
