@@ -26,25 +26,21 @@ def step_prices(
 ) -> dict[Account, float]:
     """Seconds charged to each account; they add up to the step's.
 
-    Streams share what the decodes alone would take: what it would be without context by number, the rest by context.
-    Chunks share what they add.
+    Those that depend on context are charged to who has it, and the rest by rows: all rows share the reading of weights.
     """
-    prices: dict[Account, float] = {}
-    streams: dict[Account, tuple[int, int]] = {}
+    rows: dict[Account, int] = {}
+    contexts: dict[Account, int] = {}
     for account, context in decodes:
-        num_streams, total = streams.get(account, (0, 0))
-        streams[account] = num_streams + 1, total + context
-    num_decodes = sum(count for count, _ in streams.values())
-    all_context = sum(context for _, context in streams.values())
-    by_number = step_time.predict(caps.step_shape(num_decodes=num_decodes)) or _NOMINAL_ROW_S * num_decodes
-    by_context = max(
-        0.0, step_time.predict(caps.step_shape(num_decodes=num_decodes, decode_context=all_context)) - by_number
-    )
-    for account, (count, context) in streams.items():
-        prices[account] = by_number * count / num_decodes + by_context * context / all_context
-    alone = [prefill_price(step_time, caps, start, length) for _, start, length in chunks]
-    decode_seconds = by_number + by_context if num_decodes else 0.0
-    added = max(predicted - decode_seconds, 0.0) or sum(alone)
-    for (account, _, _), seconds in zip(chunks, alone, strict=True):
-        prices[account] = prices.get(account, 0.0) + added * seconds / sum(alone)
-    return prices
+        rows[account] = rows.get(account, 0) + 1
+        contexts[account] = contexts.get(account, 0) + context
+    num_decodes, all_context = sum(rows.values()), sum(contexts.values())
+    whole, plain = (caps.step_shape(num_decodes=num_decodes, decode_context=size) for size in (all_context, 0))
+    of_position = max(0.0, step_time.predict(whole) - step_time.predict(plain)) / max(1, all_context)
+    prices = {account: of_position * context for account, context in contexts.items()}
+    for account, start, length in chunks:
+        rows[account] = rows.get(account, 0) + length
+        whole, plain = caps.prefill_shape(start, length), caps.prefill_shape(0, length)
+        prices[account] = prices.get(account, 0.0) + max(0.0, step_time.predict(whole) - step_time.predict(plain))
+    num_rows = sum(rows.values())
+    of_row = max(0.0, predicted - sum(prices.values())) / num_rows or _NOMINAL_ROW_S
+    return {account: prices[account] + of_row * count for account, count in rows.items()}

@@ -7,7 +7,7 @@ here waits, reads a clock or draws a random number: the same calls give the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
@@ -208,12 +208,13 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
-        self._make_way()
+        self.order.demote_late(now)
+        yielded = self._make_way()
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
         has_prompts = bool(self._prefilling or self.order)
         heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
-        candidates = self._candidates()
+        candidates = self._candidates(yielded)
         pacing = self.policy.pacing
         urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
         view = StepView(
@@ -327,29 +328,35 @@ class Scheduler:
     def _holdings(self) -> Holdings:
         return Holdings(self._running(), self.config.max_num_seqs, self.pool.num_blocks, self.block_size)
 
-    def _make_way(self) -> None:
-        """Preempt requests that yield to waiting ones, for as many of these as one step can take."""
+    def _make_way(self) -> set[str]:
+        """Preempt requests that yield to waiting ones, for as many of these as one step can take; returns their ids."""
+        yielded: set[str] = set()
         if not self.order.is_shared or not self.order:
-            return
+            return yielded
         claimed, slots, tokens = self.num_running, len(self._free_slots), 0
         for request in list(islice(self.order, self.caps.max_prefill_sequences)):
+            slots_kept, blocks_kept = self._reserve(request, claimed)
             needed = self._num_blocks(request.num_known)
-            if needed + claimed > self.pool.num_free:
-                needed, _ = self._blocks_to_admit(request)
-            soon_free = self.pool.num_free + self.pool.num_settling
-            if not slots or needed + claimed > soon_free:
-                victims = self._victims(request, needed + claimed - soon_free)
-                if not victims:
-                    return
-                for victim in victims:
-                    self._preempt(victim)
-                slots += len(victims)
-                claimed -= len(victims)
+            if slots <= slots_kept or needed + claimed + blocks_kept > self.pool.num_free:
+                needed, cached = self._blocks_to_admit(request)
+                if self._is_pending(self.prefix_cache.first_missing(request, len(cached)), request):
+                    continue
+                lacking = needed + claimed + blocks_kept - self.pool.num_free - self.pool.num_settling
+                if slots <= slots_kept or lacking > 0:
+                    victims = self._victims(request, lacking)
+                    if not victims:
+                        break
+                    for victim in victims:
+                        self._preempt(victim)
+                        yielded.add(victim.id)
+                    slots += len(victims)
+                    claimed -= len(victims)
             slots -= 1
             claimed += needed + 1
             tokens += request.num_known - request.place.num_cached_tokens
             if tokens >= self.policy.max_step_tokens:
-                return
+                break
+        return yielded
 
     def _victims(self, request: Request, num_blocks: int) -> list[Request]:
         """Requests that yield a slot and this many blocks to a waiting one; none if all of them were not enough."""
@@ -361,21 +368,22 @@ class Scheduler:
                 return victims
         return []
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, yielded: Set[str]) -> list[Candidate]:
         """Prompts to continue and prompts that could start, in order of service, as many as fit in one step."""
         room = self.caps.max_prefill_sequences
         starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
-        starts += islice(self._admissible(), room)
+        starts += islice(self._admissible(yielded), room)
         return [
             Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)
             for request, start in self.order.arrange(starts, room)
         ]
 
-    def _admissible(self) -> Iterator[Start]:
+    def _admissible(self, yielded: Set[str]) -> Iterator[Start]:
         """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
 
         Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
-        fit ends the line: letting others pass could starve it. Only tenants that hold less pass; see `may_pass`.
+        fit ends the line: letting others pass could starve it. Only tenants that hold less pass; see `may_pass`. Those
+        that have `yielded` for this step do not come back in it.
         """
         if not self.pool.num_free:
             return
@@ -383,13 +391,15 @@ class Scheduler:
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         blocked: Request | None = None
         for request in self.order:
-            slots_kept, blocks_kept = self._reserve(request)
+            slots_kept, blocks_kept = self._reserve(request, claimed)
             if slots <= slots_kept or (blocked and not self.order.may_pass(request, blocked, self._holdings())):
                 return
+            if request.id in yielded:
+                continue
             needed, cached = self._blocks_to_admit(request)
             missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
-                if missing in starting or self._is_expected(missing, request):
+                if missing in starting or self._is_pending(missing, request):
                     continue  # waiting for it is cheaper than computing it twice
                 starting.add(missing)
             request.place.num_cached_tokens = len(cached) * self.block_size
@@ -407,17 +417,17 @@ class Scheduler:
         cached = self.prefix_cache.find(request)
         return self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached), cached
 
-    def _is_expected(self, block_hash: bytes, request: Request) -> bool:
+    def _is_pending(self, block_hash: bytes | None, request: Request) -> bool:
         """Will this block be there soon? Not from a prompt that yields to the one that wants it."""
-        if not self.prefix_cache.is_expected(block_hash):
+        if block_hash is None or not self.prefix_cache.is_expected(block_hash):
             return False
         producer = self.requests.get(self.prefix_cache.producer(block_hash) or "")
         return producer is None or not self.order.goes_before(request, producer)
 
-    def _reserve(self, request: Request) -> tuple[int, int]:
-        """Slots and blocks that its class leaves to the decodes of others, while anything runs."""
+    def _reserve(self, request: Request, num_claimed: int) -> tuple[int, int]:
+        """Slots and blocks that its class leaves to the decodes of others, while any of them runs."""
         share = self.order.spec_of(request).reserve
-        if not share or not self.num_running or request.account.level == PROMOTED:
+        if not share or not num_claimed or request.account.level == PROMOTED:
             return 0, 0
         return int(share * self.config.max_num_seqs), int(share * self.pool.num_blocks)
 

@@ -1,7 +1,7 @@
 """Who is next and who yields: the order of service among classes and tenants.
 
-    level    of the class: a more urgent one goes first. A class that got less than its share has one request promoted
-             above all others; see `_promote`
+    level    of the class: a more urgent one goes first. Prompts that miss their class's TTFT target anyway come after
+             those that do not. A class that got less than its share has one request promoted above all others
     tenant   within a level, the lowest counter of virtual time goes first; see `tenant_shares`
     rank     within a tenant, by arrival and patience; see `deadlines.rank_time`
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from evenflow.core.account import PROMOTED, Account
@@ -25,6 +25,8 @@ from evenflow.core.tenant_shares import TenantShares
 
 # A class saves at most this much of its share for later.
 _MAX_CREDIT_S = 1.0
+# Of a class's share, what its late prompts get while others of the class wait.
+_LATE_SHARE = 0.1
 
 Start = tuple[Request, int]  # a prompt, and where its next chunk starts
 
@@ -53,6 +55,11 @@ class _Class:
     credit: float = 0.0  # seconds of its share that it has not had yet
 
 
+def _without_token(line: _Line) -> list[Request]:
+    """The earliest requests that have no token yet."""
+    return list(islice((one for one in line.requests.values() if not one.num_output_tokens), HEAD_OF_LINE))
+
+
 class ServiceOrder:
     """The unfinished requests of one scheduler, in order of service."""
 
@@ -65,12 +72,19 @@ class ServiceOrder:
         self.classes = check_classes(classes)
         self._weights = check_weights(weights)
         self._price_of = price_of
-        self._classes = {
-            spec.name: _Class(spec, level, TenantShares(self._weights)) for level, spec in enumerate(self.classes)
-        }
+        self._classes: dict[str, _Class] = {}
+        self._late: dict[str, str] = {}  # of classes with a TTFT target, the name that late prompts are served under
+        for spec in self.classes:
+            self._add_class(spec)
+            if spec.ttft_target is not None:
+                self._late[spec.name] = late = f"{spec.name} (late)"
+                self._add_class(replace(spec, name=late, share=_LATE_SHARE * spec.share))
         self._lines: dict[Account, _Line] = {}
         self._num_waiting = 0
         self._num_steps = 0
+
+    def _add_class(self, spec: ServiceClass) -> None:
+        self._classes[spec.name] = _Class(spec, len(self._classes), TenantShares(self._weights))
 
     # ---- requests come, wait and go ----
 
@@ -177,8 +191,7 @@ class ServiceOrder:
 
     def heads(self) -> Iterator[list[Request]]:
         """Of each account, the earliest requests that have no token yet."""
-        for line in self._lines.values():
-            yield list(islice((one for one in line.requests.values() if not one.num_output_tokens), HEAD_OF_LINE))
+        return map(_without_token, self._lines.values())
 
     # ---- what they got ----
 
@@ -197,7 +210,7 @@ class ServiceOrder:
                 of_class.tenants.charge(seconds_of, backlogged, self._num_steps)
             self._update_credit(of_class, mine, total, is_backlogged=bool(backlogged))
             if of_class.credit > 0 and of_class.level > 0:
-                self._promote(name)
+                self._promote(of_class)
 
     def _update_credit(
         self, of_class: _Class, mine: Mapping[Account, float], total: float, *, is_backlogged: bool
@@ -212,23 +225,45 @@ class ServiceOrder:
         of_class.credit = min(of_class.credit, 0.0) if not is_backlogged else earned - min(usual, max(0.0, earned))
         of_class.credit -= promoted
 
-    def _promote(self, class_name: str) -> None:
+    def _promote(self, of_class: _Class) -> None:
         """The class got less than its share: its first prompt goes before all others, and yields to none of them.
 
-        One at a time: the next may follow when this one's prompt is computed and paid for.
+        One at a time, when the class has saved enough for its prefill, or all that it may save.
         """
-        prompts = [one for _, line in self._lines_of(class_name) for one in line.prompts()]
-        if not prompts or any(one.account.level == PROMOTED for one in prompts):
+        prompts = [one for _, line in self._lines_of(of_class.spec.name) for one in line.prompts()]
+        if prompts and all(one.account.level != PROMOTED for one in prompts):
+            first = min(prompts, key=lambda one: (self._standing(one.account), one.rank))
+            if of_class.credit >= min(self._prefill_left(first), _MAX_CREDIT_S):
+                self._move(first, first.account._replace(level=PROMOTED))
+
+    def _prefill_left(self, request: Request) -> float:
+        """Seconds that the rest of its prompt takes."""
+        start = request.num_scheduled if request.is_running else request.place.num_cached_tokens
+        return self._price_of(start, request.num_known - start)
+
+    def demote_late(self, now: float) -> None:
+        """Prompts that cannot meet their class's TTFT target any more make way for those that can: by keeping their
+        place they would make these late as well."""
+        if not self._late:
             return
-        first = min(prompts, key=lambda one: (self._standing(one.account), one.rank))
-        is_waiting = not first.is_running
-        if is_waiting:
-            self.remove(first)
-        self._leave_line(first)
-        first.account = first.account._replace(level=PROMOTED)
-        self._lines.setdefault(first.account, _Line()).requests[first.id] = first
-        if is_waiting:
-            self.push(first)
+        for account, line in list(self._lines.items()):
+            late = self._late.get(account.service_class)
+            if late is None or account.level == PROMOTED:
+                continue
+            for request in _without_token(line):
+                due = request.arrival_time + (self.spec_of(request).ttft_target or 0.0)
+                if now + self._prefill_left(request) > due:
+                    self._move(request, Account(self._classes[late].level, late, account.tenant))
+
+    def _move(self, request: Request, account: Account) -> None:
+        """Serve it under another account."""
+        if not request.is_running:
+            self.remove(request)
+        self._leave_line(request)
+        request.account = account
+        self._lines.setdefault(account, _Line()).requests[request.id] = request
+        if not request.is_running:
+            self.push(request)
 
     # ---- who yields ----
 

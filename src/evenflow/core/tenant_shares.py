@@ -2,7 +2,8 @@
 
 A tenant's counter grows by its service in seconds over its weight, and the lowest counter goes first. So tenants that
 always have prompts waiting get service in proportion to their weights, within one chunk each, however long their
-prompts are. A tenant that returns starts level with the others: what it left unused was lent, not saved.
+prompts are. A tenant that returns starts level with the others: what it left unused was lent, not saved, except for
+`LENT_S`, which lets a short burst of a light tenant go first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+LENT_S = 1.0  # seconds of service, for weight 1, that a tenant gets back of what it lent
 _MAX_KNOWN = 1024  # tenants whose counters are kept; those that nothing depends on go first
 
 
@@ -30,9 +32,10 @@ class TenantShares:
         return self._counters.get(tenant, self._floor), self._served_at.get(tenant, -1)
 
     def enter(self, tenant: str, others: Iterable[str]) -> None:
-        """A tenant has a prompt again, besides others whose prompts wait."""
-        floor = max(self._floor, min((self.standing(other)[0] for other in others), default=self._floor))
-        self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
+        """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed."""
+        lowest = min((self.standing(other)[0] for other in others), default=None)
+        start = self._floor if lowest is None else max(self._floor, lowest) - LENT_S
+        self._counters[tenant] = max(self._counters.get(tenant, start), start)
 
     def charge(self, seconds_of: Mapping[str, float], waiting: Iterable[str], step: int) -> None:
         """A step gave these tenants so much service, while others, or the same, had prompts waiting."""
@@ -44,8 +47,8 @@ class TenantShares:
             self._forget()
 
     def _forget(self) -> None:
-        """Counters at the floor or below it: a tenant that returns starts there anyway."""
-        for tenant in [tenant for tenant, counter in self._counters.items() if counter <= self._floor]:
+        """Counters so low that a tenant that returns starts no lower anyway."""
+        for tenant in [tenant for tenant, counter in self._counters.items() if counter <= self._floor - LENT_S]:
             del self._counters[tenant]
             self._served_at.pop(tenant, None)
 
