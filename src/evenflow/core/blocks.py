@@ -89,11 +89,11 @@ class BlockPool:
                 heapq.heappop(tenants)
         return blocks
 
-    def _claim(self, tenant: str) -> tuple[float, float]:
-        """How good a tenant's claim to its idle blocks is; the weakest loses one."""
+    def _claim(self, tenant: str) -> tuple[float, float, float]:
+        """How good a tenant's claim to its idle blocks is; the weakest loses one, of equals the one that came last."""
         seen = self._seen.get(tenant, -KEEP_S)
         away = seen if self._newest - seen > KEEP_S else self._newest
-        return away, -len(self._idle[tenant]) / self._weights.get(tenant, 1.0)
+        return away, -len(self._idle[tenant]) / self._weights.get(tenant, 1.0), -seen
 
     def _evict_from(self, tenant: str) -> int:
         block = next(iter(self._idle[tenant]))

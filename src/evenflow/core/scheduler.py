@@ -297,11 +297,13 @@ class Scheduler:
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
-        for request in self.order.by_urgency(full):  # a request preempted here has not had its turn yet
+        secured: set[str] = set()
+        for request in self.order.by_urgency(full):
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
-            if self._make_room(request):
+            if self._make_room(request, secured):
                 changes.append(self._append_blocks(request, 1))
+                secured.add(request.id)
             else:
                 without_block.add(request.id)
         if not self._in_flight and not without_block:
@@ -311,12 +313,16 @@ class Scheduler:
             r for r in self._decoding.values() if r.num_scheduled < r.max_known_tokens - 1 and r.id not in without_block
         ]
 
-    def _make_room(self, request: Request) -> bool:
-        """Free a block for `request` by preempting those that yield to it; False if it must wait or yields itself."""
+    def _make_room(self, request: Request, secured: Set[str]) -> bool:
+        """Free a block for `request` by preempting those that yield to it; False if it must wait or yields itself.
+
+        Those that have got their block for this step keep it.
+        """
         while self.pool.num_free == 0:
             if self.pool.num_settling:
                 return False  # blocks come free when a step in flight is committed
-            first = self.order.first_to_yield(self._running(), self._holdings)
+            running = [one for one in self._running() if one.id not in secured]
+            first = self.order.first_to_yield(running, self._holdings)
             self._preempt(first)
             if first is request:
                 return False
