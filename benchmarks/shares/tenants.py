@@ -61,7 +61,7 @@ def backlogged(seed: int, seconds: float, policy: str, rule: str) -> tuple[float
     for tenant in weights:
         longest = log_uniform(rng, 400, 60_000)
         sizes = drawn_sizes((max(100, longest // 4), longest), (8, rng.choice((16, 64, 256))))
-        load += poisson(rng, sizes, log_uniform(rng, 50_000, 500_000), seconds, tenant)  # more than the machine can do
+        load += poisson(rng, sizes, log_uniform(rng, 50_000, 200_000), seconds, tenant)  # more than the machine can do
     setup = Setup(rule=rule, policy=policy, tenant_weights=weights, seed=seed)
     outcome = simulate(load, setup, seconds, keeps_work=True)
     served = dict.fromkeys(weights, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenflow.core.blocks import KEEP_S, BlockPool
@@ -126,6 +126,7 @@ def test_a_tenant_that_stays_away_loses_its_share_of_the_cache() -> None:
     pool.check_invariants()
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), max_size=40),
     st.tuples(*[st.sampled_from((0.5, 1.0, 3.0))] * 3),

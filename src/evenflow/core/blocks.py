@@ -55,8 +55,10 @@ class BlockPool:
         """Take `count` blocks, at most `num_free`. Evicts published prefixes when clean blocks run out."""
         if count > self.num_free:
             raise ValueError(f"asked for {count} blocks with {self.num_free} free")
-        blocks = [self._clean.pop() for _ in range(min(count, len(self._clean)))]
-        blocks += self._evict(count - len(blocks))
+        num_clean = len(self._clean)
+        blocks = [self._clean.pop() for _ in range(count if count <= num_clean else num_clean)]
+        if count > num_clean:
+            blocks += self._evict(count - num_clean)
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -72,8 +74,6 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """Take these blocks from tenants that stay away, then from those that have the most for their weight."""
-        if not count:
-            return []
         if len(self._idle) == 1:
             (tenant,) = self._idle
             return [self._evict_from(tenant) for _ in range(count)]

@@ -208,8 +208,10 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
-        self.order.demote_late(now)
-        yielded = self._make_way()
+        yielded: set[str] = set()
+        if self.order:
+            self.order.demote_late(now)
+            yielded = self._make_way()
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
         has_prompts = bool(self._prefilling or self.order)
@@ -337,7 +339,7 @@ class Scheduler:
     def _make_way(self) -> set[str]:
         """Preempt requests that yield to waiting ones, for as many of these as one step can take; returns their ids."""
         yielded: set[str] = set()
-        if not self.order.is_shared or not self.order:
+        if not self.order.is_shared:
             return yielded
         claimed, slots, tokens = self.num_running, len(self._free_slots), 0
         for request in list(islice(self.order, self.caps.max_prefill_sequences)):
@@ -376,6 +378,8 @@ class Scheduler:
 
     def _candidates(self, yielded: Set[str]) -> list[Candidate]:
         """Prompts to continue and prompts that could start, in order of service, as many as fit in one step."""
+        if not self._prefilling and not self.order:
+            return []
         room = self.caps.max_prefill_sequences
         starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
         starts += islice(self._admissible(yielded), room)
