@@ -217,24 +217,7 @@ class Scheduler:
         has_prompts = bool(self._prefilling or self.order)
         heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
         candidates = self._candidates(yielded)
-        pacing = self.policy.pacing
-        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
-        view = StepView(
-            now=now,
-            num_in_flight=len(self._in_flight),
-            num_decodes=len(decodes),
-            decode_context=sum(positions) + len(decodes),
-            earliest_deadline=urgent.earliest_deadline,
-            tightest_target=urgent.tightest_target,
-            overhead=self.overhead,
-            step_time=self.step_time,
-            max_num_seqs=self.config.max_num_seqs,
-            candidates=candidates,
-            free_tokens=self.pool.num_free * self.block_size,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            caps=self.caps,
-        )
-        quotas = self.policy.plan(view)
+        quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
         if not quotas.run_decodes:
             decodes, positions = [], []
         if not decodes and not quotas.chunks:
@@ -266,6 +249,27 @@ class Scheduler:
             self._charge(decodes, positions, prefills, chunks, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
+
+    def _view(
+        self, now: float, decodes: Sequence[Request], positions: Sequence[int], candidates: Sequence[Candidate]
+    ) -> StepView:
+        pacing = self.policy.pacing
+        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
+        return StepView(
+            now=now,
+            num_in_flight=len(self._in_flight),
+            num_decodes=len(decodes),
+            decode_context=sum(positions) + len(decodes),
+            earliest_deadline=urgent.earliest_deadline,
+            tightest_target=urgent.tightest_target,
+            overhead=self.overhead,
+            step_time=self.step_time,
+            max_num_seqs=self.config.max_num_seqs,
+            candidates=candidates,
+            free_tokens=self.pool.num_free * self.block_size,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            caps=self.caps,
+        )
 
     def _charge_overtaking(
         self, heads: Sequence[Sequence[Request]], prefills: Sequence[Request], chunks: Sequence[Chunk], seconds: float

@@ -82,17 +82,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
             now = step_time if is_new else calibration.check(step_time)
             target_s = default_target(now, executor.caps, config.max_num_seqs)
             policy = PolicySpec.for_target(least_target(path, target_s))
-    scheduler_config = SchedulerConfig(
-        num_blocks=num_blocks,
-        policy=policy,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        enable_prefix_caching=config.enable_prefix_caching,
-        classes=config.classes,
-        tenant_weights=config.tenant_weights,
-    )
-    scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
+    scheduler = Scheduler(_scheduler_config(config, policy, num_blocks), executor.caps, step_time=step_time)
     limits = Limits(max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
     engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper)
@@ -110,6 +100,19 @@ def build_engine(config: EngineConfig, record: str | Path | None = None) -> Buil
     gc.collect()
     gc.freeze()
     return BuiltEngine(engine, intake, model.tokenizer)
+
+
+def _scheduler_config(config: EngineConfig, policy: PolicySpec, num_blocks: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        policy=policy,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        classes=config.classes,
+        tenant_weights=config.tenant_weights,
+    )
 
 
 def _num_blocks(config: EngineConfig, token_bytes: int) -> int:
