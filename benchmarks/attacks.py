@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -77,6 +77,15 @@ ATTACKS: dict[str, Attack] = {
     "nothing": lambda url: time.sleep(0.2),
     "slow grammars": slow_grammar,
     "a million messages": post("/v1/chat/completions", repeated(b'{"messages":[', b"{}", b"]}")),
+    "a million input items": post("/v1/responses", repeated(b'{"input":[', b"{}", b"]}")),
+    "a million blocks": post(
+        "/v1/messages",
+        repeated(b'{"model":"default","max_tokens":1,"messages":[{"role":"user","content":[', b"{}", b"]}]}"),
+    ),
+    "many biases": post(
+        "/v1/completions",
+        b'{"prompt":"a","n":8,"logit_bias":{%s}}' % b",".join(b'"%d":1' % token for token in range(100_000)),
+    ),
     "two million choices": post("/v1/completions", repeated(b'{"prompt":"a","guided_choice":[', b'"a"', b"]}")),
     "8 MB to tokenize": post("/tokenize", b'{"prompt":"%s"}' % (b"a b " * 1_900_000)),
     "8 MB of prompt": post("/v1/completions", b'{"prompt":"%s"}' % (b"a b " * 1_900_000)),
@@ -111,7 +120,8 @@ def run_attack(name: str, url: str, num_clients: int, end: float) -> None:
 
     def run() -> None:
         while time.monotonic() < end:
-            ATTACKS[name](url)
+            with suppress(httpx.HTTPError):
+                ATTACKS[name](url)
 
     attackers = [threading.Thread(target=run) for _ in range(num_clients)]
     for attacker in attackers:
@@ -130,7 +140,8 @@ def measure(process: subprocess.Popen[str], url: str, name: str, num_clients: in
     while time.monotonic() < end:
         for place, ask in enumerate((health, completion)):
             began = time.monotonic()
-            ask(url)
+            with suppress(httpx.TimeoutException):  # counts as the time that it waited
+                ask(url)
             worst[place] = max(worst[place], time.monotonic() - began)
         most = max(most, resident_mb(process.pid))
         time.sleep(0.05)

@@ -17,7 +17,7 @@ GGUF_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
 }
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -116,8 +116,8 @@ def _gguf_name(hf_name: str) -> str:
     base, _, part = hf_name.rpartition(".")
     if base.startswith("model.layers."):
         _, _, layer, rest = base.split(".", 3)
-        return f"blk.{layer}.{_NAMES[rest]}.{part}"
-    return f"{_NAMES[base]}.{part}"
+        return f"blk.{layer}.{NAMES[rest]}.{part}"
+    return f"{NAMES[base]}.{part}"
 
 
 def _interleaved(hf_name: str, tensor: torch.Tensor, config: Any, architecture: str) -> torch.Tensor:

@@ -14,6 +14,14 @@ EvenflowError
 └── EndpointFailed                 a server that was asked does not answer as it should
 """
 
+_MOST_CHARACTERS = 1000
+
+
+def printable(text: str) -> str:
+    """Text from a file that nobody vouches for, as part of a message: short, on one line, no control characters."""
+    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:500]}...{text[-300:]}"
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown)
+
 
 class EvenflowError(Exception):
     """Base of all errors raised by evenflow."""
@@ -32,7 +40,10 @@ class InvalidRequest(InvalidInput):
 
 
 class ModelError(InvalidInput):
-    """A model that cannot be loaded."""
+    """A model that cannot be loaded. The message may quote the model's files."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ModelNotFound(ModelError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
@@ -17,6 +19,7 @@ from evenflow.host import cache_folder
 logger = logging.getLogger("evenflow")
 
 SAVE_INTERVAL_S = 300.0
+_MOST_BYTES = 16 << 20
 _NUM_STARTS = 8  # that decide the default target: a machine that has become slower is believed then
 
 
@@ -28,8 +31,8 @@ def step_times_path(*key: object) -> Path:
 def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel | None:
     """What an earlier start learned; None if there is nothing usable."""
     try:
-        return StepTimeModel.from_record(json.loads(path.read_text()), prior)
-    except (OSError, ValueError, KeyError, TypeError, InvalidInput):
+        return StepTimeModel.from_record(_read(path), prior)
+    except (OSError, ValueError, RecursionError):  # InvalidInput is a ValueError
         return None
 
 
@@ -47,6 +50,12 @@ def save_step_times(model: StepTimeModel, path: Path) -> bool:
     return True
 
 
+def _read(path: Path) -> Any:
+    if path.stat().st_size > _MOST_BYTES:
+        raise InvalidInput(f"{path} is larger than anything that was stored there")
+    return json.loads(path.read_text())
+
+
 def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
@@ -61,8 +70,8 @@ def least_target(path: Path, target_s: float) -> float:
     """
     kept = path.with_suffix(".targets")
     try:
-        earlier = [float(seconds) for seconds in json.loads(kept.read_text())]
-    except (OSError, ValueError, TypeError):
+        earlier = [seconds for seconds in map(float, _read(kept)) if 0 < seconds < math.inf]
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         earlier = []
     targets = [*earlier, target_s][-_NUM_STARTS:]
     with suppress(OSError):  # that the folder cannot be written is said when step times are saved

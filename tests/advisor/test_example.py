@@ -32,7 +32,7 @@ def test_the_example_and_the_command_agree(
     assert second == f"EngineArgs(model=..., **{report['vllm']['engine_args']})"
     args = report["vllm"]["engine_args"]
     if decision == "selective":
-        assert f"cut every input over {args['long_prefill_token_threshold']:,}:" in err
+        assert f"use chunks of {args['long_prefill_token_threshold']:,} tokens" in err
     if decision == "always":
-        assert f"cut every input over {args['max_num_batched_tokens'] - 64:,}:" in err  # without the decodes' 64
-    assert ("cut every input" in err) == (decision != "disabled")
+        assert f"use chunks of {args['max_num_batched_tokens'] - 64:,} tokens" in err  # without the decodes' 64
+    assert ("Chunks help inputs over" in err) == (decision != "disabled")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,26 @@ def test_both_sides_of_a_pair_get_the_same_requests_and_no_two_pairs_do() -> Non
     assert len({prompt for _, prompt in log[4:] if prompt}) == 2 * 4
     assert {first[0][0] for first in rounds[::2]} == {"a", "b"}  # by lot, not always the same one first
     assert (outcome.num_answers, outcome.differences, outcome.errors) == (8, [], [])
+
+
+def test_rounds_say_how_long_the_rest_takes() -> None:
+    lines: list[str] = []
+    asks = [*make_asks(["x"], 4, 0.0, 0), Ask("y", 4, at=0.3)]
+    asyncio.run(compare(Scripted("a"), Scripted("b"), asks, num_pairs=2, goals=GOALS, on_round=lines.append))
+    assert [line.split(";")[0][:-3] for line in lines[2:]] == ["pair 1 of 2"] * 2 + ["pair 2 of 2"] * 2
+    assert lines[2].endswith("; at least 1 s left")
+    assert re.search(r"; 25% done, about \d+ s left$", lines[3])
+
+
+def test_the_basis_of_a_verdict_is_stated_and_called_little_if_it_is() -> None:
+    assert summarise(pairs(1.3), GOALS).basis == '"differ" rests on 5 pairs of 12 requests.'
+    assert "3 pairs of 12 requests, which is little" in summarise(pairs(1.3, count=3), GOALS).basis
+
+
+def test_the_longest_gap_is_compared() -> None:
+    pair = Pair(Round([Answer("", [0.1, 0.2, 0.3], 3)], 1.0), Round([Answer("", [0.1, 0.2, 2.2], 3)], 1.0))
+    found = estimate(summarise([pair], GOALS), "longest gap, s")
+    assert (found.a, found.b) == (pytest.approx(0.1), pytest.approx(2.0))
 
 
 def test_prompts_can_be_kept() -> None:

@@ -66,10 +66,16 @@ def test_the_target_ends_the_pause_and_the_cost_is_stated() -> None:
         f"Longest pause of a stream between two tokens: {unchunked.longest_gap_s:.2f} s unchunked, "
     )
     assert f" {chunked.longest_gap_s:.2f} s with target:100ms (" in pause
-    assert "times shorter" in pause
+    assert pause.endswith("times shorter).")
     assert f"took {chunked.total_s:.1f} s instead of {unchunked.total_s:.1f} s" in price
     assert "more" in price
     assert "the answers are the same" in comparison.gain()
+
+
+def test_a_missed_target_is_said() -> None:
+    comparison = compare()
+    late = replace(comparison, chunked=replace(comparison.unchunked, policy="target:100ms"))
+    assert "The target was missed" in late.verdict()
 
 
 def test_the_last_prompt_arrives_after_the_same_time_in_each_run() -> None:

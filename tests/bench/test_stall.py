@@ -163,11 +163,13 @@ class ForgetfulExecutor(FakeExecutor):
 
 
 def test_policies_take_turns_and_each_has_the_whole_load() -> None:
-    it, turns = engine(), list[str]()
+    it, turns = engine(), dict[str, None]()
     comparison = compare_policies(
-        it, LOAD, specs("fixed:103", "unchunked"), 1, 0.03, prompts_per_turn=2, on_turn=turns.append
+        *(it, LOAD, specs("fixed:103", "unchunked"), 1, 0.03),
+        prompts_per_turn=2,
+        on_progress=lambda text: turns.setdefault(text.split(";")[0]),
     )
-    assert turns == [
+    assert list(turns) == [
         f"{policy}, long prompts {prompts}, run 1 of 1"
         for prompts in ("1 to 2", "3 to 3")
         for policy in ("fixed:103", "unchunked")
@@ -209,9 +211,11 @@ def test_the_time_left_is_as_forecast_and_then_as_the_turns_take() -> None:
     forecast = forecast_prompts(it, LOAD, policies)
     doubled = {policy: 2 * seconds for policy, seconds in forecast.items()}
     began = it.clock()
-    compare_policies(it, LOAD, policies, 1, 0.03, prompts_per_turn=1, forecast=doubled, on_turn=lines.append)
+    compare_policies(it, LOAD, policies, 1, 0.03, prompts_per_turn=1, forecast=doubled, on_progress=lines.append)
     took = it.clock() - began
-    left = [float(line.split("about ")[1].split(" s")[0]) for line in lines]
+    turns = {line.split(";")[0]: line for line in reversed(lines)}  # the first line of each
+    left = [float(line.split("about ")[1].split(" s")[0]) for line in reversed(turns.values())]
+    assert len(left) == 6 < len(lines)
     assert left[0] == pytest.approx(6 * (forecast[policies[0]] + forecast[policies[1]]), abs=1)
     assert left[1:] == sorted(left[1:], reverse=True)
     assert left[1] < took  # the first turn took half of its forecast
@@ -225,18 +229,19 @@ def test_a_quick_comparison_has_the_prompts_that_fit() -> None:
 
 @pytest.mark.parametrize(("num_turns", "policies"), [(1, ["unchunked"]), (3, ["unchunked", "fixed:40"])])
 def test_an_interrupt_leaves_the_figures_of_what_has_run(num_turns: int, policies: list[str]) -> None:
-    turns_left = [num_turns + 1]
+    turns = set[str]()
 
     def interrupt(plan: StepPlan) -> None:
-        if not turns_left[0]:
+        if len(turns) > num_turns:
             raise KeyboardInterrupt
 
     it = fake_engine("fixed:64", cost=cost, num_blocks=400, max_model_len=1000, disturb=interrupt)
 
-    def count(text: str) -> None:
-        turns_left[0] -= 1
+    def note(text: str) -> None:
+        turns.add(text.split(";")[0])
 
-    comparison = compare_policies(it, LOAD, specs("unchunked", "fixed:40"), 1, 0.03, prompts_per_turn=2, on_turn=count)
+    both = specs("unchunked", "fixed:40")
+    comparison = compare_policies(it, LOAD, both, 1, 0.03, prompts_per_turn=2, on_progress=note)
     assert [figures.policy for figures in comparison.figures] == policies
     assert (comparison.num_turns_done, comparison.num_turns, comparison.is_complete) == (num_turns, 4, False)
     assert all(figures.identical_outputs for figures in comparison.figures)

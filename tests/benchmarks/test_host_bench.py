@@ -86,14 +86,14 @@ def bench(mode_path: Path, monkeypatch: pytest.MonkeyPatch) -> vllm_loads.Bench:
 
 def report(at: float, seconds: float) -> StepReport:
     chunk = ChunkReport("long", 0, 64, ChunkReason.LATENCY, seconds / 2, False)
-    values = dict.fromkeys(StepReport._fields, 0) | {
+    values = {name: 0 for name in StepReport._fields if name not in StepReport._field_defaults} | {
         "admissions": [],
         "causes": (),
         "late": [],
         "policy": "target:50ms",
     }
-    values |= {"target_s": None, "feasible_target_s": None, "ids": [], "tokens": [], "ended": {}, "logprobs": {}}
-    values |= {"prompt_logprobs": {}, "is_own_time": True, "num_decodes": 3, "chunks": [chunk]}
+    values |= {"target_s": None, "feasible_target_s": None, "ids": [], "tokens": [], "ended": {}}
+    values |= {"num_decodes": 3, "chunks": [chunk]}
     return StepReport(**values | {"at": at, "seconds": seconds, "predicted_seconds": 2 * seconds})
 
 

@@ -252,3 +252,12 @@ def test_bad_input_is_one_line(
     assert finished.err.startswith("evenflow: ")
     assert named in finished.err
     assert finished.err.count("\n") == 1
+
+
+def test_the_commands_with_a_target_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, name in (([], "MODEL"), (["--model", tiny_llama()], tiny_llama())):
+        report, finished = analyze(capsys, "--preset", "code", *arguments)
+        for engine in ("vllm", "sglang"):
+            command = f"evenflow serve --engine {engine} --model {name} --tbt-target 50ms"
+            assert command in report[engine]["target"]
+            assert command in finished.err

@@ -77,4 +77,4 @@ def test_bad_input(arguments: list[object], named: str, capsys: pytest.CaptureFi
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "bench", "agents", "http://127.0.0.1:9")
     assert (finished.code, finished.out) == (1, "")
-    assert "127.0.0.1:9 does not list its models" in finished.err
+    assert "no server at http://127.0.0.1:9 " in finished.err

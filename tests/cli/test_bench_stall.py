@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,9 @@ def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "run 2 of 2" not in capsys.readouterr().err  # it took less than half a minute
     monkeypatch.setattr("evenflow.cli.output.PROGRESS_INTERVAL_S", 0.0)
     assert stall(*arguments) == 0
-    assert "fixed:16, long prompts 1 to 1, run 2 of 2; about " in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.search(r"^Measuring steps; \d+% done, about \d+ s left$", err, re.MULTILINE)
+    assert re.search(r"^fixed:16, long prompts 1 to 1, run 2 of 2; \d+% done, about \d+ s left$", err, re.MULTILINE)
 
 
 def test_quick_takes_one_run_of_shorter_prompts_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,11 +96,11 @@ def test_an_interrupt_prints_the_figures_so_far(monkeypatch: pytest.MonkeyPatch)
         "import os, signal\n"
         "from evenflow.bench import stall\n"
         "run_load, num_runs = stall.run_load, 0\n"
-        "def run(engine, load):\n"
+        "def run(engine, load, on_progress):\n"
         "    global num_runs\n"
         "    num_runs += 1\n"
         "    if num_runs == 4: os.kill(os.getpid(), signal.SIGINT)\n"  # two measure
-        "    return run_load(engine, load)\n"
+        "    return run_load(engine, load, on_progress)\n"
         "stall.run_load = run\n"
     )
     arguments = ["--policies", "fixed:16,fixed:32", "--repeat", "1", "--interval", "50ms", "--json", "-"]
@@ -108,6 +111,7 @@ def test_an_interrupt_prints_the_figures_so_far(monkeypatch: pytest.MonkeyPatch)
     assert [run["policy"] for run in report["runs"]] == ["fixed:16"]
     assert not report["complete"]
     assert "Interrupted after 1 of 2 turns" in finished.stderr
+    assert "Stopping after the step that runs now; Ctrl-C again quits at once.\n" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 

@@ -288,4 +288,4 @@ def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     finished = run_cli(capsys, "eval", "arithmetic", "-m", "http://127.0.0.1:9", "--journal", journal)
     assert (finished.code, finished.out, finished.err.count("\n")) == (1, "", 1)
     assert not journal.exists()
-    assert "127.0.0.1:9 does not list its models" in finished.err
+    assert "no server at http://127.0.0.1:9 " in finished.err

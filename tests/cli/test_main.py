@@ -15,7 +15,9 @@ import pytest
 from typer.main import get_command
 
 from evenflow import __version__
+from evenflow.cli.completion import POLICIES
 from evenflow.cli.main import app
+from evenflow.core.policies import POLICY_FORMS, PolicySpec
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
@@ -119,6 +121,39 @@ def test_a_failing_step_is_one_line_and_code_1() -> None:
     assert finished.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments", [["generate", "Hi"], ["bench", "mixed"], ["ab", "fixed:8", "unchunked"], ["serve", "--port", "0"]]
+)
+def test_a_wrong_model_is_said_before_the_slow_imports(arguments: list[str]) -> None:
+    probe = "import atexit\natexit.register(lambda: print('torch' in sys.modules))\n"
+    finished = run_process(*arguments, "--model", "/no/such/model", before=probe)
+    assert (finished.code, finished.out) == (2, "False\n"), finished.err
+    assert finished.err.startswith("evenflow: no model at /no/such/model")
+
+
+def test_a_second_interrupt_ends_it_at_once() -> None:
+    endless_step = (
+        "import time\n"
+        "from evenflow.cli.interrupts import stopping_after_step\n"
+        "with stopping_after_step():\n"
+        "    try:\n"
+        "        print('running', flush=True)\n"
+        "        while True: time.sleep(1)\n"
+        "    finally:\n"
+        "        while True: time.sleep(1)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", endless_step], **pipes, preexec_fn=restore_interrupts) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert said == b"Stopping after the step that runs now; Ctrl-C again quits at once.\n"
+
+
 def test_a_missing_engine_is_one_line_and_code_1() -> None:
     finished = run_process("generate", "Hi", "--model", tiny_llama(), before="sys.modules['torch'] = None")
     assert (finished.code, finished.out) == (1, "")
@@ -177,15 +212,42 @@ def test_it_runs_as_a_module() -> None:
     assert finished.stdout.decode() == f"evenflow {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("evenflow gen", ["generate"]), ("evenflow bench st", ["stall"]), ("evenflow bench stall --qu", ["--quick"])],
-)
-def test_a_shell_completes_commands_and_options(words: str, expected: list[str]) -> None:
+def complete(words: str, **more: str) -> list[str]:
     asked = {"_EVENFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     line = [sys.executable, "-m", "evenflow"]
-    finished = subprocess.run(line, env=os.environ | asked, capture_output=True, text=True, check=False)
-    assert finished.stdout.split() == expected
+    finished = subprocess.run(line, env=os.environ | asked | more, capture_output=True, text=True, check=False)
+    return finished.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("evenflow gen", ["generate"]),
+        ("evenflow bench st", ["stall"]),
+        ("evenflow bench stall --qu", ["--quick"]),
+        ("evenflow serve --policy ta", ["target:200ms", "target:200ms,paced"]),
+        ("evenflow ab unc", ["unchunked"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_policies(words: str, expected: list[str]) -> None:
+    assert complete(words) == expected
+
+
+def test_a_shell_completes_models_by_name_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "pulled.gguf").touch()
+    for name in ("here.gguf", "folder/config.json", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    own = {"EVENFLOW_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    assert complete("evenflow generate Hi --model ", **own) == ["default", "pulled", "folder", "here.gguf"]
+    assert complete("evenflow generate Hi --model /", **own) == []  # the shell completes paths itself
+
+
+def test_every_policy_is_offered_by_a_shell() -> None:
+    names = {PolicySpec.parse(policy).name for policy in POLICIES}
+    assert names == {re.split(r"[\[:]", form)[0] for form in POLICY_FORMS}
 
 
 def test_a_shell_gets_a_script_for_completion() -> None:

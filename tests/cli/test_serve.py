@@ -44,7 +44,9 @@ def test_a_port_in_use_gives_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         taken.listen()
         finished = run_cli(capsys, "serve", "--port", taken.getsockname()[1], "--model", tiny_llama())
     assert finished.code == 1
-    assert re.fullmatch(r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use.*\n", finished.err)
+    assert re.fullmatch(
+        r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use; --port gives another, 0 a free one\n", finished.err
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -61,6 +61,32 @@ const checks = {
     assert.equal(call.function.name, "get_weather");
     assert.ok("city" in JSON.parse(call.function.arguments));
   },
+  async "a response is whole, streamed and continued"() {
+    const asked = { model, input: messages[0].content, max_output_tokens: 12, temperature: 0 };
+    const whole = await client.responses.create(asked);
+    assert.match(whole.output_text, /Paris/);
+    let text = "", last;
+    for await (const event of await client.responses.create({ ...asked, stream: true })) {
+      if (event.type === "response.output_text.delta") text += event.delta;
+      last = event;
+    }
+    assert.equal(text, whole.output_text);
+    assert.equal(last.response.usage.output_tokens, whole.usage.output_tokens);
+    const next = await client.responses.create({ model, input: "And?", previous_response_id: whole.id, max_output_tokens: 4 });
+    assert.ok(next.usage.input_tokens > whole.usage.input_tokens);
+    await client.responses.delete(whole.id);
+    await assert.rejects(client.responses.retrieve(whole.id), OpenAI.NotFoundError);
+  },
+  async "a required tool of a response is called"() {
+    const parameters = { type: "object", properties: { city: { type: "string", maxLength: 20 } }, required: ["city"] };
+    const stream = client.responses.stream({
+      model, input: "What is the weather in Paris?", tool_choice: "required", max_output_tokens: 80, temperature: 0,
+      tools: [{ type: "function", name: "get_weather", parameters, strict: false }],
+    });
+    const [call] = (await stream.finalResponse()).output;
+    assert.equal(call.name, "get_weather");
+    assert.ok("city" in JSON.parse(call.arguments));
+  },
   async "errors are of the client's own classes"() {
     const create = (changes) => client.chat.completions.create({ model, messages, ...changes });
     await assert.rejects(create({ model: "no-such-model" }), OpenAI.NotFoundError);

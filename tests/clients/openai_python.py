@@ -15,6 +15,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CLIENT = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0, timeout=120)
 CHAT = CLIENT.chat.completions
 COMPLETIONS = CLIENT.completions
+RESPONSES = CLIENT.responses
 
 
 @check
@@ -202,6 +203,64 @@ def a_tool_call_is_streamed_in_pieces() -> None:
     assert pieces[0].function.name == "get_weather"
     assert pieces[0].id
     assert "city" in json.loads("".join(piece.function.arguments or "" for piece in pieces))
+
+
+@check
+def a_response_is_whole_and_streamed_the_same() -> None:
+    body = {"model": MODEL, "input": "What is the capital of France?", "max_output_tokens": 12, "temperature": 0}
+    whole = RESPONSES.create(**body)
+    assert whole.object == "response"
+    assert "Paris" in whole.output_text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    events = list(RESPONSES.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].response.output_text == whole.output_text
+    with RESPONSES.stream(**body) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == whole.output_text
+
+
+@check
+def a_response_continues_a_stored_one() -> None:
+    first = RESPONSES.create(model=MODEL, input="My name is Ada.", max_output_tokens=8)
+    assert RESPONSES.retrieve(first.id) == first
+    second = RESPONSES.create(model=MODEL, input="What is my name?", previous_response_id=first.id, max_output_tokens=8)
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    assert len(list(RESPONSES.input_items.list(second.id))) == 3
+    RESPONSES.delete(first.id)
+    error = raised(openai.NotFoundError, partial(RESPONSES.retrieve, first.id))
+    assert error.code == "response_not_found"
+    error = raised(
+        openai.BadRequestError, partial(RESPONSES.create, model=MODEL, input="Hi", previous_response_id=first.id)
+    )
+    assert error.code == "previous_response_not_found"
+
+
+@check
+def a_response_calls_a_tool_and_reads_its_result() -> None:
+    tool = {"type": "function", **TOOL["function"], "strict": True}
+    body = {"model": MODEL, "tools": [tool], "temperature": 0}
+    history = [{"role": "user", "content": WEATHER[0]["content"]}]
+    with RESPONSES.stream(**body, input=history, tool_choice="required", max_output_tokens=80) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        [call] = stream.get_final_response().output
+    assert call.name == "get_weather"
+    assert "city" in json.loads("".join(pieces))
+    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    assert RESPONSES.create(**body, input=history, tool_choice="none", max_output_tokens=8).output_text
+
+
+@check
+def a_response_is_parsed_into_a_model() -> None:
+    class City(BaseModel):
+        name: str
+        is_capital: bool
+
+    answer = RESPONSES.parse(
+        model=MODEL, input="Describe Paris as JSON.", text_format=City, max_output_tokens=60, temperature=0
+    )
+    assert isinstance(answer.output_parsed, City)
 
 
 @check

@@ -1,4 +1,6 @@
-"""Runs unmodified clients of OpenAI's API against a server of this checkout, each in an environment of its own.
+"""Runs unmodified clients of OpenAI's API and Anthropic's against a server of this checkout.
+
+Each has an environment of its own.
 
     python tests/clients/run.py                 # all
     python tests/clients/run.py litellm lm-eval
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,15 +27,16 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+from server_process import start_server, stop_server
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 MODEL_NAME = "served"
+COMMAND = str(Path(sys.executable).with_name("evenflow"))
 _ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "evenflow" / "clients"
 _CONSTRAINTS = REPOSITORY / "constraints.txt"
-_START_S = 300.0
 _CLIENT_S = 1500.0
 
 
@@ -49,6 +51,7 @@ class Client:
     script: str
     packages: tuple[str, ...] = ()
     python_variable: str = ""  # of an environment that is made elsewhere
+    folder_variable: str = ""  # of a folder that the client needs
     is_node: bool = False
     on_small_model: bool = False
     prepare: Callable[[Path], None] = lambda work: None
@@ -75,9 +78,22 @@ def write_expected_loglikelihoods(work: Path) -> None:
     (work / "expected.json").write_text(json.dumps(expected))
 
 
+def write_llama_cpp_model(work: Path) -> None:
+    """The model of llama.cpp's tests."""
+    import pytest
+
+    from tests.models import stories260k_folder
+
+    try:
+        stories260k_folder(work / "model")
+    except pytest.skip.Exception as error:
+        raise Unavailable(str(error)) from None
+
+
 CLIENTS = {
     "openai-python": Client("openai_python.py", ("openai",)),
     "openai-node": Client("openai_node.mjs", ("openai",), is_node=True),
+    "anthropic-python": Client("anthropic_python.py", ("anthropic",)),
     "llm": Client("llm_command.py", ("llm",)),
     "litellm": Client("litellm_sdk.py", ("litellm",)),
     "lm-eval": Client(
@@ -85,6 +101,12 @@ CLIENTS = {
     ),
     "guidellm": Client("guidellm_run.py", ("guidellm", "torch")),
     "vllm-bench": Client("vllm_bench.py", python_variable="EVENFLOW_VLLM_PYTHON"),
+    "llama-cpp": Client(
+        "llama_cpp.py",
+        ("pytest", "requests", "openai", "aiohttp", "numpy", "prometheus-client"),
+        folder_variable="EVENFLOW_LLAMA_CPP",
+        prepare=write_llama_cpp_model,
+    ),
     "schemathesis": Client("schemathesis_run.py", ("schemathesis",), on_small_model=True),
 }
 
@@ -150,27 +172,11 @@ def tokenizer_folder() -> Path:
 @contextmanager
 def running_server(model: str, log: Path) -> Iterator[str]:
     """`evenflow serve` as a user starts it; its address."""
-    command = [str(Path(sys.executable).with_name("evenflow")), "serve", "--model", model, "--port", "0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--served-model-name", MODEL_NAME], stdout=output, stderr=subprocess.STDOUT
-        )
+    process, address = start_server([COMMAND, "serve", "--model", model, "--served-model-name", MODEL_NAME], log)
     try:
-        yield _address(process, log)
+        yield address
     finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end:
-        if found := re.search(r"at (http://[\d.]+:\d+)/v1", log.read_text()):
-            return found[1]
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+        stop_server(process)
 
 
 def what_is_left(address: str) -> list[str]:
@@ -190,11 +196,14 @@ def what_is_left(address: str) -> list[str]:
 
 
 def run_client(name: str, client: Client, address: str, environments: Path, work: Path) -> bool:
+    if client.folder_variable and not os.environ.get(client.folder_variable):
+        raise Unavailable(f"{client.folder_variable} names no folder")
     program, packages = interpreter(name, client, environments)
     client.prepare(work)
     environment = {
         **os.environ,
         "EVENFLOW_ADDRESS": address,
+        "EVENFLOW_COMMAND": COMMAND,
         "EVENFLOW_MODEL_NAME": MODEL_NAME,
         "EVENFLOW_TOKENIZER": str(tokenizer_folder()),
         "EVENFLOW_WORK": str(work),

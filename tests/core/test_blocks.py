@@ -145,3 +145,13 @@ def test_no_flood_evicts_what_is_within_a_tenants_share(
             share = int(60 * of_tenant[other] / sum(weights)) - 1  # but for the block in the flood's hand
             assert cached(pool, other, range(names[other])) >= min(before[other], share), "a share was evicted"
         pool.check_invariants()
+
+
+def test_one_alone_may_fill_the_cache_and_makes_room_for_others() -> None:
+    pool = BlockPool(8)
+    fill(pool, "first", range(8))
+    fill(pool, "second", range(3))
+    assert cached(pool, "first", range(3)) == 0
+    assert cached(pool, "first", range(3, 8)) == 5
+    assert cached(pool, "second", range(3)) == 3
+    pool.check_invariants()

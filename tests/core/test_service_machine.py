@@ -65,7 +65,7 @@ class ServiceMachine(SchedulerMachine):
 
 IN_CI = bool(os.environ.get("CI"))
 ServiceMachine.TestCase.settings = settings(
-    max_examples=80 if IN_CI else 30,
+    max_examples=80 if IN_CI else 10,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

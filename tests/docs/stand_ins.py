@@ -63,6 +63,7 @@ NOT_RUN = {
     "evenflow ab http://127.0.0.1:8001 http://127.0.0.1:8002": "needs vLLM on both sides",
     "lm_eval": "`make test-clients CLIENTS=lm-eval` runs it",
     "python benchmarks/": "is a benchmark",
+    "python -m tests.fuzz": "tests/fuzz runs it",
 }
 
 # Pages whose commands take longer than a few seconds together: `make test-slow` runs them.

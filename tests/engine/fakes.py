@@ -35,6 +35,8 @@ class NumberCodec:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
+    encode_inside = encode
+
     def stream_decoder(self, prompt_token_ids: Sequence[int]) -> NumberDecoder:
         return NumberDecoder()
 

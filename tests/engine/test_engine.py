@@ -71,10 +71,10 @@ def test_a_stop_string_ends_the_text_before_it(depth: int) -> None:
     tokens = fake_continuation(prompt, 8, VOCAB)
     stop = f" {tokens[3]} {tokens[4]}"
     llm = fake_llm(depth=depth)
-    add(llm, prompt, max_tokens=8, stop=(stop,))
+    add(llm, prompt, max_tokens=8, stop=("never", stop, f" {tokens[4]}"))
     outputs, deltas = run(llm)
     assert outputs["r"].text == "".join(f" {token}" for token in tokens[:3])
-    assert outputs["r"].finish_reason == "stop"
+    assert (outputs["r"].finish_reason, outputs["r"].stop_reason) == ("stop", stop)
     assert outputs["r"].token_ids == tokens[:5]
     assert "".join(delta.text for delta in deltas) == outputs["r"].text
     assert llm.engine.scheduler.pool.num_held == 0
@@ -87,6 +87,7 @@ def test_text_that_only_looks_like_a_stop_string_comes_out_in_the_end() -> None:
     add(llm, prompt, max_tokens=4, stop=(f" {tokens[3]} and more",))
     outputs, _ = run(llm)
     assert outputs["r"].text == "".join(f" {token}" for token in tokens)
+    assert outputs["r"].stop_reason is None
 
 
 def test_a_stop_token_is_no_part_of_the_text() -> None:

@@ -107,7 +107,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path, caplog: 
         recorder = llm.engine.recorder
         assert recorder is not None
         recorder.close()
-        recorder._file, recorder._num_bytes = FullDisk(cut, room), 0
+        recorder._file._file, recorder._file.num_bytes = FullDisk(cut, room), 0
         outputs = llm.generate([[5] * 40, [6] * 40], SamplingParams(max_tokens=30))
         assert [len(output.token_ids) for output in outputs] == [30, 30]
         llm.engine.close()

@@ -27,7 +27,7 @@ MISTRAL = TOOLS_FIRST + CALLS.replace("%s", "[TOOL_CALLS][{{ c.function | tojson
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CONVERSATION: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2?"}]},
+    {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+ 2?"}]},
     {
         "role": "assistant",
         "tool_calls": [{"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}],
@@ -52,7 +52,7 @@ def test_templates_get_tools_and_calls_as_objects(source: str, style: ToolStyle,
     chat = template(source)
     assert chat.knows_tools
     assert chat.tool_style is style
-    assert chat.render(CONVERSATION, tools=[TOOL]) == f"{json.dumps(TOOL)}<user>1 + 2?{written}<assistant><tool>3"
+    assert chat.render(CONVERSATION, tools=[TOOL]) == f"{json.dumps(TOOL)}<user>1\n+ 2?{written}<assistant><tool>3"
 
 
 def test_a_template_for_tools_decides_the_style() -> None:
@@ -69,7 +69,7 @@ def test_tools_are_written_out_for_a_template_that_knows_none() -> None:
     assert system.startswith("<system>You may call functions.")
     assert json.dumps(TOOL["function"]) in system
     assert rest == (
-        '1 + 2?<assistant><tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+        '1\n+ 2?<assistant><tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
         "<user><tool_response>\n3\n</tool_response><a>"
     )
 

@@ -58,7 +58,8 @@ def scripted_engine(
     max_num_seqs: int = 64,
     num_blocks: int = 8000,
     poison: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> Engine:
     config = SchedulerConfig(num_blocks=num_blocks, policy=PolicySpec.parse(policy), max_num_seqs=max_num_seqs)
     executor = ScriptedExecutor(step_s, script, poison)
-    return Engine(Scheduler(config, executor.caps), executor, Limits(MAX_MODEL_LEN, VOCAB_SIZE))
+    return Engine(Scheduler(config, executor.caps), executor, Limits(max_model_len, VOCAB_SIZE))

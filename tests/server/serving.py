@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ class RunningServer:
         self.server = server
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self._clients: list[openai.OpenAI] = []
 
     @property
     def client(self) -> ServedEngine:
@@ -66,7 +68,17 @@ class RunningServer:
         return httpx.get(self.url + path, timeout=30, **options)
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, **options})
+        client = openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, **options})
+        self._clients.append(client)
+        return client
+
+    def stop(self, thread: threading.Thread, listener: socket.socket) -> None:
+        """End the server that runs in this thread, and its clients."""
+        for client in self._clients:
+            client.close()
+        self.server.should_exit = True
+        thread.join()
+        listener.close()
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """All events of a stream, the last of which must be the end."""
@@ -119,9 +131,7 @@ def running_server(
     try:
         yield running
     finally:
-        running.server.should_exit = True
-        thread.join()
-        listener.close()
+        running.stop(thread, listener)
 
 
 @contextmanager
@@ -135,10 +145,13 @@ def scripted_server(
 
 
 @contextmanager
-def model_server(folder: str, record: Path | None = None, **settings: Any) -> Iterator[RunningServer]:
-    """A server over a real model."""
+def model_server(
+    folder: str, record: Path | None = None, served: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[RunningServer]:
+    """A server over a real model; `served` are settings of the server, the others of the engine."""
     from evenflow.model.loader import load_model
 
     config = EngineConfig(model=folder, kv_cache_memory=64 << 20, threads=1, **settings)
-    with running_server(partial(build_served_engine, config, record), lambda: load_model(folder).tokenizer) as server:
+    factory = partial(build_served_engine, config, record)
+    with running_server(factory, lambda: load_model(folder).tokenizer, **(served or {})) as server:
         yield server

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.errors import InvalidConfig
 from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
+from evenflow.server.errors import ApiError
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 OPEN = ("/health", "/ready", "/version")
-CLOSED = ("/v1/models", "/v1/target", "/metrics", "/live/feed", "/live/load")
+CLOSED = ("/v1/models", "/v1/responses/resp_1", "/v1/target", "/metrics", "/live/feed", "/live/load")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def test_only_what_watches_the_server_needs_no_key(locked: RunningServer) -> Non
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         assert locked.post(path, {"prompt": "a"}).status_code == 401
         assert locked.post(path, content=b"{").status_code == 401
 
@@ -52,6 +56,72 @@ def test_every_key_opens_and_no_other(locked: RunningServer) -> None:
     assert locked.openai(api_key="second").models.list().data[0].id == MODEL
     with pytest.raises(openai.AuthenticationError):
         locked.openai(api_key="third").completions.create(model=MODEL, prompt="a")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET /v1/models HTTP/1.1\r\nHost: localhost/health?",
+        "GET /v1/models HTTP/1.1\r\nHost: localhost/health#",
+        "GET /v1/models HTTP/1.1\r\nHost: /health",
+        "GET /v1/models?/health HTTP/1.1\r\nHost: localhost",
+        "GET /health/../v1/models HTTP/1.1\r\nHost: localhost",
+        "GET /health/%2e%2e/v1/models HTTP/1.1\r\nHost: localhost",
+        "GET /health%2f..%2fv1/models HTTP/1.1\r\nHost: localhost",
+        "GET /health;/../v1/models HTTP/1.1\r\nHost: localhost",
+        "GET //v1/models HTTP/1.1\r\nHost: localhost",
+        "GET /v1//models HTTP/1.1\r\nHost: localhost",
+        "GET /V1/models HTTP/1.1\r\nHost: localhost",
+        "GET /%76%31/models HTTP/1.1\r\nHost: localhost",
+        "GET /v1/models/ HTTP/1.1\r\nHost: localhost",
+        "GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost/health?",
+        "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Original-URL: /health\r\nX-Rewrite-URL: /health",
+        "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: 127.0.0.1\r\nX-Forwarded-Prefix: /health",
+        "OPTIONS /v1/models HTTP/1.1\r\nHost: localhost",
+        "HEAD /v1/models HTTP/1.1\r\nHost: localhost",
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost/health?\r\nContent-Length: 2\r\nX-Http-Method-Override: GET",
+    ],
+)
+def test_no_spelling_of_a_path_gets_past_the_keys(locked: RunningServer, head: str) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\nConnection: close\r\n\r\n{{}}".encode())
+        reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert int(reply.split()[1]) in (307, 400, 401, 404, 405), reply
+    assert MODEL.encode() not in reply
+
+
+def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of equal length, all of them, wherever the right one is."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return compare_digest(one, other)
+
+    compare_digest = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    keys = ApiKeys(["first", "a much longer second key", "third"], ["admin"])
+    for key in ("first", "third", "admin", "", "f", "firs", "x" * 100_000):
+        compared.clear()
+        with contextlib.suppress(ApiError):
+            keys.check(f"Bearer {key}", "127.0.0.1")
+        assert compared == [(32, 32)] * 4, key
+
+
+def test_one_keys_flood_leaves_others_their_cached_prefixes() -> None:
+    """Made-up tenants do not help: a key has one share of the cache."""
+    settings = {"api_keys": ["quiet", "flood"]}
+    with scripted_server(settings=settings, num_blocks=64) as server:
+
+        def cached(key: str, first: int, tenant: str = "") -> int:
+            body = {"prompt": [first, *range(200, 295)], "max_tokens": 1, "tenant": tenant}
+            usage = server.post("/v1/completions", body, headers=with_key(key)).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        cached("quiet", 3)
+        for number in range(30):
+            cached("flood", number, f"tenant-{number}")
+        assert cached("quiet", 3) > 0
 
 
 def test_keys_do_not_share_a_prefix_cache(locked: RunningServer) -> None:

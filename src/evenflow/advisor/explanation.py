@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,14 +16,24 @@ from evenflow.errors import InvalidInput
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
 _TARGET = "To bound milliseconds, give --tbt-target."
-TARGET_IN_VLLM = (
-    "To bound milliseconds, use evenflow's scheduler for vLLM: evenflow serve --engine vllm --tbt-target 50ms, "
-    "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
-)
-TARGET_IN_SGLANG = (
-    "To bound milliseconds, use evenflow's plug-in for SGLang: evenflow serve --engine sglang --tbt-target 50ms, "
-    "or EVENFLOW_TBT_TARGET=50ms where evenflow is installed beside SGLang."
-)
+
+
+def target_in_vllm(model: str = "MODEL") -> str:
+    """How to get a latency target there, with a command to paste."""
+    return (
+        "To bound milliseconds, use evenflow's scheduler for vLLM: "
+        f"evenflow serve --engine vllm --model {shlex.quote(model)} --tbt-target 50ms, "
+        "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
+    )
+
+
+def target_in_sglang(model: str = "MODEL") -> str:
+    """The same for SGLang."""
+    return (
+        "To bound milliseconds, use evenflow's plug-in for SGLang: "
+        f"evenflow serve --engine sglang --model {shlex.quote(model)} --tbt-target 50ms, "
+        "or EVENFLOW_TBT_TARGET=50ms where evenflow is installed beside SGLang."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,7 @@ def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
             f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
             "lower --max-num-batched-tokens, such as 512, shortens the steps but delays a long prompt's first token. "
         )
-        target = TARGET_IN_SGLANG if facts.is_sglang else TARGET_IN_VLLM
+        target = (target_in_sglang if facts.is_sglang else target_in_vllm)(str(facts.value("model") or "MODEL"))
         target = _TARGET if facts.value("written_by") == "evenflow" else target
         yield _statement(facts, text + target, *BUDGET_SOURCES)
     if facts.value("prefix_caching") is False or facts.value("radix_cache_off"):

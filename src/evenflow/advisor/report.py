@@ -18,6 +18,7 @@ class VllmAdvice:
     version: str
     source: str
     command: str
+    target: str  # how to get a latency target there
     engine_args: dict[str, Any]
     notes: list[str]
     accepted: bool | None = None
@@ -31,6 +32,7 @@ class SglangAdvice:
 
     version: str
     command: str
+    target: str  # how to get a latency target there
     notes: list[str]
 
 

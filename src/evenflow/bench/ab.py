@@ -18,15 +18,26 @@ from typing import NamedTuple
 from evenflow.bench.endpoints import Answer, Ask, Endpoint
 from evenflow.bench.estimates import Estimate, divergence, estimate_ratios
 from evenflow.bench.figures import percentile
+from evenflow.bench.time_left import TimeLeft
 from evenflow.errors import EndpointFailed, InvalidConfig
+
+MIN_PAIRS = 2  # to resample
+_ENOUGH_PAIRS, _ENOUGH_REQUESTS = 5, 60  # for a verdict; requests of all pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """When a request counts as served well."""
+    """When a request counts as served well, on either side."""
 
     ttft_s: float
     tbt_s: float  # for 99 of 100 of its gaps
+    tbt_reason: str = "--tbt-target"
+
+    def __str__(self) -> str:
+        return (
+            f"Served well: the first token within {self.ttft_s:g} s (--ttft-target), and 99% of the gaps within "
+            f"{1000 * self.tbt_s:g} ms ({self.tbt_reason}), the same for A and B."
+        )
 
     def are_met(self, answer: Answer) -> bool:
         if answer.error is not None or answer.ttft_s is None:
@@ -61,10 +72,28 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     pairs: Sequence[Pair]
+    num_pairs: int  # more than there are if the comparison was interrupted
+    goals: Goals
     estimates: Sequence[Estimate]
     num_answers: int  # pairs of answers without an error
     differences: Sequence[Difference]
     errors: Sequence[str]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.pairs) == self.num_pairs
+
+    @property
+    def basis(self) -> str:
+        """A sentence on how much the verdicts rest on."""
+        num_pairs, num_requests = len(self.pairs), len(self.pairs[0].a.answers)
+        text = f'"differ" rests on {num_pairs} pairs of {num_requests} requests'
+        if num_pairs >= _ENOUGH_PAIRS and num_pairs * num_requests >= _ENOUGH_REQUESTS:
+            return f"{text}."
+        return (
+            f"{text}, which is little: take {_ENOUGH_PAIRS} or more --pairs, and --requests for "
+            f"{_ENOUGH_REQUESTS} or more in all, before you rely on it."
+        )
 
 
 def make_asks(prompts: Sequence[str], max_tokens: int, rate: float, seed: int) -> list[Ask]:
@@ -89,26 +118,63 @@ async def compare(
     keep_prompts: bool = False,
     on_round: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Run all pairs and summarise them.
+    """Run all pairs and summarise them. `on_round` gets a line before each round.
 
-    Unless `keep_prompts`, the prompts of each pair begin with a line of their own, so that no answer comes from a cache
-    that an earlier pair has filled.
+    If the task is cancelled after MIN_PAIRS or more pairs, the result is their summary. Unless `keep_prompts`, the
+    prompts of each pair begin with a line of their own, so that no answer comes from a cache that an earlier pair has
+    filled.
     """
-    order, pairs = random.Random(seed), []
+    pairs: list[Pair] = []
     async with a.open(), b.open():
         for endpoint in (a, b):
             on_round(f"warming up {endpoint.name}")
             [answer] = (await _run_round(endpoint, [replace(asks[0], max_tokens=2, at=0.0)])).answers
             if answer.error is not None:
                 raise EndpointFailed(f"{endpoint.name}: {answer.error}")
-        for number in range(num_pairs):
-            own = asks if keep_prompts else [replace(ask, prompt=f"[{seed}-{number}]\n{ask.prompt}") for ask in asks]
-            rounds = {}
-            for endpoint in order.sample((a, b), 2):
-                on_round(f"pair {number + 1} of {num_pairs}: {endpoint.name}")
-                rounds[endpoint is a] = await _run_round(endpoint, own)
-            pairs.append(Pair(rounds[True], rounds[False]))
-    return summarise(pairs, goals, seed)
+        plan = _rounds(a, b, asks, num_pairs, seed, keep_prompts)
+        try:
+            await _run_rounds(plan, pairs, on_round)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if len(pairs) < MIN_PAIRS or task is None:
+                raise
+            task.uncancel()
+    return summarise(pairs, goals, seed, num_pairs)
+
+
+class _PlannedRound(NamedTuple):
+    pair: int
+    endpoint: Endpoint
+    is_a: bool
+    asks: Sequence[Ask]
+
+
+def _rounds(
+    a: Endpoint, b: Endpoint, asks: Sequence[Ask], num_pairs: int, seed: int, keep_prompts: bool
+) -> list[_PlannedRound]:
+    """Two for each pair, in random order."""
+    order, found = random.Random(seed), []
+    for number in range(num_pairs):
+        own = asks if keep_prompts else [replace(ask, prompt=f"[{seed}-{number}]\n{ask.prompt}") for ask in asks]
+        found += [_PlannedRound(number, endpoint, endpoint is a, own) for endpoint in order.sample((a, b), 2)]
+    return found
+
+
+async def _run_rounds(plan: Sequence[_PlannedRound], pairs: list[Pair], on_round: Callable[[str], None]) -> None:
+    """Appends each pair once both its rounds are done."""
+    arrivals_s, before = plan[0].asks[-1].at * len(plan), None
+    left = TimeLeft([1.0] * len(plan))
+    for number, planned in enumerate(plan):
+        # Until a round was seen, only the arrivals are known.
+        known = f"; at least {arrivals_s:.0f} s left" if arrivals_s >= 1 else ""
+        remaining = f"; {left.text(number)}" if number else known
+        on_round(f"pair {planned.pair + 1} of {plan[-1].pair + 1}: {planned.endpoint.name}{remaining}")
+        done = await _run_round(planned.endpoint, planned.asks)
+        if before is None:
+            before = done
+        else:
+            pairs.append(Pair(done, before) if planned.is_a else Pair(before, done))
+            before = None
 
 
 async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
@@ -124,8 +190,11 @@ async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
     return Round(answers, time.perf_counter() - start)
 
 
-def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
-    """The figures, with confidence intervals from resampled pairs, and resampled requests within each."""
+def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0, num_pairs: int | None = None) -> Outcome:
+    """The figures, with confidence intervals from resampled pairs, and resampled requests within each.
+
+    `num_pairs` says how many pairs were wanted; None: these.
+    """
     both = [
         (number, request, a, b)
         for number, pair in enumerate(pairs)
@@ -137,7 +206,8 @@ def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0) -> Outcome:
     ]
     errors = [answer.error for pair in pairs for side in pair for answer in side.answers if answer.error]
     sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]
-    return Outcome(pairs, estimate_ratios(sides, _figures, random.Random(seed)), len(both), differences, errors)
+    estimates = estimate_ratios(sides, _figures, random.Random(seed))
+    return Outcome(pairs, num_pairs or len(pairs), goals, estimates, len(both), differences, errors)
 
 
 class _Served(NamedTuple):
@@ -173,6 +243,7 @@ def _figures(rounds: Sequence[_Side]) -> dict[str, float]:
         "TTFT mean, s": fmean(ttfts or [0.0]),
         "TBT p50, s": percentile(gaps, 50),
         "TBT p99, s": percentile(gaps, 99),
+        "longest gap, s": percentile(gaps, 100),
         "output tokens/s": sum(answer.num_tokens for answer in answers) / seconds,
         "requests/s served well": sum(answer.is_good for answer in answers) / seconds,
     }

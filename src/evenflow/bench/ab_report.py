@@ -64,19 +64,29 @@ def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in estimate.cells()) + "</tr>"
         for estimate in outcome.estimates
     )
+    notes = html.escape(" ".join(figure_notes(outcome)))
     a, b = map(html.escape, names)
     path.write_text(
         f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{a} against {b}</title><style>{_STYLE}</style>
 <h1>{a} against {b}</h1>
-<p>{len(outcome.pairs)} pairs of rounds; A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
+<p>A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
 <table><tr><th>figure<th>A<th>B<th>B / A<th>{CONFIDENCE:.0%} interval<th>differ</tr>{rows}</table>
 <img alt="Ratios with intervals, and the distribution of gaps on both sides" src="data:image/png;base64,{encoded}">
+<p>{notes}</p>
 </html>
 """,
         encoding="utf-8",
     )
+
+
+def figure_notes(outcome: Outcome) -> list[str]:
+    """Sentences without which the figures cannot be judged."""
+    notes = [str(outcome.goals), outcome.basis]
+    if not outcome.is_complete:
+        notes.insert(0, f"Interrupted after {len(outcome.pairs)} of {outcome.num_pairs} pairs: the figures are theirs.")
+    return notes
 
 
 def same_outputs(outcome: Outcome) -> str:

@@ -126,6 +126,10 @@ class HttpEndpoint:
             response = await client.get("/v1/models")
             response.raise_for_status()
             models = {model["id"]: model.get("max_model_len") for model in response.json()["data"]}
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EndpointFailed(
+                f"no server at {self.name} ({error or type(error).__name__}); start one with `evenflow serve`"
+            ) from error
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise EndpointFailed(
                 f"{self.name} does not list its models at /v1/models: {error or type(error)}"

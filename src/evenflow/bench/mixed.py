@@ -11,6 +11,7 @@ from statistics import median
 
 from evenflow.bench.endpoints import Ask
 from evenflow.bench.figures import Spread
+from evenflow.bench.time_left import TimeLeft
 from evenflow.core.policies import PolicySpec
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import Delta
@@ -121,11 +122,12 @@ def compare_policies(
     The engine must have BATCH_SIZE slots and no prefix cache, because the prompts are equal.
     """
     on_run("a run to warm up")
-    run_load(llm)
+    warm_up = run_load(llm)
+    left = TimeLeft([warm_up.total_s] * (repeat * len(policies)))
     runs: dict[PolicySpec, list[MixedRun]] = {policy: [] for policy in policies}
     for number in range(repeat):
-        for policy in policies:
-            on_run(f"{policy}, run {number + 1} of {repeat}")
+        for place, policy in enumerate(policies):
+            on_run(f"{policy}, run {number + 1} of {repeat}; {left.text(number * len(policies) + place)}")
             llm.set_policy(policy)
             runs[policy].append(run_load(llm))
     return [PolicyFigures.of(str(policy), runs[policy]) for policy in policies]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
-from evenflow.bench.stall_forecast import Forecast, TimeLeft, Turn, resolved
+from evenflow.bench.stall_forecast import Forecast, Turn, forecast_prompts, resolved
 from evenflow.bench.stall_load import StallLoad
 from evenflow.bench.stall_run import ClientFigures, StallRun, join, longest_gaps
 from evenflow.bench.stall_steps import run_load
+from evenflow.bench.time_left import TimeLeft
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.report import Stall
@@ -61,12 +63,36 @@ class Comparison:
         return self.num_turns_done == self.num_turns
 
 
-def measure(engine: Engine, load: StallLoad) -> float:
-    """Run one long prompt in large chunks and in small ones; returns the lowest feasible target."""
-    for policy in _MEASURED_POLICIES:
-        engine.set_policy(policy)
-        run_load(engine, replace(load, long_prompts=load.long_prompts[:1]))
+def measure(engine: Engine, load: StallLoad, on_progress: Callable[[str], None] = lambda text: None) -> float:
+    """Run one long prompt in large chunks and in small ones; returns the lowest feasible target.
+
+    `on_progress` gets a line after each step.
+    """
+    part = replace(load, long_prompts=load.long_prompts[:1])
+    forecast = forecast_prompts(engine, part, _MEASURED_POLICIES)
+    turns = [Turn(policy, part, 1) for policy in _MEASURED_POLICIES]
+    for _ in _run_turns(engine, turns, forecast, lambda turn: "Measuring steps", on_progress):
+        pass
     return feasible_target(engine, load)
+
+
+def _run_turns(
+    engine: Engine,
+    turns: Sequence[Turn],
+    forecast: Forecast,
+    describe: Callable[[Turn], str],
+    on_progress: Callable[[str], None],
+) -> Iterator[StallRun]:
+    left = TimeLeft([turn.seconds(forecast) for turn in turns], engine.clock)
+
+    def say(what: str, num_done: int, share: float) -> None:
+        on_progress(f"{what}; {left.text(num_done, share)}")
+
+    for num_done, turn in enumerate(turns):
+        on_share = partial(say, describe(turn), num_done)
+        on_share(0.0)
+        engine.set_policy(resolved(engine, turn.policy))
+        yield run_load(engine, turn.part, on_share)
 
 
 def feasible_target(engine: Engine, load: StallLoad) -> float:
@@ -98,25 +124,26 @@ def compare_policies(
     *,
     prompts_per_turn: int | None = None,
     forecast: Forecast | None = None,
-    on_turn: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Run the load `repeat` times under each policy. `on_turn` gets a line before each turn.
+    """Run the load `repeat` times under each policy. `on_progress` gets a line before each turn and after each step.
 
     Policies take turns every `prompts_per_turn` long prompts. None: after the whole load, for long prompts that
     overlap. The engine must have no prefix cache, because the prompts are the same each time. An interrupt after the
     first turn ends the comparison with what has run; the engine is then of no more use.
     """
     turns = plan_turns(load, policies, repeat, prompts_per_turn)
-    left = None if forecast is None else TimeLeft(turns, forecast, engine.clock)
     parts: dict[PolicySpec, dict[int, list[StallRun]]] = {policy: {} for policy in policies}
     num_done = 0
+
+    def describe(turn: Turn) -> str:
+        last = turn.part.first_number + len(turn.part.long_prompts) - 1
+        return f"{turn.policy}, long prompts {turn.part.first_number} to {last}, run {turn.run} of {repeat}"
+
     try:
-        for turn in turns:
-            prompts = turn.part.first_number, turn.part.first_number + len(turn.part.long_prompts) - 1
-            text = f"{turn.policy}, long prompts {prompts[0]} to {prompts[1]}, run {turn.run} of {repeat}"
-            on_turn(text if left is None else f"{text}; about {left.after(num_done):.0f} s left")
-            engine.set_policy(resolved(engine, turn.policy))
-            part = run_load(engine, turn.part)
+        forecast = forecast or forecast_prompts(engine, load, policies)
+        for part in _run_turns(engine, turns, forecast, describe, on_progress):
+            turn = turns[num_done]
             parts[turn.policy].setdefault(turn.run, []).append(part)
             num_done += 1
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -52,19 +52,6 @@ def interval_to_keep_up(forecast: Forecast) -> float:
 def prompts_within(seconds: float, forecast: Forecast, repeat: int, most: int) -> int:
     """Long prompts, at least one, for which all policies together take no longer, one prompt at a time."""
     return max(1, min(most, int(seconds / (repeat * sum(forecast.values())))))
-
-
-class TimeLeft:
-    """What the turns to come take: as forecast, corrected by what the turns so far took."""
-
-    def __init__(self, turns: Sequence[Turn], forecast: Forecast, clock: Callable[[], float]) -> None:
-        self._seconds = [turn.seconds(forecast) for turn in turns]
-        self._clock = clock
-        self._began = clock()
-
-    def after(self, num_turns: int) -> float:
-        done, left = sum(self._seconds[:num_turns]), sum(self._seconds[num_turns:])
-        return left * (self._clock() - self._began) / done if done else left
 
 
 def resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, groupby
 
 from evenflow.bench.endpoints import Ask
@@ -17,21 +17,24 @@ from evenflow.engine.intake import Intake
 from evenflow.errors import EngineFailed
 
 
-def run_load(engine: Engine, load: StallLoad) -> StallRun:
-    """Run the load once on an idle engine, which is left idle.
+def run_load(engine: Engine, load: StallLoad, on_progress: Callable[[float], None] = lambda share: None) -> StallRun:
+    """Run the load once on an idle engine, which is left idle. `on_progress` gets the share that is done, in steps.
 
     After an error or an interrupt it is not: a step may be half done, and no other can follow it.
     """
-    runner = _Runner(engine, load)
+    runner = _Runner(engine, load, on_progress)
     run = runner.run()
     runner.stop()
     return run
 
 
 class _Runner:
-    def __init__(self, engine: Engine, load: StallLoad) -> None:
+    def __init__(self, engine: Engine, load: StallLoad, on_progress: Callable[[float], None]) -> None:
         self._engine = engine
         self._load = load
+        self._on_progress = on_progress
+        self._long_ids = frozenset(load.long_asks())
+        self._num_prefilled = 0  # tokens of long prompts
         self._intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
         self._chats: dict[str, Request] = {}
         self._chat_numbers = count()
@@ -85,6 +88,9 @@ class _Runner:
         if report is None:
             return
         self._reports.append(report)
+        self._num_prefilled += sum(chunk.length for chunk in report.chunks if chunk.request_id in self._long_ids)
+        # Preempted prompts are prefilled again.
+        self._on_progress(min(1.0, self._num_prefilled / sum(map(len, self._load.long_prompts))))
         for row, (_, error) in report.ended.items():
             if error is not None:
                 raise EngineFailed(f"{report.ids[row]}: {error}")

@@ -18,13 +18,14 @@ from evenflow.advisor import sglang_flags, vllm_flags
 from evenflow.advisor.analysis import PRESET_TOKENS, Analysis, preset_dataset
 from evenflow.advisor.datasets import analyze_file
 from evenflow.advisor.decision import Chunking
-from evenflow.advisor.explanation import memory_pressure
+from evenflow.advisor.explanation import memory_pressure, target_in_sglang, target_in_vllm
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
 from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
 from evenflow.bench.plots import pyplot
 from evenflow.cli.analyze_view import draw_lengths, print_advice
+from evenflow.cli.completion import complete_model
 from evenflow.cli.explain import read_log
 from evenflow.cli.model_files import load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
@@ -49,7 +50,9 @@ class AnalyzeOptions:
     field: str | None = option("Prompt field such as body.text.", metavar="NAME", show_default=", ".join(PROMPT_FIELDS))
     limit: int | None = option("Read only this many inputs of each dataset.", min=1)
     tokenizer: str | None = option("Count tokens with this model folder, tokenizer.json or .gguf file.", metavar="PATH")
-    model: str | None = option("Use this model's tokenizer, memory figures and name.", metavar="MODEL")
+    model: str | None = option(
+        "Use this model's tokenizer, memory figures and name.", metavar="MODEL", autocompletion=complete_model
+    )
     concurrency: int | None = option("Requests to serve at a time.", min=1)
     log: str | None = option("A server's log, to look for memory pressure in.", metavar="PATH")
     vllm_python: str | None = option("A Python that has vLLM, to check the settings with.", metavar="PATH")
@@ -119,6 +122,7 @@ def _sglang_advice(model: str | None, settings: Mapping[str, Any]) -> SglangAdvi
     return SglangAdvice(
         version=sglang_flags.KNOWN_VERSION,
         command=sglang_flags.command_line(_model_name(model), settings),
+        target=target_in_sglang(_model_name(model)),
         notes=[f"{name} is left out: SGLang has no such setting" for name in unknown],
     )
 
@@ -133,6 +137,7 @@ def _vllm_advice(checked: Checked, source: str, model: str | None, chunking: Chu
         version=checked.version,
         source=source,
         command=vllm_flags.command_line(_model_name(model), checked.args),
+        target=target_in_vllm(_model_name(model)),
         engine_args=dict(checked.args),
         notes=[*disabled, *checked.args.notes.values()],
         accepted=checked.accepted,

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from evenflow.advisor.analysis import LONG_CHARACTERS, THRESHOLDS, Analysis, DatasetAnalysis
 from evenflow.advisor.decision import Chunking, Decision
-from evenflow.advisor.explanation import TARGET_IN_SGLANG, TARGET_IN_VLLM
 from evenflow.advisor.lengths import LengthFigures
 from evenflow.advisor.memory import LLAMA_3_1_8B, WHAT_CHUNKS_BOUND
 from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
@@ -43,7 +42,8 @@ def print_advice(console: Console, advice: Advice) -> None:
 def _lengths_table(advice: Advice) -> Table:
     context = advice.shape.max_position
     thresholds = [f"over\n{threshold:,}" for threshold in THRESHOLDS]
-    table = make_table("Input tokens", *_FIGURES, *thresholds, "max of\ncontext")
+    title = f"Input tokens; {advice.shape.name} has a context of {context:,}"
+    table = make_table(title, *_FIGURES, *thresholds, "max as share\nof context")
     for name, part in _rows(advice.analysis, advice.analysis.datasets):
         shares = (*map(part.lengths.share_over, THRESHOLDS), part.tokens.max / context)
         table.add_row(name, *_figures(part.tokens), *(f"{share:.0%}" for share in shares))
@@ -108,9 +108,9 @@ def _print_decision(console: Console, advice: Advice) -> None:
     console.print(f"Why: {decision.reason}.")
     if decision.decision is not Chunking.DISABLED:
         console.print(
-            f"It pays for inputs over {decision.threshold:,} tokens. The settings below cut every input over "
-            f"{advice.recommendation.max_per_prompt:,}: vLLM and SGLang limit the size of a chunk, and have no setting "
-            "for the length from which to cut."
+            f"Chunks help inputs over {decision.threshold:,} tokens. The settings below use chunks of "
+            f"{advice.recommendation.max_per_prompt:,} tokens, so they also cut inputs between these two lengths: vLLM "
+            "and SGLang have a setting for the size of a chunk, but none for the length from which to cut."
         )
     if len(analysis.datasets) > 1:
         characters = analysis.mean_of_maxima_characters
@@ -154,7 +154,7 @@ def _print_vllm(console: Console, advice: VllmAdvice, reasons: Mapping[str, str]
         console.print(f"  {name}: {reasons[name]}.")
     for note in advice.notes:
         console.print(f"  Note: {note}.")
-    console.print(f"A fixed budget bounds tokens, not milliseconds. {TARGET_IN_VLLM}")
+    console.print(f"A fixed budget bounds tokens, not milliseconds. {advice.target}")
 
 
 def _print_sglang(console: Console, advice: SglangAdvice) -> None:
@@ -163,7 +163,7 @@ def _print_sglang(console: Console, advice: SglangAdvice) -> None:
     console.print("  --enable-mixed-chunk: without it no stream gets a token until a prompt is done.")
     for note in advice.notes:
         console.print(f"  Note: {note}.")
-    console.print(TARGET_IN_SGLANG)
+    console.print(advice.target)
 
 
 def draw_lengths(path: Path, analysis: Analysis, decision: Decision) -> None:

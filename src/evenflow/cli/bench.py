@@ -19,8 +19,9 @@ from evenflow.bench.mixed import (
 )
 from evenflow.cli.bench_agents import agents
 from evenflow.cli.bench_stall import stall
+from evenflow.cli.interrupts import stopping_after_step
 from evenflow.cli.options import ModelOptions, ReportOptions, engine_settings, read_policies, takes_options
-from evenflow.cli.output import loading, make_table, text_console, write_json
+from evenflow.cli.output import loading, make_table, progress, text_console, write_json
 from evenflow.engine.llm import LLM
 
 bench = typer.Typer(name="bench", help="Compare policies under a load, on one loaded model.", rich_markup_mode=None)
@@ -52,7 +53,9 @@ def mixed(
     given = None if policies is None else read_policies(policies, at_least=2)
     if given is not None:
         settings["policy"] = given[0]
-    with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
+    with loading(model.model):
+        llm = LLM(record=report.record, **settings)
+    with stopping_after_step(), llm, progress("Starting") as say:
         # Without a policy, the engine has chosen a target.
         figures = compare_policies(llm, given or default_policies(llm.engine.policy), repeat, on_run=say)
     verdict = Verdict(figures[0], figures[-1])

@@ -17,7 +17,7 @@ from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
 from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, measure, plan_turns
 from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within
 from evenflow.bench.stall_load import StallLoad, english_prompts
-from evenflow.cli.interrupts import INTERRUPTED
+from evenflow.cli.interrupts import INTERRUPTED, stopping_after_step
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
@@ -28,7 +28,7 @@ from evenflow.cli.options import (
     read_policies,
     takes_options,
 )
-from evenflow.cli.output import loading, make_table, text_console, write_json
+from evenflow.cli.output import loading, make_table, progress, text_console, write_json
 from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import Cause, CauseKind
@@ -100,20 +100,14 @@ def stall(*, options: StallOptions, model: ModelOptions, report: ReportOptions) 
     console = text_console(report.json)
     # Under a target the engine has step times from the start: kept ones, or measured now.
     settings = engine_settings(model) | {"policy": "target:1000ms", "enable_prefix_caching": False}
-    with loading(model.model) as say, LLM(record=report.record, **settings) as llm:
-        comparison = _compare(llm.engine, _load(llm, options), names, options, console, say)
-    console.print(_table(comparison))
-    if not comparison.is_complete:
-        done, turns = comparison.num_turns_done, comparison.num_turns
-        console.print(f"Interrupted after {done} of {turns} turns: the figures are from these.")
-    _print_notes(console, comparison)
-    if options.explain:
-        _print_worst(console, comparison)
-    if options.plot is not None:
-        draw_tokens(options.plot, comparison.first_runs, comparison.figures)
-    if options.curve is not None:
-        draw_curves(options.curve, comparison.figures)
-    write_json(report.json, _report(llm.config, comparison, options.num_runs))
+    with loading(model.model):
+        llm = LLM(record=report.record, **settings)
+    with stopping_after_step(), llm:
+        with progress("Measuring steps") as say:
+            comparison = _compare(llm.engine, _load(llm, options), names, options, console, say)
+        # Before the engine closes, which after an interrupt waits for the step that runs.
+        _show(console, comparison, options)
+        write_json(report.json, _report(llm.config, comparison, options.num_runs))
     if not comparison.is_complete:
         raise typer.Exit(INTERRUPTED)
 
@@ -128,8 +122,7 @@ def _compare(
 ) -> Comparison:
     num_tokens = len(load.long_prompts[0])
     console.print(f"Measuring steps beside {load.num_chats} chats, with a prompt of {num_tokens} tokens sent twice.")
-    say("Measuring steps")
-    feasible_target_s = measure(engine, load)
+    feasible_target_s = measure(engine, load, say)
     console.print(f"Lowest feasible target: {1000 * feasible_target_s:.0f} ms.")
     forecast, prompts_per_turn = forecast_prompts(engine, load, policies), None
     if options.quick and options.long_prompts is None:
@@ -149,7 +142,7 @@ def _compare(
         *(engine, load, policies, options.num_runs, feasible_target_s),
         prompts_per_turn=prompts_per_turn,
         forecast=forecast,
-        on_turn=say,
+        on_progress=say,
     )
 
 
@@ -191,6 +184,20 @@ def _table(comparison: Comparison) -> Table:
 def _prompts_text(load: StallLoad) -> str:
     num_prompts = len(load.long_prompts)
     return f"{num_prompts} prompt{'s' * (num_prompts > 1)} of {len(load.long_prompts[0])} tokens"
+
+
+def _show(console: Console, comparison: Comparison, options: StallOptions) -> None:
+    console.print(_table(comparison))
+    if not comparison.is_complete:
+        done, turns = comparison.num_turns_done, comparison.num_turns
+        console.print(f"Interrupted after {done} of {turns} turns: the figures are from these.")
+    _print_notes(console, comparison)
+    if options.explain:
+        _print_worst(console, comparison)
+    if options.plot is not None:
+        draw_tokens(options.plot, comparison.first_runs, comparison.figures)
+    if options.curve is not None:
+        draw_curves(options.curve, comparison.figures)
 
 
 def _print_notes(console: Console, comparison: Comparison) -> None:

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from evenflow.bench.endpoints import HttpEndpoint
 from evenflow.bench.live_load import Load, LoadRun
-from evenflow.cli.output import engine_imports, loading, progress
+from evenflow.cli.output import engine_imports, progress
 from evenflow.cli.serve import event_loop, serve_model
 from evenflow.config import EngineConfig
 from evenflow.errors import EndpointFailed
+from evenflow.model.locate import find_model
 
 if TYPE_CHECKING:
     from evenflow.server.serving import Server
@@ -35,15 +36,17 @@ def run_live(config: EngineConfig, load_s: float, record: Path | None, console: 
         from evenflow.server.serving import ServerSettings, bind
 
         settings = ServerSettings(model_names=(config.model,), drain_s=0.0)
+    find_model(config.model)
+    # No status line: the engine's process logs what it does.
+    print(f"Loading {config.model}.", file=sys.stderr, flush=True)
     with bind(settings.host, 0) as listener, asyncio.Runner(loop_factory=event_loop) as runner:
         address = f"http://{settings.host}:{listener.getsockname()[1]}"
 
         async def run() -> None:
             started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
             serving = asyncio.ensure_future(serve_model(settings, listener, config, record, started.set_result))
-            with loading(config.model):
-                either: list[asyncio.Future[Any]] = [started, serving]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [started, serving]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 await _LiveDemo(started.result(), address, console).run(load_s)
             await serving

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, FileBinaryRead, Option
 
+from evenflow.cli.interrupts import stopping_after_step
 from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, option, takes_options
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
@@ -58,7 +59,7 @@ def generate(
     settings = engine_settings(model, scheduling)
     with loading(model.model):
         llm = LLM(record=report.record, **settings)
-    with llm:
+    with stopping_after_step(), llm:
         ids = llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
         llm.engine.limits.check_length(len(ids), sampling.max_tokens)
         output = _stream(llm, ids, params, report)

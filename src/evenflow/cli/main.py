@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -32,8 +32,9 @@ from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, demo, serve, ab, analyze, explain, pull, doctor):
+for command in (generate, chat, demo, serve, analyze, explain, pull, doctor):
     app.command()(command)
+app.command(epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
 app.command("eval")(evaluate)
 app.add_typer(bench)
 app.add_typer(models)
@@ -75,6 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    message = error.format_message() if isinstance(error, _UsageError) else str(error)  # type: ignore[attr-defined]
+    message = _usage_message(error) if isinstance(error, _UsageError) else str(error)
     print("evenflow:", " ".join(message.split()), file=sys.stderr)
     return code
+
+
+def _usage_message(error: Any) -> str:
+    """What is wrong with a command line. If an argument is missing: also what it is, and how to write the command."""
+    message, parameter = str(error.format_message()), getattr(error, "param", None)
+    if not message.startswith("Missing argument") or parameter is None:
+        return message
+    help, usage, example = parameter.help or "", error.ctx.command.get_usage(error.ctx), error.ctx.command.epilog or ""
+    return f"{message.removesuffix('.')}: {help} {usage}. {example}"

@@ -19,6 +19,7 @@ import typer
 from typer import Option
 
 from evenflow import duration
+from evenflow.cli.completion import complete_model, complete_policy
 from evenflow.config import EngineConfig
 from evenflow.core.policies import POLICY_FORMS, PolicySpec, parse_policies
 from evenflow.errors import InvalidConfig, InvalidInput
@@ -92,7 +93,10 @@ class ModelOptions:
     """What runs, and in how much memory. None stands for EngineConfig's default."""
 
     model: str = option(
-        "default, a pulled name, a Hugging Face folder, or a .gguf file.", default="default", metavar="MODEL"
+        "default, a pulled name, a Hugging Face folder, or a .gguf file.",
+        default="default",
+        metavar="MODEL",
+        autocompletion=complete_model,
     )
     weights: str = option("float32 is exact, int4 is fast.", default="float32", metavar="float32|int4")
     threads: int | None = option("Compute threads.", show_default="torch's choice")
@@ -106,7 +110,10 @@ class SchedulingOptions:
     """How prompts are cut and what shares a step. None stands for EngineConfig's default."""
 
     policy: str | None = option(
-        f"One of: {', '.join(POLICY_FORMS)}.", metavar="POLICY", show_default="a target that this machine keeps"
+        f"One of: {', '.join(POLICY_FORMS)}.",
+        metavar="POLICY",
+        show_default="a target that this machine keeps",
+        autocompletion=complete_policy,
     )
     tbt_target: float | None = duration_option("Target time between a stream's tokens (50ms), as --policy target:MS.")
     max_num_batched_tokens: int | None = option("Maximum tokens in a step; on its own, fixed:N.")

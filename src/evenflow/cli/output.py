@@ -11,26 +11,42 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.box import SIMPLE, Box
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from evenflow.errors import MissingDependency
-from evenflow.model.default_model import default_model_path
+from evenflow.log_output import StderrHandler, ensure_logging
+from evenflow.model.locate import find_model
 
 PROGRESS_INTERVAL_S = 30.0  # between lines of progress in a log
+_logger = logging.getLogger("evenflow")
+_shown: list[Status] = []  # on the terminal, which has one last line
+
+
+class _TextConsole(Console):
+    """Takes a status line away while it prints: text would be appended to it."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        statuses = [*_shown] if self.is_terminal else []
+        for status in statuses:
+            status.stop()
+        super().print(*objects, **settings)
+        for status in statuses:
+            status.start()
 
 
 def text_console(json_target: str | None) -> Console:
     """Where a command's text and tables go. Prints strings verbatim, and wraps long lines only on a terminal."""
     stream = sys.stderr if json_target == "-" else sys.stdout
     layout: dict[str, Any] = {} if stream.isatty() else {"width": 120, "soft_wrap": True}
-    return Console(file=stream, highlight=False, markup=False, emoji=False, **layout)
+    return _TextConsole(file=stream, highlight=False, markup=False, emoji=False, **layout)
 
 
 def make_table(title: str, label: str, *figures: str, box: Box = SIMPLE) -> Table:
@@ -63,7 +79,11 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(text) as status:
-            yield status.update
+            _shown.append(status)
+            try:
+                yield status.update
+            finally:
+                _shown.remove(status)
         return
     last_line_at = time.monotonic()
 
@@ -76,11 +96,33 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     yield log_line
 
 
-def loading(model: str) -> AbstractContextManager[Callable[[str], None]]:
-    """Progress that starts with loading a model. If it has to be fetched first, that shows its own progress bar."""
-    if model == "default":
-        default_model_path()
-    return progress(f"Loading {model}")
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Progress while a model is loaded, with the stages that are logged. A wrong model fails before anything slow.
+
+    If it has to be fetched first, that shows its own progress bar.
+    """
+    ensure_logging()
+    find_model(model)
+    with progress(f"Loading {model}") as say:
+        stages = _Stages(say)
+        _logger.addHandler(stages)
+        try:
+            yield
+        finally:
+            _logger.removeHandler(stages)
+
+
+class _Stages(logging.Handler):
+    """Passes on the stages."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if hasattr(record, "is_stage"):
+            self._say(record.getMessage())
 
 
 @contextmanager
@@ -96,22 +138,22 @@ def engine_imports(what: str) -> Iterator[None]:
         ) from error
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at the moment: a live picture replaces it, to print above itself."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
 def log_warnings_only() -> None:
     """Log warnings and errors without tracebacks, unless $EVENFLOW_LOG_LEVEL or the caller has set up logging."""
-    logger = logging.getLogger("evenflow")
-    if "EVENFLOW_LOG_LEVEL" in os.environ or logger.hasHandlers():
+    if "EVENFLOW_LOG_LEVEL" in os.environ or _logger.hasHandlers():
         return
-    handler = _StderrHandler()
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("evenflow: %(message)s"))
     # The command ends with the same error in one line.
     handler.addFilter(lambda record: record.exc_info is None)
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
+    handler.setLevel(logging.WARNING)
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)  # for `loading`
+
+
+def log_information() -> None:
+    """Log more than warnings, unless $EVENFLOW_LOG_LEVEL says what to log."""
+    if "EVENFLOW_LOG_LEVEL" not in os.environ:
+        _logger.setLevel(logging.INFO)
+        for handler in _logger.handlers:
+            handler.setLevel(logging.INFO)

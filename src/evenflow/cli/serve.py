@@ -27,10 +27,11 @@ from evenflow.cli.options import (
     parse_size,
     takes_options,
 )
-from evenflow.cli.output import engine_imports
+from evenflow.cli.output import engine_imports, log_information
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
-from evenflow.model.default_model import default_model_path
+from evenflow.line_file import LineFile
+from evenflow.model.locate import find_model
 
 if TYPE_CHECKING:
     from evenflow.model.tokenizer import Tokenizer
@@ -83,6 +84,9 @@ class ServeOptions:
         "--allow-special-tokens",
         default=False,
     )
+    pooling: Literal["last", "mean"] | None = option(
+        "Serve /v1/embeddings: the vector of a text's last token, or the mean of all, as the model was trained."
+    )
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
@@ -92,6 +96,7 @@ class ServeOptions:
     max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
+    request_log: Path | None = option("Append a JSON line for each request, without its text.", metavar="PATH")
     record: RecordTarget = None
 
     @property
@@ -111,13 +116,13 @@ class ServeOptions:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
-    def server_settings(self, model: str) -> ServerSettings:
+    def server_settings(self, config: EngineConfig) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
         from evenflow.server.access import ServerLimits
         from evenflow.server.serving import ServerSettings
 
         return ServerSettings(
-            model_names=tuple(self.served_model_name or (model,)),
+            model_names=tuple(self.served_model_name or (config.model,)),
             host=self.host,
             port=self.port,
             api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
@@ -128,6 +133,9 @@ class ServeOptions:
             limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
+            request_log=self.request_log,
+            pooling=self.pooling,
+            engine=repr(config),
         )
 
 
@@ -158,7 +166,7 @@ def serve(
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
-        settings = options.server_settings(config.model)
+        settings = options.server_settings(config)
     if options.engine != "evenflow":
         from evenflow.cli import serve_host
 
@@ -169,13 +177,15 @@ def serve(
     with bind(options.host, options.port) as listener:
         if options.record is not None:
             _empty(options.record)
-        if config.model == "default":
-            default_model_path()  # fetch it here, where a progress bar can be shown
+        find_model(config.model)  # before the slow imports; fetches `default`, where a progress bar can be shown
         host, port = listener.getsockname()[:2]
 
         def say_ready(server: Server) -> None:
             names, policy = ", ".join(settings.model_names), server.service.client.policy
-            logger.info("Serving %s (%s) at http://%s:%d/v1, until Ctrl-C.", names, policy, host, port)
+            logger.info(
+                "Serving %s (%s) at http://%s:%d/v1, with a live page at http://%s:%d/, until Ctrl-C.",
+                *(names, policy, host, port, host, port),
+            )
 
         _run(serve_model(settings, listener, config, options.record, say_ready))
 
@@ -183,7 +193,7 @@ def serve(
 def _empty(path: Path) -> None:
     """An engine that is restarted later must not overwrite what the first one recorded, so that is decided here."""
     try:
-        path.open("wb").close()
+        LineFile(path, "wb").close()
     except OSError as error:
         raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
 
@@ -214,8 +224,7 @@ async def serve_model(
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
-    if "EVENFLOW_LOG_LEVEL" not in os.environ:
-        logger.setLevel(logging.INFO)
+    log_information()
 
     async def main() -> None:
         task = asyncio.current_task()

@@ -35,7 +35,7 @@ _SHARED_SETTINGS = (
 _POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
     *("weights", "threads", "kv_cache_memory"),
-    *("max_prompt_tokens", "max_n", "allow_special_tokens", "otlp_endpoint", "record"),
+    *("max_prompt_tokens", "max_n", "allow_special_tokens", "pooling", "otlp_endpoint", "request_log", "record"),
 )
 
 
@@ -112,8 +112,8 @@ async def serve(settings: ServerSettings, listener: socket.socket, launch: HostL
     def on_ready() -> None:
         names, seconds = ", ".join(settings.model_names), time.monotonic() - started_at
         logger.info(
-            "Serving %s by %s after %.0f s at http://%s:%d/v1, until Ctrl-C.",
-            *(names, launch.package.name, seconds, host, port),
+            "Serving %s by %s after %.0f s at http://%s:%d/v1, with a live page at http://%s:%d/, until Ctrl-C.",
+            *(names, launch.package.name, seconds, host, port, host, port),
         )
 
     await serve_host(settings, listener, launch, max_num_seqs, on_start, on_ready)

@@ -5,14 +5,16 @@ All policies share one engine.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from evenflow.bench.endpoints import Endpoint, HttpEndpoint, PolicyEndpoint
 from evenflow.bench.transformers_endpoint import TransformersEndpoint
+from evenflow.cli.interrupts import stopping_after_step
 from evenflow.cli.output import loading
 from evenflow.core.policies import PolicySpec
 from evenflow.engine.async_llm import AsyncLLM
@@ -70,15 +72,36 @@ async def open_sides(
 ) -> AsyncIterator[list[Endpoint]]:
     """The endpoints. `model` is what the policies' engine loads, or the name of a served model; default: the first.
 
-    Servers that need a key get the one in $EVENFLOW_API_KEY.
+    Servers that need a key get the one in $EVENFLOW_API_KEY. An interrupt cancels the task that runs the block.
     """
     llm = None
     if any(map(is_policy, sides)):
         with loading(model):
             # Under a target the engine has step times from the start.
             llm = AsyncLLM(model, record=record, policy="target:1000ms", **settings)
-    async with llm or nullcontext():
-        yield [_endpoint(side, model, llm) for side in sides]
+    with _cancelled_by_interrupts():
+        async with llm or nullcontext():
+            yield [_endpoint(side, model, llm) for side in sides]
+
+
+@contextmanager
+def _cancelled_by_interrupts() -> Iterator[None]:
+    """The task that runs the block. If it does not handle that, the interrupt goes on."""
+    task, loop, is_interrupted = asyncio.current_task(), asyncio.get_running_loop(), False
+    assert task is not None
+
+    def cancel() -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        loop.call_soon_threadsafe(task.cancel)  # wakes the loop
+
+    try:
+        with stopping_after_step(cancel):
+            yield
+    except asyncio.CancelledError:
+        if is_interrupted:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _endpoint(side: str, model: str, llm: AsyncLLM | None) -> Endpoint:

@@ -25,4 +25,6 @@ def default_target(step_time: StepTimeModel, caps: ExecutorCaps, max_num_seqs: i
 
 def target_reason(target_s: float) -> str:
     """Why this default was chosen, as the end of "this is ..."."""
-    return "as fast as people read" if target_s <= READER_S else f"{_ROOM:g} times the least that this machine can keep"
+    if target_s <= READER_S:
+        return "as fast as people read"
+    return f"{_ROOM:g} times the least that this machine can keep while it does nothing else"

@@ -64,7 +64,7 @@ class Grammar:
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """Text of a context-free grammar, in llguidance's Lark notation."""
+        """Text of a context-free grammar, in llguidance's Lark notation or llama.cpp's GBNF."""
         return cls("lark", grammar)
 
 

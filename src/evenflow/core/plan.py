@@ -222,3 +222,4 @@ class StepResult:
     errors: Mapping[int, str] = field(default_factory=dict)
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)  # for tokens start+1 .. end
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)  # float32 values, of unit length

@@ -63,7 +63,7 @@ class PrefixCache:
         return self._being_computed.get(block_hash)
 
     def _usable_hashes(self, request: Request) -> Iterator[bytes]:
-        usable = self._enabled and request.sampling.prompt_logprobs is None  # logprobs need every row
+        usable = self._enabled and not request.sampling.needs_every_row
         return islice(request.block_hashes, (request.num_known - 1) // self._block_size if usable else 0)
 
     def start_computing(self, request: Request) -> None:

@@ -97,6 +97,7 @@ class StepReport(NamedTuple):
     ended: dict[int, Ended]
     logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (never changed)
     prompt_logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (by place among the chunks)
+    embeddings: dict[int, bytes] = {}  # noqa: RUF012 (by row; float32 values, of unit length)
     is_own_time: bool = True  # False: `seconds` may include part of another step's
 
     @property

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, StrEnum
+from typing import Literal, get_args
 
 from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import Place, StreamDeadline
@@ -16,6 +17,13 @@ from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
+MAX_LOGIT_BIASES = 1024
+MAX_BIAS = 100.0  # OpenAI's bound: enough to force or forbid a token
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 1000
+Pooling = Literal["last", "mean"]  # of a prompt's rows into one vector: that of its last token, or their mean
+ALL_LOGPROBS = -1  # as `prompt_logprobs`: every token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives for each output token
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; -1: all, for short prompts
+    logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] | None = None  # only these are generated, an end only if it is one of them
+    bad_words: tuple[str, ...] = ()  # the token that would complete one of them is not generated
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; `bad_words` are added to them
+    pooling: Pooling | None = None  # the output is an embedding of the prompt; max_tokens is then 1
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
@@ -44,6 +57,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_token_rules(self)
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _require_int("top_k", self.top_k, 0, MAX_TOP_K)
@@ -53,9 +67,10 @@ class SamplingParams:
         _require_number("repetition_penalty", self.repetition_penalty, 0, above=True)
         _require_number("presence_penalty", self.presence_penalty, -2, 2)
         _require_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        for name, most in (("seed", 2**63 - 1), ("logprobs", 100), ("prompt_logprobs", 100)):
+        ranges = {"seed": (0, 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
+        for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
-                _require_int(name, value, 0, most)
+                _require_int(name, value, least, most)
         for name in ("tbt_target", "ttft_target"):
             if (value := getattr(self, name)) is not None:
                 _require_number(name, value, 0, above=True)
@@ -67,8 +82,52 @@ class SamplingParams:
             raise InvalidRequest(
                 f"Got grammar={self.grammar!r} but expected a Grammar, such as Grammar.regex('[a-z]+')."
             )
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"Got pooling={self.pooling!r} but expected 'last' or 'mean'.")
+        if self.pooling is not None and self.max_tokens != 1:
+            raise InvalidRequest(f"Got pooling with max_tokens={self.max_tokens} but expected max_tokens=1.")
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether the output depends on all of the prompt's rows, so that none can come from a prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
+
+
+def _check_token_rules(params: SamplingParams) -> None:
+    """Check `logit_bias`, `allowed_token_ids` and `bad_words`, and make their lists tuples."""
+    bad_words = (params.bad_words,) if isinstance(params.bad_words, str) else tuple(params.bad_words)
+    object.__setattr__(params, "bad_words", bad_words)
+    object.__setattr__(params, "bad_word_ids", tuple(map(tuple, params.bad_word_ids)))
+    biases = params.logit_bias or {}
+    _require_few("logit_bias", len(biases), MAX_LOGIT_BIASES)
+    for token_id, bias in biases.items():
+        _require_int("logit_bias's token id", token_id, 0)
+        _require_number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+    if params.allowed_token_ids is not None:
+        object.__setattr__(params, "allowed_token_ids", tuple(params.allowed_token_ids))
+        if not params.allowed_token_ids:
+            raise InvalidRequest("Got allowed_token_ids=[] but expected at least one token id.")
+        _require_few("allowed_token_ids", len(params.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+        for token_id in params.allowed_token_ids:
+            _require_int("allowed_token_ids", token_id, 0)
+    _require_few("bad_words", len(bad_words), MAX_BAD_WORDS)
+    for word in bad_words:
+        if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"Got {str(word)[:40]!r} in bad_words but expected texts of 1 to {MAX_BAD_WORD_CHARACTERS} characters."
+            )
+    for token_ids in params.bad_word_ids:
+        if not token_ids:
+            raise InvalidRequest("Got an empty list in bad_word_ids but expected at least one token id.")
+        for token_id in token_ids:
+            _require_int("bad_word_ids", token_id, 0)
+
+
+def _require_few(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"Got {count} entries in {name} but expected at most {most}.")
 
 
 def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:

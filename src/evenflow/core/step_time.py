@@ -15,6 +15,7 @@ from typing import Any
 
 from evenflow.core.plan import StepShape
 from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_costs
+from evenflow.core.stored_steps import checked_costs, checked_count, checked_errors, checked_samples
 from evenflow.errors import InvalidInput
 
 _VERSION = 6
@@ -165,14 +166,16 @@ class StepTimeModel:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], prior: StepCosts | None = None) -> StepTimeModel:
-        if record.get("version") != _VERSION:
-            raise InvalidInput(f"Got step times of version {record.get('version')!r} but expected {_VERSION}.")
+        """InvalidInput if this is not what `to_record` gave: with other numbers no step might ever be planned."""
+        if not isinstance(record, Mapping) or record.get("version") != _VERSION:
+            version = record.get("version") if isinstance(record, Mapping) else record
+            raise InvalidInput(f"Got step times of version {version!r:.40} but expected {_VERSION}.")
         model = cls(prior)
-        for steps, seconds in record["samples"]:
-            model._keep(Sample(tuple(tuple(figures) for figures in steps), seconds))
-        if record["samples"]:
-            model._costs = StepCosts(*record["costs"])
-        model.largest_rows_known = record["largest_rows_known"]
-        model._errors.extend((predicted, error) for predicted, error in record["errors"])
+        for sample in checked_samples(record.get("samples"), _MAX_SAMPLES):
+            model._keep(sample)
+        if model._kinds:
+            model._costs = checked_costs(record.get("costs"))
+        model.largest_rows_known = checked_count(record.get("largest_rows_known"))
+        model._errors.extend(checked_errors(record.get("errors"), _MAX_SAMPLES))
         model._update_margin()
         return model

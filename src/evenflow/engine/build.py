@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from evenflow.engine.recorder import Recorder
 from evenflow.errors import InvalidConfig, MissingDependency
 from evenflow.executors.base import Executor
 from evenflow.host import available_memory, num_cpus
+from evenflow.log_output import STAGE, ensure_logging
+from evenflow.model.locate import find_model
 from evenflow.step_time_store import StepTimeKeeper, least_target, load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, record: str | Path | None = None) -> BuiltEngine:
     """Load the model and put an engine around it."""
     ensure_logging()
+    find_model(config.model)  # an error here comes before the slow imports
     try:
         from evenflow.executors.torch_executor import TorchExecutor
         from evenflow.model.grammar import Grammars
@@ -166,7 +168,8 @@ def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeMod
     known = load_step_times(path)
     if known is not None:
         return known, False
-    logger.info("Measuring step times, once for this model on this machine (at most %.0f s).", MAX_SECONDS)
+    text = "Measuring step times, once for this model on this machine (at most %.0f s)."
+    logger.info(text, MAX_SECONDS, extra=STAGE)
     measured = calibration.measure()
     save_step_times(measured, path)
     return measured, True
@@ -182,16 +185,7 @@ def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
     logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
     if config.chosen_policy is None:
         logger.info(
-            "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. None: "
-            "--max-num-batched-tokens %d.",
+            "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. "
+            "Chunks of a fixed size instead: --max-num-batched-tokens %d.",
             *(target_reason(policy.target), DEFAULT_BUDGET),
         )
-
-
-def ensure_logging() -> None:
-    """Log to standard error, unless the program has set up logging itself."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s evenflow: %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.setLevel(os.environ.get("EVENFLOW_LOG_LEVEL", "INFO").upper())

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
@@ -22,6 +23,8 @@ from evenflow.engine.stats import Stats
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
 from evenflow.step_time_store import StepTimeKeeper
+
+Value = TypeVar("Value")
 
 logger = logging.getLogger("evenflow")
 
@@ -141,7 +144,7 @@ class Engine:
 
     def _report(self, committed: Committed, now: float) -> StepReport:
         plan, result, scheduler = committed.plan, committed.result, self.scheduler
-        num_decodes, logprobs = len(plan.decodes), result.logprobs
+        num_decodes = len(plan.decodes)
         times = self._split_time(committed, now)
         given = [(request.id, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
         num_decoded = sum(1 for _, sequence, _ in given if sequence < num_decodes)
@@ -178,9 +181,8 @@ class Engine:
             tokens=[tokens for _, _, tokens in given] + [()] * len(failed),
             num_decoded=num_decoded,
             ended={ids.index(one.id): Ended(one.finish_reason or "", one.error) for one in committed.finished},
-            logprobs={row: logprobs[sequence] for row, (_, sequence, _) in enumerate(given) if sequence in logprobs}
-            if logprobs
-            else {},
+            logprobs=_by_row(given, result.logprobs),
+            embeddings=_by_row(given, result.embeddings),
             prompt_logprobs={place - num_decodes: rows for place, rows in result.prompt_logprobs.items()},
         )
 
@@ -202,3 +204,8 @@ class Engine:
             self.recorder.close()
         if self.keeper is not None:
             self.keeper.save()
+
+
+def _by_row(given: Sequence[tuple[str, int, tuple[int, ...]]], found: Mapping[int, Value]) -> dict[int, Value]:
+    """What few of the sequences have, keyed by their rows in the report."""
+    return {row: found[sequence] for row, (_, sequence, _) in enumerate(given) if sequence in found} if found else {}

@@ -6,15 +6,19 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
-from evenflow.core.request import Request, SamplingParams
+from evenflow.core.request import ALL_LOGPROBS, Request, SamplingParams
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import InvalidRequest
+
+MAX_ALL_LOGPROBS = 1 << 17  # entries of `prompt_logprobs=-1`: more would delay other streams' tokens
+_NUM_WORD_LISTS = 16  # of bad words, kept as tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,11 @@ class Intake:
     classes: Classes = DEFAULT_CLASSES
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _seeds: random.Random = field(init=False)
+    _encode_words: Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
+        self._encode_words = lru_cache(_NUM_WORD_LISTS)(self._encode_bad_words)  # the choices of a request share one
 
     def prepare(
         self,
@@ -73,6 +79,7 @@ class Intake:
         them in another way. The class is given by its name or by vLLM's `priority`, where lower is more urgent.
         """
         token_ids = self.encode(prompt)
+        sampling = self._with_bad_word_ids(sampling)
         self._check(token_ids, sampling)
         _check_targets(sampling, policy)
         self._check_grammar(sampling.grammar)
@@ -102,10 +109,31 @@ class Intake:
         vocab_size = self.limits.vocab_size
         if not token_ids:
             raise InvalidRequest("Got an empty prompt but expected at least one token.")
-        for token in itertools.chain(token_ids, sampling.stop_token_ids):
+        named = (sampling.stop_token_ids, sampling.logit_bias or (), sampling.allowed_token_ids or ())
+        for token in itertools.chain(token_ids, *named, *sampling.bad_word_ids):
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise InvalidRequest(f"Got token id {token!r} but the vocabulary has ids 0 to {vocab_size - 1}.")
         self.limits.check_length(len(token_ids))
+        num_entries = (len(token_ids) - 1) * vocab_size
+        if sampling.prompt_logprobs == ALL_LOGPROBS and num_entries > MAX_ALL_LOGPROBS:
+            raise InvalidRequest(
+                f"Got prompt_logprobs=-1 with a prompt of {len(token_ids)} tokens: that is {num_entries} logprobs but "
+                f"expected at most {MAX_ALL_LOGPROBS}. Shorten the prompt, or ask for the top ones by a number."
+            )
+
+    def _with_bad_word_ids(self, sampling: SamplingParams) -> SamplingParams:
+        """Each bad word as tokens, at the start of a text or after a space."""
+        if not sampling.bad_words:
+            return sampling
+        bad_word_ids = dict.fromkeys([*sampling.bad_word_ids, *self._encode_words(sampling.bad_words)])
+        return replace(sampling, bad_word_ids=tuple(bad_word_ids))
+
+    def _encode_bad_words(self, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if self.codec is None:
+            raise InvalidRequest("Got bad_words but this engine has no tokenizer: give bad_word_ids.")
+        words = [word.lstrip(" ") or word for word in bad_words]
+        encoded = [tuple(self.codec.encode_inside(form)) for word in words for form in (word, f" {word}")]
+        return tuple(filter(None, encoded))
 
     def _check_grammar(self, grammar: Grammar | None) -> None:
         if grammar is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from evenflow.core.policies import PolicySpec
-from evenflow.core.request import FinishReason, Request, SamplingParams
+from evenflow.core.request import FinishReason, Pooling, Request, SamplingParams
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
 from evenflow.engine.loaded_model import GREEDY, Conversation, LoadedModel, Prompt
@@ -74,6 +74,10 @@ class LLM(LoadedModel):
         batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
         prompts = [self.encode_chat(messages) for messages in batch]
         return self.generate(prompts, sampling_params, on_delta=on_delta, priority=priority)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[RequestOutput]:
+        """Each prompt as a vector of unit length, in `embedding`: that of its last token, or the mean of all."""
+        return self.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
         """One output as it is generated. Closing the iterator early aborts the request."""

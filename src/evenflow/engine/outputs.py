@@ -5,6 +5,7 @@ An output is filled step by step and is complete when it has a finish_reason.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -24,12 +25,14 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: str | None = None  # the stop string that ended it
     error: str | None = None
     num_cached_tokens: int = 0
     chunks: list[ChunkReport] = field(default_factory=list)  # with the cached tokens, exactly the prompt
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[RowLogprobs] | None = None
     prompt_logprobs: list[RowLogprobs] | None = None  # for the prompt's tokens from the second on
+    embedding: array[float] | None = None  # of the prompt, of unit length; with `pooling`
 
     @property
     def ttft_s(self) -> float | None:
@@ -86,6 +89,10 @@ class CompletionOutput:
         return self._output.finish_reason
 
     @property
+    def stop_reason(self) -> str | None:
+        return self._output.stop_reason
+
+    @property
     def logprobs(self) -> list[RowLogprobs] | None:
         return self._output.logprobs
 
@@ -128,6 +135,8 @@ class TextCodec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_inside(self, text: str) -> list[int]: ...
+
     def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
 
 
@@ -138,19 +147,20 @@ class StopFinder:
         self._stops = stops
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that is certain now, and whether a stop string was met: the text then ends before it."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that is certain now, and the stop string that was met, if any: the text then ends before it."""
         if not self._stops:
-            return text, False
+            return text, None
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
-            certain, self._held = self._held[: min(found)], ""
-            return certain, True
+            first, met = min(found, key=lambda one: one[0])
+            certain, self._held = self._held[:first], ""
+            return certain, met
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         certain, self._held = self._held[:cut], self._held[cut:]
-        return certain, False
+        return certain, None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
@@ -195,15 +205,16 @@ class OutputBuilder:
         if logprobs is not None:
             output.logprobs = output.logprobs or []
             output.logprobs += logprobs
-        text, stopped = "", False
+        text, met = "", None
         if self._decoder is not None:
             shown = tokens
             if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is no part of the text
                 shown = tuple(token for token in tokens if token not in self._stop_token_ids)
-            text, stopped = self._stop_finder.push("".join(map(self._decoder.push, shown)))
+            text, met = self._stop_finder.push("".join(map(self._decoder.push, shown)))
             output.text += text
-        if stopped:
+        if met is not None:
             self._decoder = None  # what it holds comes after the stop string
+            output.stop_reason = met
             self.finish(FinishReason.STOP)
         elif ended is not None:
             text += self.finish(ended.reason, ended.error)
@@ -215,7 +226,7 @@ class OutputBuilder:
         self.output.error = error
         rest = ""
         if self._decoder is not None:
-            certain, _ = self._stop_finder.push(self._decoder.flush())
+            certain, self.output.stop_reason = self._stop_finder.push(self._decoder.flush())
             rest = certain + self._stop_finder.flush()
         self.output.text += rest
         return rest
@@ -250,6 +261,9 @@ class Outputs:
         for place, chunk in enumerate(report.chunks):
             if (builder := builders.get(chunk.request_id)) is not None:
                 builder.take_chunk(chunk, report.prompt_logprobs.get(place))
+        for row, values in report.embeddings.items():
+            if (builder := builders.get(report.ids[row])) is not None:
+                builder.output.embedding = array("f", values)
         ended, logprobs, now = report.ended, report.logprobs, report.at
         for row, (request_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
             builder = builders.get(request_id)

@@ -10,10 +10,8 @@ The first line is the header; then come, in the order they happened:
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-from contextlib import suppress
 from pathlib import Path
 
 from evenflow.core.plan import StepPlan, StepResult
@@ -22,6 +20,7 @@ from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
 from evenflow.executors.recorded import Record, header_record, policy_record, write_line
+from evenflow.line_file import LineFile
 
 logger = logging.getLogger("evenflow")
 
@@ -35,10 +34,9 @@ class Recorder:
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
         try:
             self._path = path
-            self._file: io.RawIOBase = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = LineFile(path, "wb")
         except OSError as error:
             raise InvalidInput(f"Got --record {str(path)!r} but it cannot be written: {error.strerror}.") from error
-        self._num_bytes = 0  # of whole lines
         self._has_failed = False
         self._write(header_record(scheduler))
 
@@ -58,23 +56,17 @@ class Recorder:
         self._write({"event": "step", "now": now, "seconds": result.seconds, "plan": plan, "result": result})
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
+        self._file.close()
 
     def _write(self, record: Record) -> None:
         if self._has_failed:
             return
-        line = memoryview(write_line(record) + b"\n")
-        start = 0
         try:
-            while start < len(line):
-                start += self._file.write(line[start:]) or 0
-            self._num_bytes += len(line)
+            self._file.write(write_line(record))
         except OSError as error:  # the disk is full, for example: serving goes on
             self._has_failed = True
-            with suppress(OSError):
-                self._file.truncate(self._num_bytes)  # to the last whole line
-            logger.error("Recording to %s stops after %d bytes: %s.", self._path, self._num_bytes, error.strerror)
+            num_bytes = self._file.num_bytes
+            logger.error("Recording to %s stops after %d bytes: %s.", self._path, num_bytes, error.strerror)
 
 
 def next_recording(path: Path) -> Path:

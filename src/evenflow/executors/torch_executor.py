@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import InvalidConfig, OutOfMemory
+from evenflow.core.request import Pooling
+from evenflow.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
@@ -27,7 +30,8 @@ from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack
-from evenflow.model.sampler import SampledSequence, row_logprobs, sample
+from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
+from evenflow.model.token_rules import TokenRules
 from evenflow.model.weights import needed_shapes
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ class _Slot:
     sampled: SampledSequence
     kv: Tensor
     block_ids: list[int] = field(default_factory=list)
+    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
 
 
 @dataclass(slots=True)
@@ -69,7 +74,11 @@ class _Part:
     @property
     def num_wanted(self) -> int:
         """How many of its last rows are needed after the last layer."""
-        return self.length if self.prompt_logprobs else int(self.samples)
+        return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.slot.sampled.params.pooling
 
 
 class TorchExecutor:
@@ -109,6 +118,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
 
@@ -139,16 +150,19 @@ class TorchExecutor:
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
-        prompt_logprobs = {
-            number: self._prompt_logprobs(part, hidden[number])
+        prompt_logprobs, prompt_errors = self._all_prompt_logprobs(parts, hidden)
+        embeddings = {
+            number: values
             for number, part in enumerate(parts)
-            if part.prompt_logprobs
+            if part.pooling is not None and (values := self._embedding(part, hidden[number])) is not None
         }
         tokens, errors, logprobs = self._sample(parts, hidden)
+        errors = prompt_errors | errors
         if self._store is not None:
             for part in parts:
                 self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
-        return StepResult(plan.step_id, tokens, time.perf_counter() - began, errors, logprobs, prompt_logprobs)
+        seconds = time.perf_counter() - began
+        return StepResult(plan.step_id, tokens, seconds, errors, logprobs, prompt_logprobs, embeddings)
 
     def _admit(self, admission: Admission) -> _Slot:
         constraint = None
@@ -162,6 +176,7 @@ class TorchExecutor:
             num_prompt_tokens=admission.num_prompt_tokens,
             stop_token_ids=admission.stop_token_ids,
             constraint=constraint,
+            rules=TokenRules.of(admission.sampling, self._config.vocab_size),
         )
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 
@@ -203,6 +218,20 @@ class TorchExecutor:
         errors = {numbers[row]: message for row, message in samples.errors.items()}
         return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
 
+    def _all_prompt_logprobs(
+        self, parts: list[_Part], hidden: tuple[Tensor, ...]
+    ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+        """Prompt logprobs and errors by the part's number."""
+        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
+        for number, part in enumerate(parts):
+            if part.prompt_logprobs:
+                try:
+                    found[number] = self._prompt_logprobs(part, hidden[number])
+                except InvalidRequest as error:
+                    errors[number] = str(error)
+        return found, errors
+
     def _prompt_logprobs(self, part: _Part, hidden: Tensor) -> tuple[RowLogprobs, ...]:
         """For the prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
         sampled = part.slot.sampled
@@ -210,12 +239,23 @@ class TorchExecutor:
         found: list[RowLogprobs] = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
-            logprobs = self._decoder.logits(hidden[first : first + len(targets)]).log_softmax(-1)
+            logits = self._decoder.logits(hidden[first : first + len(targets)])
+            if unusable := logit_errors(logits):
+                raise InvalidRequest(next(iter(unusable.values())))
+            logprobs = logits.log_softmax(-1)
             found += [
                 row_logprobs(row, token, sampled.params.prompt_logprobs)
                 for row, token in zip(logprobs, targets, strict=True)
             ]
         return tuple(found)
+
+    def _embedding(self, part: _Part, hidden: Tensor) -> bytes | None:
+        """The prompt's embedding, once its last chunk is computed."""
+        pooled = self._decoder.normed(hidden).sum(0)  # of the last row alone, or with the direction of the mean
+        if part.slot.row_sum is not None:
+            pooled += part.slot.row_sum
+        part.slot.row_sum = pooled
+        return array("f", F.normalize(pooled, dim=0).tolist()).tobytes() if part.samples else None
 
 
 def default_threads() -> int:

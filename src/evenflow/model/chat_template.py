@@ -17,8 +17,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from evenflow.errors import InvalidRequest
-from evenflow.model.special_tokens import Change, SpecialTokens, with_strings
+from evenflow.errors import InvalidRequest, printable
+from evenflow.model.special_tokens import END_OF_MESSAGE, Change, SpecialTokens, with_strings
 from evenflow.model.tool_messages import Message, plain_message, write_out_tools
 
 
@@ -58,22 +58,33 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         protected: SpecialTokens | None = None,
         **variables: Any,
     ) -> str:
         """The prompt for these messages; `variables` are other variables of this model's template.
 
         Messages may have any form of the OpenAI API: content as text parts, tool calls, tool results. With `protected`,
-        special tokens that they spell are broken, as `SpecialTokens.protect` says.
+        special tokens that they spell are broken, as `SpecialTokens.protect` says. With `continue_final_message` the
+        prompt ends with the content of the last message, the assistant's.
         """
         messages = [plain_message(message) for message in messages]
+        if continue_final_message:
+            messages[-1] = _marked(messages[-1])
+            add_generation_prompt = False
         given: list[Any] = [messages, tools, variables]
 
         def render(change: Change | None) -> str:
             changed = given if change is None else [with_strings(one, change) for one in given]
             return self._render(changed[0], changed[1], {**changed[2], "add_generation_prompt": add_generation_prompt})
 
-        return render(None) if protected is None else protected.protect(render, given)
+        text = render(None) if protected is None else protected.protect(render, given)
+        if not continue_final_message:
+            return text
+        text, mark, _ = text.rpartition(END_OF_MESSAGE)
+        if not mark:
+            raise InvalidRequest("the model's chat template leaves out the final message: it cannot be continued")
+        return text
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: dict[str, Any]
@@ -90,11 +101,23 @@ class ChatTemplate:
         try:
             return _compile(self._sources[name]).render(known)
         except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequest(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+            raise InvalidRequest(
+                f"the model's chat template is broken at line {error.lineno}: {printable(str(error))}"
+            ) from error
         except MemoryError:
             raise InvalidRequest("the model's chat template takes too much memory for these messages") from None
         except Exception as error:  # a template can raise anything that an expression can
-            raise InvalidRequest(f"the model's chat template refused these messages: {error}") from error
+            raise InvalidRequest(
+                f"the model's chat template refused these messages: {printable(str(error))}"
+            ) from error
+
+
+def _marked(message: Message) -> dict[str, Any]:
+    """A message whose end can be found in the rendered text, even if the template strips it."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or message.get("tool_calls"):
+        raise InvalidRequest("Got a last message to continue that is not text of the assistant.")
+    return {**message, "content": content + END_OF_MESSAGE}
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -116,7 +139,7 @@ def _variables(source: str) -> set[str]:
     """The variables that a template takes."""
     try:
         return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-    except jinja2.TemplateSyntaxError:  # rendering reports it
+    except (jinja2.TemplateSyntaxError, RecursionError):  # rendering reports it
         return set()
 
 

@@ -13,6 +13,10 @@ def unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(f"{what} is not supported here; vLLM may run it: evenflow serve --engine vllm")
 
 
+_MOST = 2**31 - 1  # of anything that is counted: kernels hold it in 32 bits
+_LEAST_FLOAT, _MOST_FLOAT = 1e-30, 1e30  # with room to multiply as 32-bit floats
+
+
 def checked_num_layers(num_layers: int) -> int:
     """The same number, or BrokenModel if it is absurd: lists by layer are made before tensors are counted."""
     if num_layers > 10_000:
@@ -23,8 +27,14 @@ def checked_num_layers(num_layers: int) -> int:
 def _check_positive(owner: str, settings: "RopeScaling | RopeConfig | ModelConfig") -> None:
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if type(value) in (int, float) and field.name != "bos_token_id" and not 0 < value < math.inf:
+        if type(value) not in (int, float) or field.name == "bos_token_id":
+            continue
+        if not 0 < value < math.inf:
             raise BrokenModel(f"{owner}: {field.name} is {value}, it must be positive")
+        if type(value) is int and value > _MOST:
+            raise BrokenModel(f"{owner}: {field.name} is {value}, no model has that many")
+        if type(value) is float and not _LEAST_FLOAT < value < _MOST_FLOAT:
+            raise BrokenModel(f"{owner}: {field.name} is {value}, expected {_LEAST_FLOAT} to {_MOST_FLOAT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,8 @@ class RopeConfig:
         _check_positive("rope", self)
         if self.rotary_dim % 2:
             raise BrokenModel(f"the rotary dimension is {self.rotary_dim}, it must be even")
+        if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
+            raise BrokenModel(f"rope: theta is {self.theta}, it must be above 1 for YaRN")
         if isinstance(self.scaling, FrequencyFactors) and len(self.scaling.factors) != self.rotary_dim // 2:
             raise BrokenModel(
                 f"{len(self.scaling.factors)} rope frequency factors, {self.rotary_dim // 2} are needed "
@@ -145,6 +157,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_positive("the model", self)
+        if self.max_position < 2:
+            raise BrokenModel(f"the context is {self.max_position} token: there is no room for an answer")
+        if self.head_dim % 2:
+            raise BrokenModel(f"head_dim is {self.head_dim}, it must be even")
         if self.num_heads % self.num_kv_heads:
             raise BrokenModel(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.rotary_dim > self.head_dim:
@@ -153,8 +169,8 @@ class ModelConfig:
             if len(getattr(self, name)) != self.num_layers:
                 raise BrokenModel(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
         for window in self.layer_windows:
-            if window is not None and window <= 0:
-                raise BrokenModel(f"a sliding window is {window} positions, it must be positive")
+            if window is not None and not 0 < window <= _MOST:
+                raise BrokenModel(f"a sliding window is {window} positions, expected 1 to {_MOST}")
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")

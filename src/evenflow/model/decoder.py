@@ -57,6 +57,10 @@ class Decoder:
         # After the last attention rows no longer interact: unwanted ones are dropped there.
         return self._layers[-1](rows, factors, attention, kept)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of `hidden` after the final norm: what embeddings are made of."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The vocabulary's scores for rows of `hidden`."""
         return self._head(self._norm(hidden))

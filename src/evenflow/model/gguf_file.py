@@ -6,6 +6,7 @@ The `gguf` package dequantises tensors, but takes seconds to read a vocabulary: 
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from gguf.quants import dequantize
 
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import unsupported
-from evenflow.model.typed_values import TypedValues
+from evenflow.model.typed_values import TypedValues, Value
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
+_MOST_ITEMS = 1 << 24  # of an array: read as Python objects, they take far more memory than in the file
+_MOST_DIMENSIONS = 8
 _SCALARS: dict[int, np.dtype[Any]] = {
     kind: np.dtype(code)
     for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
@@ -52,13 +55,13 @@ class GgufFile(TypedValues):
         self._bytes = _map_file(path)
         cursor = _Cursor(self._bytes)
         num_tensors, num_keys = _read_header(cursor)
-        super().__init__("", {cursor.string(): cursor.value(cursor.u32()) for _ in range(num_keys)})
-        headers = [_read_tensor_header(cursor) for _ in range(num_tensors)]
+        super().__init__("", _read_all(num_keys, "key", lambda: (cursor.string(), cursor.value(cursor.u32()))))
+        headers = _read_all(num_tensors, "tensor", lambda: _read_tensor_header(cursor))
         alignment = self.get("general.alignment", int, _DEFAULT_ALIGNMENT)
         if alignment <= 0:
             raise BrokenModel(f"general.alignment is {alignment}, it must be positive")
         data_start = -(-cursor.position // alignment) * alignment
-        self.tensors = {header[0]: self._place(data_start, *header) for header in headers}
+        self.tensors = {name: self._place(data_start, name, *header) for name, header in headers.items()}
 
     def read(self, name: str) -> "torch.Tensor":
         """A tensor as float32, in memory of its own."""
@@ -116,22 +119,27 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item_kind, length = self.u32(), self.u64()
+            if length > _MOST_ITEMS:
+                raise BrokenModel(
+                    f"an array of {length} items before byte {self.position}, no vocabulary has that many"
+                )
             return self._strings(length) if item_kind == _STRING else self._scalars(item_kind, length)
         return self._scalars(kind, 1)[0]
 
     def _strings(self, length: int) -> list[str]:
         # A vocabulary has hundreds of thousands of strings: worth a loop without calls.
         content, position, size_at = self._content, self.position, struct.Struct("<Q").unpack_from
-        strings = []
+        strings, file_end = [], len(content)
         try:
             for _ in range(length):
                 end = position + 8 + size_at(content, position)[0]
+                if end > file_end:
+                    raise BrokenModel(f"the file is truncated: a string at byte {position} ends at byte {end}")
                 strings.append(content[position + 8 : end].decode())
                 position = end
         except (struct.error, UnicodeDecodeError) as error:
             raise BrokenModel(f"broken string at byte {position} ({error})") from None
         self.position = position
-        self.take(0)
         return strings
 
     def _scalars(self, kind: int, length: int) -> list[Any]:
@@ -163,9 +171,22 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     return cursor.u64(), cursor.u64()
 
 
-def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of the next tensor."""
+def _read_all(count: int, what: str, read: Callable[[], tuple[str, Value]]) -> dict[str, Value]:
+    """This many things by their names, none of which may come twice."""
+    found: dict[str, Value] = {}
+    for _ in range(count):
+        name, value = read()
+        if name in found:
+            raise BrokenModel(f"the {what} {name} is there twice")
+        found[name] = value
+    return found
+
+
+def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+    """Name; shape, type and offset of the next tensor."""
     name = cursor.string()
     num_dimensions = cursor.u32()
+    if num_dimensions > _MOST_DIMENSIONS:
+        raise BrokenModel(f"{name} has {num_dimensions} dimensions, expected at most {_MOST_DIMENSIONS}")
     innermost_first = [cursor.u64() for _ in range(num_dimensions)]
-    return name, tuple(reversed(innermost_first)), cursor.u32(), cursor.u64()
+    return name, (tuple(reversed(innermost_first)), cursor.u32(), cursor.u64())

@@ -14,7 +14,9 @@ from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
 from evenflow.model.gguf_file import GgufFile
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.tokenizer_file import is_library_error
 
+_MOST_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 # Files often name only one end of text, not always the one that ends an answer in a conversation.
@@ -72,6 +74,8 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     if len(set(tokens)) != len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise BrokenModel(f"the vocabulary holds the token {twice!r} more than once")
+    if (longest := max(map(len, tokens), default=0)) > _MOST_CHARACTERS:
+        raise BrokenModel(f"a token has {longest} characters, expected at most {_MOST_CHARACTERS}")
     types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")
@@ -109,7 +113,9 @@ def _byte_level_backend(file: GgufFile, tokens: list[str], splitter: _Splitter) 
     merges = [(left, right) for left, _, right in pairs]
     try:
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=splitter.prefers_whole_words)
-    except Exception as error:  # the library raises its errors as plain exceptions
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
         raise BrokenModel(f"tokenizer.ggml.merges do not fit the vocabulary ({error})") from None
     backend = tokenizers.Tokenizer(model)
     if splitter.normalizes:

@@ -9,10 +9,11 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from evenflow.core.grammar import Grammar
@@ -20,15 +21,17 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
 
 # Schemas come from untrusted clients. These allow what people write and bound the cost of one grammar.
-_LIMITS = LLParserLimits(
+_limits = partial(
+    LLParserLimits,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
-    step_max_items=10_000,
-    max_items_in_row=2_000,
     max_lexer_states=10_000,  # of up to 2 kB each
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+_LIMITS = _limits(step_max_items=10_000, max_items_in_row=2_000)
+# A grammar of two lines can be so ambiguous that each token costs more than the one before: 20 ms at these limits.
+_LARK_LIMITS = _limits(step_max_items=2_000, max_items_in_row=500)
 # Some grammars take longer than these counts suggest. CPU seconds, so that a busy machine refuses no more than others.
 _MAX_COMPILE_S = 0.5
 _MAX_MASK_S = 0.1
@@ -47,6 +50,10 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, "evenflow-grammar")
         self._compile_soon = lru_cache(_MAX_CACHED)(lambda grammar: self._worker.submit(self._compile, grammar))
 
+    def close(self) -> None:
+        """End the thread, which would else outlive the model."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
     def read_vocabulary(self) -> None:
         """Build what all grammars share, ahead of the first."""
         _ = self._tokenizer
@@ -61,7 +68,8 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         tokenizer, began = self._tokenizer, time.thread_time()
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        limits = _LARK_LIMITS if grammar.kind == "lark" else _LIMITS
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         _try_out(matcher.deep_copy(), grammar.kind)
         if time.thread_time() - began > _MAX_COMPILE_S:
             raise InvalidRequest(f"the {grammar.kind} cannot be used: it takes too long to compile")
@@ -146,8 +154,8 @@ def _source(grammar: Grammar) -> str:
                 texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case "lark":
-                return LLMatcher.grammar_from_lark(grammar.text)
-    except ValueError as error:  # not JSON, for example
+                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+    except (ValueError, RecursionError) as error:  # not JSON, for example
         raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
 
 

@@ -168,6 +168,8 @@ def _read_yarn(rope: TypedValues, max_position: int, original_max_position: int)
     factor = rope.get("factor", float, max_position / original_max_position)
     mscale, mscale_all_dim = rope.optional("mscale", float), rope.optional("mscale_all_dim", float)
     if mscale and mscale_all_dim:
+        if not min(mscale, mscale_all_dim) > 0:
+            raise BrokenModel(f"{rope.name}: mscale and mscale_all_dim are {mscale} and {mscale_all_dim}, not positive")
         suggested = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
     else:
         suggested = yarn_attention_factor(factor)
@@ -191,4 +193,6 @@ def _read_longrope(rope: TypedValues, max_position: int, original_max_position: 
     factors = rope.get("long_factor" if max_position > original_max_position else "short_factor", list)
     if not all(type(factor) in (int, float) for factor in factors):
         raise BrokenModel(f"{rope.name}: its factors are not all numbers")
+    if any(abs(factor) > 1e30 for factor in factors):  # JSON has integers that no float holds
+        raise BrokenModel(f"{rope.name}: one of its factors is above 1e30")
     return FrequencyFactors(tuple(map(float, factors)), rope.get("attention_factor", float, suggested))

@@ -1,5 +1,6 @@
 """The tokenizer of a Hugging Face folder, and the token ids that end an answer; reads no weights and needs no torch."""
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from evenflow.errors import BrokenModel
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.hf_files import read_json, read_text
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.tokenizer_file import read_tokenizer_file
 from evenflow.model.typed_values import TypedValues
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -40,10 +42,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     text = read_text(folder, "tokenizer.json")
     if text is None:
         raise BrokenModel("tokenizer.json is missing")
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises its errors as plain exceptions
-        raise BrokenModel(f"tokenizer.json cannot be read: {error}") from error
+    return read_tokenizer_file(text)
 
 
 def _special_tokens(folder: Path, settings: TypedValues) -> dict[str, str]:
@@ -70,7 +69,7 @@ def _eos_token_ids(
     found.append(tokenizer_eos_id)
     for token_id in found:
         if token_id is not None and type(token_id) is not int:
-            raise BrokenModel(f"eos_token_id is {str(token_id)[:80]!r}, expected an integer or a list of them")
+            raise BrokenModel(f"eos_token_id is {reprlib.repr(token_id)}, expected an integer or a list of them")
     return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
 
 
@@ -81,7 +80,7 @@ def _chat_template(folder: Path, settings: TypedValues, special_tokens: dict[str
     if isinstance(source, str):
         return ChatTemplate({"default": source}, special_tokens)
     if isinstance(source, list):
-        sources = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        sources = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
         if all(isinstance(text, str) for text in sources.values()) and "default" in sources:
             return ChatTemplate(sources, special_tokens)
     if source is not None:

@@ -31,6 +31,7 @@ _DEFAULT_ENDPOINT = "https://huggingface.co"
 _FOLDER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _FILE_PAGE = re.compile(r"/([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/(.+)")
+_DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # of SHA-1 or SHA-256: part of a path in the cache
 _MODEL_PAGE = re.compile(r"/([^/]+/[^/]+)/?(?:tree/([^/]+)/?)?")
 
 
@@ -161,7 +162,7 @@ def _warn_if_unsupported(name: str, config: bytes) -> None:
     """Before the weights are fetched. Not an error: vLLM may run what evenflow's own engine does not."""
     try:
         supported_architecture(TypedValues("config.json", dict(json.loads(config))))
-    except (UnsupportedModel, BrokenModel, ValueError) as error:
+    except (UnsupportedModel, BrokenModel, ValueError, RecursionError) as error:
         logger.warning("%s: %s", name, error)
 
 
@@ -169,7 +170,7 @@ def _read_listing(response: httpx.Response) -> tuple[str, list[HubFile]]:
     """The commit, and its files."""
     try:
         content = response.json()
-        return str(content["sha"]), [_read_file(entry) for entry in content["siblings"]]
+        return _digest(content["sha"]), [_read_file(entry) for entry in content["siblings"]]
     except (ValueError, KeyError, TypeError) as error:
         raise EndpointFailed(
             f"{response.url} did not reply as a model hub does ({error!r}): check HF_ENDPOINT"
@@ -178,11 +179,17 @@ def _read_listing(response: httpx.Response) -> tuple[str, list[HubFile]]:
 
 def _read_file(entry: dict[str, Any]) -> HubFile:
     lfs = entry.get("lfs")
-    checksum = Checksum("sha256", str(lfs["sha256"])) if lfs else Checksum("git", str(entry["blobId"]))
+    checksum = Checksum("sha256", _digest(lfs["sha256"])) if lfs else Checksum("git", _digest(entry["blobId"]))
     name = str(entry["rfilename"])
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"the file name {name!r}")
     return HubFile(name, int((lfs or entry)["size"]), checksum)
+
+
+def _digest(value: object) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"the checksum {value!r}")
+    return value
 
 
 def _refusal(name: HubName, response: httpx.Response) -> EvenflowError:

@@ -5,14 +5,13 @@ Reads headers only and needs no torch.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import BrokenModel, MissingDependency, ModelError, ModelNotFound, UnsupportedModel
 from evenflow.model.hf_config import supported_architecture
-from evenflow.model.hf_files import read_json, weight_files
+from evenflow.model.hf_files import parse_json, read_json, weight_files
 
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
 
@@ -74,8 +73,9 @@ def _safetensors_kinds(path: Path) -> Counter[str]:
         header = file.read(header_bytes)
     kinds: Counter[str] = Counter()
     end = 0
+    tensors = parse_json(f"the header of {path.name}", header)
     try:
-        for name, tensor in json.loads(header).items():
+        for name, tensor in tensors.items():
             if name != "__metadata__":
                 first, last = tensor["data_offsets"]
                 kinds[str(tensor["dtype"])] += last - first

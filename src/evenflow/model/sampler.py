@@ -1,7 +1,7 @@
 """Logits to tokens, for all sampled rows of a step at once.
 
 A row's random number depends only on its seed and position, so neither the batch nor the chunks can change the token.
-Logprobs are those of the model itself, before grammars, penalties, temperature and truncation.
+Logprobs are those of the model itself, before grammars, biases, penalties, temperature and truncation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
-from evenflow.core.request import SamplingParams
+from evenflow.core.request import ALL_LOGPROBS, SamplingParams
 from evenflow.errors import InvalidRequest
+from evenflow.model.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from evenflow.model.grammar import Constraint
@@ -36,6 +37,7 @@ class SampledSequence:
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
     constraint: Constraint | None = None
+    rules: TokenRules | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -57,7 +59,7 @@ class Samples:
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     """One token for each row of `logits`, which it overwrites."""
-    errors = _errors(logits)
+    errors = logit_errors(logits)
     raw = {
         row: logits[row].log_softmax(-1)
         for row, sequence in enumerate(sequences)
@@ -66,9 +68,9 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     # Shares memory: over one vocabulary, numpy's argmax and partitions are several times as fast as torch's.
     rows: NDArray[np.float32] = logits.numpy()
     for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-        if sequence.constraint is not None and number not in errors:
+        if (sequence.constraint is not None or sequence.rules is not None) and number not in errors:
             try:
-                _constrain(row, sequence, sequence.constraint)
+                _constrain(row, sequence)
             except InvalidRequest as error:
                 errors[number] = str(error)
         elif sequence.may_not_stop:
@@ -84,12 +86,13 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
 
 def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogprobs:
     """The token's logprob and the `num_top` likeliest, from a row of log-probabilities."""
-    values, ids = logprobs.topk(min(num_top or 0, len(logprobs)))
+    num_top = len(logprobs) if num_top == ALL_LOGPROBS else min(num_top or 0, len(logprobs))
+    values, ids = logprobs.topk(num_top)
     top = tuple(map(TokenLogprob, ids.tolist(), values.tolist()))
     return RowLogprobs(TokenLogprob(token, float(logprobs[token])), top)
 
 
-def _errors(logits: Tensor) -> dict[int, str]:
+def logit_errors(logits: Tensor) -> dict[int, str]:
     """Rows whose largest value is not finite."""
     largest: list[float] = logits.amax(-1).tolist()
     return {
@@ -99,14 +102,37 @@ def _errors(logits: Tensor) -> dict[int, str]:
     }
 
 
-def _constrain(row: NDArray[np.float32], sequence: SampledSequence, constraint: Constraint) -> None:
-    """Mask all but what the grammar allows; `min_tokens` is waived if it allows nothing but an end."""
-    allowed = constraint.allowed(sequence.tokens, sequence.num_prompt_tokens)
-    if sequence.may_not_stop:
-        continuing = allowed.copy()
-        continuing[list(sequence.stop_token_ids)] = False
-        allowed = continuing if continuing.any() else allowed
-    np.copyto(row, -np.inf, where=~allowed)
+def _constrain(row: NDArray[np.float32], sequence: SampledSequence) -> None:
+    """Mask all but what the grammar and the request's rules allow, then add its biases.
+
+    `min_tokens` is waived if they allow nothing but an end.
+    """
+    rules = sequence.rules
+    if (allowed := _allowed(sequence)) is not None:
+        if sequence.may_not_stop:
+            continuing = allowed.copy()
+            continuing[list(sequence.stop_token_ids)] = False
+            allowed = continuing if continuing.any() else allowed
+        np.copyto(row, -np.inf, where=~allowed)
+    elif sequence.may_not_stop:
+        row[list(sequence.stop_token_ids)] = -math.inf
+    if rules is not None:
+        rules.add_biases(row)
+
+
+def _allowed(sequence: SampledSequence) -> NDArray[np.bool_] | None:
+    """By token id, whether it may come next; None if all may."""
+    so_far = sequence.tokens, sequence.num_prompt_tokens
+    constraint, rules = sequence.constraint, sequence.rules
+    allowed = None if constraint is None else constraint.allowed(*so_far)
+    if rules is None or not rules.restricts:
+        return allowed
+    by_rules = rules.allowed(*so_far)
+    allowed = by_rules if allowed is None else allowed & by_rules
+    if not allowed.any():
+        names = "allowed_token_ids and bad_words" + ("" if constraint is None else " beside the grammar")
+        raise InvalidRequest(f"{names} leave no token to go on with after {sequence.num_output_tokens} tokens")
+    return allowed
 
 
 def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:

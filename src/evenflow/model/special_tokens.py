@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 BREAK = "\ufdd0"  # never part of a text: Unicode reserves these
+END_OF_MESSAGE = "\ufddf"  # likewise
 _DELIMITERS = "<>|[]"
 _SHADOW_CHARACTERS = "".join(chr(0xFDD1 + place) for place in range(len(_DELIMITERS)))
 _SHADOWS = str.maketrans(_DELIMITERS, _SHADOW_CHARACTERS)

@@ -10,10 +10,11 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from evenflow.errors import InvalidRequest
+from evenflow.errors import InvalidRequest, printable
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
 from evenflow.model.special_tokens import BREAK, SpecialTokens
+from evenflow.model.tokenizer_file import is_library_error
 from evenflow.model.tool_messages import Message
 
 _SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
@@ -54,6 +55,10 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate: JSON can write one, UTF-8 cannot
             raise InvalidRequest(f"the text is not valid Unicode: {text[:40]!r}") from error
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise InvalidRequest(f"the model's tokenizer fails on this text: {printable(str(error))}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; ids outside the vocabulary give none."""
@@ -72,10 +77,15 @@ class Tokenizer:
             known = self._bytes_of_token[token_id] = b"" if piece is None else self._piece_to_bytes(piece)
         return known
 
+    def token_id(self, piece: str) -> int | None:
+        """The id of a token by its text in the vocabulary, None if there is none."""
+        found: int | None = self._backend.token_to_id(piece)
+        return found
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """No text of more than this times n bytes fits into n tokens."""
-        return max(len(self._piece_to_bytes(piece)) for piece in self._backend.get_vocab())
+        return max((len(self._piece_to_bytes(piece)) for piece in self._backend.get_vocab()), default=1)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token rather than text."""

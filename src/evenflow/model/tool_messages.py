@@ -46,7 +46,7 @@ def _joined(content: object) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequest(f"Got a content part of type {kind!r} but this model reads only 'text'.")
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)  # as vLLM and llama.cpp do: words of two parts stay apart
 
 
 def _with_object(call: object) -> dict[str, Any]:

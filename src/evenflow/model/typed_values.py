@@ -1,11 +1,14 @@
 """Values by key from a model's file, each checked for its type when it is read."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from evenflow.errors import BrokenModel
 
 Value = TypeVar("Value")
+
+_INTEGERS = range(-(2**63), 2**64)  # JSON has larger ones, which no float holds
 
 
 class TypedValues:
@@ -26,10 +29,12 @@ class TypedValues:
     def optional(self, key: str, kind: type[Value]) -> Value | None:
         """The value of `key`, or None if it is missing or null."""
         value = self.content.get(key)
+        if type(value) is int and value not in _INTEGERS:
+            raise BrokenModel(f"{self._full_name(key)} is {reprlib.repr(value)}, which has more than 64 bits")
         if kind is float and type(value) is int:
             value = float(value)
         if value is not None and type(value) is not kind:
-            raise BrokenModel(f"{self._full_name(key)} is {str(value)[:80]!r}, expected {kind.__name__}")
+            raise BrokenModel(f"{self._full_name(key)} is {reprlib.repr(value)}, expected {kind.__name__}")
         return value
 
     def get_list(self, key: str, kind: type[Value], default: list[Value] | None = None) -> list[Value]:

@@ -4,6 +4,7 @@ Names are those of Hugging Face checkpoints without the leading `model.`: `embed
 `layers.0.self_attn.q_proj.weight`, `norm.weight`, `lm_head.weight` (absent when it is the embedding).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class StoredTensor:
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """Float32 tensors by name.
+    """Float32 tensors by name; BrokenModel if one holds values that are no numbers.
 
     Each lookup reads from disk and caches nothing, so a loader that looks each name up once holds one copy of the
     model. Several threads may look up at a time.
@@ -32,7 +33,11 @@ class Weights(Mapping[str, torch.Tensor]):
         self._stored = stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._stored[name].read()
+        tensor = self._stored[name].read()
+        # A sum is the fastest look at all values, and a model whose sums overflow computes nothing of use.
+        if not math.isfinite(tensor.sum().item()):
+            raise BrokenModel(f"the tensor {name} holds values that are not finite, or too large")
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

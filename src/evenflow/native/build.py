@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from evenflow.host import cache_folder
+from evenflow.log_output import STAGE
 
 logger = logging.getLogger("evenflow")
 
@@ -98,7 +99,7 @@ def _compiled() -> Path:
         key.update(path.read_bytes())
     target = cache_folder() / "native" / f"{key.hexdigest()[:32]}.so"
     if not target.is_file():
-        logger.info("Compiling the CPU kernels, once for this machine.")
+        logger.info("Compiling the CPU kernels, once for this machine.", extra=STAGE)
         _compile(compiler, flags, sources, target)
     return target
 
@@ -129,7 +130,7 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
 
 def _scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code: keep other users out
         return tempfile.TemporaryDirectory(prefix="build-", dir=parent)
     except OSError as error:
         raise Unavailable(

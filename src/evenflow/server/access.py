@@ -31,9 +31,12 @@ class ServerLimits:
                 raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
 
 
-def cache_salt(key: str, tenant: str = "") -> str:
-    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns."""
-    return f"{key}/{tenant}"
+def cache_salt(key: str, tenant: str = "", salt: str | None = None) -> str:
+    """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns.
+
+    Keys are hexadecimal, and the tenant's length separates it from the salt: no two triples give the same text.
+    """
+    return f"{key}/{len(tenant)}:{tenant}{salt or ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Caller:
         return self.key or self.address
 
     def limited_as(self, tenant: str) -> str:
-        """Who shares one limit. Only an admin's key may name tenants that are limited apart."""
+        """Who shares one limit, and one share of the engine. Only an admin's key may name tenants apart."""
         return f"{self.key}/{tenant}" if self.key and self.is_admin else self.client
 
 
@@ -75,16 +78,19 @@ class ApiKeys:
     def are_needed(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorization: str | None, address: str) -> Caller:
-        """Who sent this header; a 401 if the key in it is not accepted."""
+    def check(self, authorization: str | None, address: str, api_key: str | None = None) -> Caller:
+        """Who sent these headers (`x-api-key` counts without the other); a 401 if the key in them is not accepted."""
         if not self._digests:
             return Caller("", "", address, is_admin=True)
+        if authorization is None and api_key is not None:
+            authorization = f"Bearer {api_key}"
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         # All keys are compared, so the time taken reveals nothing about them.
         names = [name for name, known in self._digests.items() if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
-            message = "The API key is wrong." if authorization else "An API key is needed: Authorization: Bearer KEY."
+            needed = "An API key is needed: Authorization: Bearer KEY, or x-api-key: KEY."
+            message = "The API key is wrong." if authorization else needed
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return Caller(digest.hex()[:16], names[0], address, is_admin=names[0] in self._admins)
 

@@ -7,13 +7,18 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 
 from evenflow import __version__
 from evenflow.server.access import ApiKeys
+from evenflow.server.api.embeddings import EmbeddingsBody
+from evenflow.server.api.messages.request import MESSAGES_BODIES
+from evenflow.server.api.messages.routes import messages_routes
 from evenflow.server.api.openapi import add_body_schemas, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
+from evenflow.server.api.responses.request import ResponsesBody
+from evenflow.server.api.responses.routes import responses_routes
 from evenflow.server.api.routes import generation_routes, health_routes, model_routes, target_routes
 from evenflow.server.api.service import ModelService
 from evenflow.server.browser_guard import BrowserGuard
@@ -38,8 +43,10 @@ def make_app(
     recent = RecentRequests(observer)
     if isinstance(service, ModelService):
         app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
-        add_body_schemas(app, BODIES)
-        engine_routes = [generation_routes(service), model_routes(service), metrics_router(observer)]
+        add_body_schemas(app, (*BODIES, EmbeddingsBody, *MESSAGES_BODIES, ResponsesBody))
+        messages = messages_routes(service, needs_key=keys.are_needed)
+        model = [generation_routes(service), responses_routes(service), messages, model_routes(service)]
+        engine_routes = [*model, metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied
         engine_routes = [metrics_routes(service, observer), proxy_routes(service, recent)]
@@ -53,11 +60,13 @@ def make_app(
 
     def check_key(request: Request) -> None:
         address = request.client.host if request.client is not None else ""
-        request.state.caller = keys.check(request.headers.get("authorization"), address)
+        headers = request.headers
+        request.state.caller = keys.check(headers.get("authorization"), address, headers.get("x-api-key"))
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:
-        with_key["dependencies"].append(Depends(HTTPBearer(auto_error=False)))
+        schemes = (HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False))
+        with_key["dependencies"] += [Depends(scheme) for scheme in schemes]
         with_key["responses"] = error_responses(401)
     app.include_router(health_routes(service))
     app.include_router(live_router(feed, feed_dependencies=with_key["dependencies"]))

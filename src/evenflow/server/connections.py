@@ -69,6 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.url = b""  # uvicorn sets it when a request begins
         self._received = 0  # of an unfinished head
         self._head_bytes = 0  # of its complete headers
         self._num_headers = 0
@@ -189,7 +190,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = self._refusal or ApiError(400, msg)
         self._end_timer()
         if self.cycle is None or self.cycle.response_complete or not self._is_answering():
-            self.transport.write(_written(self._refusal.response()))
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            self.transport.write(_written(self._refusal.response(path)))
         self.transport.close()
 
     def _is_answering(self) -> bool:

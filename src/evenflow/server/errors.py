@@ -1,4 +1,4 @@
-"""Every refusal and failure in the shape of OpenAI's API, with the right status and, if it helps, when to retry."""
+"""Every refusal and failure in its API's shape, with the right status and, if it helps, when to retry."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from evenflow.errors import EngineFailed, EvenflowError, InvalidInput
+from evenflow.server.error_shapes import anthropic_error, is_anthropic, new_request_id
 
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_VALUE_CHARACTERS = 100
 _MAX_PROBLEMS = 256
 _RETRY_AFTER_S = 1
 
+UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
+
 _DURATIONS = ("tbt_target", "ttft_target")
 _UNSUPPORTED = {
     "priority": "requests have no priorities yet; leave it out",
-    "logit_bias": "biases are not supported; leave it out",
-    "best_of": "all generated choices are returned; leave it out and set n",
-    "suffix": "text cannot be filled in before a suffix; leave it out",
+    "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
+    "container": "this server runs no containers; leave it out",
+    "audio": "answers are text; leave it out",
+    "web_search_options": "this server does not search the web; leave it out, or offer a tool",
+    "moderation": "this server does not moderate; leave it out",
+    "functions": "this old field is not supported; use tools",
+    "function_call": "this old field is not supported; use tool_choice",
+    "chat_template": "a request cannot bring its own template; leave it out",
+    "use_beam_search": "there is no beam search; leave it out and set best_of",
+    "guided_decoding_backend": "there is one backend; leave it out",
 }
 
 
@@ -44,16 +54,21 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str) -> dict[str, Any]:
+        """In the shape of the API that this path belongs to."""
         message = self.message
         if len(message) > _MAX_MESSAGE_CHARACTERS:
             message = message[:_MAX_MESSAGE_CHARACTERS] + "…"
         # A message may quote the request, and JSON can carry lone surrogates, which UTF-8 cannot.
         message = message.encode(errors="replace").decode()
+        if is_anthropic(path):
+            return anthropic_error(self.status, message, self.code, new_request_id())
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(msgspec.json.encode(self.body()), self.status, self.headers, "application/json")
+    def response(self, path: str) -> Response:
+        body = self.body(path)
+        headers = {"request-id": body["request_id"]} if is_anthropic(path) else {}
+        return Response(msgspec.json.encode(body), self.status, self.headers | headers, "application/json")
 
 
 def overloaded(message: str, status: int = 503) -> ApiError:
@@ -80,7 +95,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
     # A field of several types has an error for each: one that is not about the type says more.
     about_one_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-    first = min(about_one_field, key=lambda one: one["type"].endswith("_type"))
+    first = min(about_one_field, key=lambda one: (one["type"].endswith("_type"), -len(one["loc"])))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not JSON: {first['msg']}.")
     # After the first part, what is not a field's name is pydantic's name of a type.
@@ -89,7 +104,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     cut = next((at for at, pair in enumerate(pairwise(names), 1) if all(isinstance(part, str) for part in pair)), None)
     path, param, name = _path(names), _path(names[:cut]) or None, str(names[0]) if names else ""
     if name in _UNSUPPORTED:
-        return ApiError(400, f"{name}: {_UNSUPPORTED[name]}.", param=name, code="unsupported_parameter")
+        return ApiError(400, f"{name}: {_UNSUPPORTED[name]}.", param=name, code=UNSUPPORTED)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {path}.", param=param, code="unknown_parameter")
     problem = first["msg"].removeprefix("Value error, ")
@@ -98,7 +113,8 @@ def invalid_body(error: ValidationError) -> ApiError:
     elif first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
         problem = f"got {value} but expected {problem.removeprefix('Input should be ')}"
-    return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param)
+    code = UNSUPPORTED if first["type"] == UNSUPPORTED else None
+    return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param, code=code)
 
 
 def _path(names: Sequence[int | str]) -> str:
@@ -107,12 +123,12 @@ def _path(names: Sequence[int | str]) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Respond to every error in OpenAI's shape, including the framework's own."""
+    """Respond to every error in its API's shape, including the framework's own."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(EvenflowError)
     async def on_known_error(request: Request, error: EvenflowError | ApiError) -> Response:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -120,12 +136,14 @@ def add_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405 and (methods := app.openapi()["paths"].get(request.url.path)):
             headers["Allow"] = ", ".join(method.upper() for method in methods)  # the framework names only one route's
-        return ApiError(error.status_code, message, headers=headers).response()
+        return ApiError(error.status_code, message, headers=headers).response(request.scope["path"])
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return ApiError(400, "The client disconnected before it had sent the whole body.").response()
+        refusal = ApiError(400, "The client disconnected before it had sent the whole body.")
+        return refusal.response(request.scope["path"])
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "Internal error; the server's log has the details.", kind="server_error").response()
+        failure = ApiError(500, "Internal error; the server's log has the details.", kind="server_error")
+        return failure.response(request.scope["path"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -10,16 +11,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 
+from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, Gate, ServerLimits
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
-from evenflow.server.api.service import ModelService, Service
+from evenflow.server.api.service import ModelService, Service, fingerprint
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
 from evenflow.server.connections import bounded_protocol
@@ -27,6 +30,7 @@ from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
@@ -53,6 +57,9 @@ class ServerSettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
+    request_log: Path | None = None
+    pooling: Pooling | None = None  # of embeddings; None: the server gives none
+    engine: str = ""  # its settings as text, for the fingerprint
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -74,7 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}") from error
+        advice = "; --port gives another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}{advice}") from error
     return listener
 
 
@@ -87,8 +95,9 @@ async def serve(
 ) -> None:
     """Serve on a bound socket until a signal. Raises the error if the engine's first start fails."""
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
-    tokenizer = await asyncio.to_thread(load_tokenizer)
     observer = Observer(settings.model_names[0])
+    request_log = None if settings.request_log is None else RequestLog(settings.request_log, observer)
+    tokenizer = await asyncio.to_thread(load_tokenizer)
     if tracer is not None:
         observer.listen(tracer)
     grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
@@ -98,7 +107,10 @@ async def serve(
         await templates.start()
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
-        service = ModelService(client, gate, LargeWork(), tokenizer, grammar_gate, templates, settings.model_names)
+        named = settings.model_names, fingerprint(settings.engine)
+        service = ModelService(
+            client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named, pooling=settings.pooling
+        )
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])
@@ -108,6 +120,8 @@ async def serve(
         await templates.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+        if request_log is not None:
+            await asyncio.to_thread(request_log.close)
 
 
 async def serve_host(

@@ -101,11 +101,11 @@ def test_an_answer_without_max_tokens_ends_with_the_context(server: RunningServe
     assert answer["usage"]["total_tokens"] == 1000
 
 
-def test_parts_of_text_are_joined_and_roles_known(server: RunningServer) -> None:
-    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+def test_parts_of_text_become_lines_and_roles_are_known(server: RunningServer) -> None:
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nthere"}]
     parts = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]},
     ]
     counts = [server.post("/tokenize", {"messages": messages}).json()["tokens"] for messages in (plain, parts)]
     assert counts[0] == counts[1]
@@ -142,6 +142,26 @@ def test_a_call_of_a_function_streams(caller: RunningServer) -> None:
         reason = choice.finish_reason or reason
     assert (names, reason) == (["get_weather"], "tool_calls")
     assert json.loads(arguments) == {"city": "Bern"}
+
+
+def test_the_event_that_ends_a_stream_has_no_content(server: RunningServer) -> None:
+    """As with OpenAI: some clients read no content of an event with a finish_reason."""
+    body = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True}
+    whole = server.post("/v1/chat/completions", body).json()["choices"][0]
+    first, *parts, last = [event["choices"][0] for event in server.events("/v1/chat/completions", body)]
+    assert first["delta"]["role"] == "assistant"
+    assert (last["delta"], last["logprobs"], last["finish_reason"]) == ({}, None, "length")
+    assert "".join(part["delta"]["content"] for part in parts) == whole["message"]["content"]
+    assert {part["finish_reason"] for part in parts} == {None}
+    assert sum(len(part["logprobs"]["content"]) for part in parts) == 3
+
+
+def test_tools_count_in_a_tokenized_conversation(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "tools": [WEATHER]}
+    answer = server.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()
+    assert server.post("/tokenize", body).json()["count"] == answer["usage"]["prompt_tokens"]
+    without = [server.post("/tokenize", {**body, "tools": tools}).json()["count"] for tools in ([], None)]
+    assert max(without) < answer["usage"]["prompt_tokens"]
 
 
 def test_without_tools_the_same_text_is_content(caller: RunningServer) -> None:

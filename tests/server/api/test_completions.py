@@ -157,7 +157,9 @@ def test_echo_with_one_token_adds_it_behind_the_prompt(llama: RunningServer) -> 
     assert offsets == sorted(offsets)
     streamed = llama.events("/v1/completions", body)
     assert "".join(event["choices"][0]["text"] for event in streamed) == whole["text"]
-    assert [t for event in streamed for t in event["choices"][0]["logprobs"]["tokens"]] == whole["logprobs"]["tokens"]
+    *parts, last = [event["choices"][0] for event in streamed]
+    assert [token for part in parts for token in part["logprobs"]["tokens"]] == whole["logprobs"]["tokens"]
+    assert (last["text"], last["logprobs"], last["finish_reason"]) == ("", None, "length")
 
 
 def test_prompt_logprobs_by_token_id(llama: RunningServer) -> None:

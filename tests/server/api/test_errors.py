@@ -52,7 +52,40 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),
     (CHAT, {"messages": MESSAGES, "priority": 1}, 400, "priority"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"512": 1}}, 400, "token id 512"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 100.5}}, 400, "logit_bias.5: Input should be less than"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"-5": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"9" * 11: 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": None}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {str(number): 1 for number in range(1025)}}, 400, "at most 1024 items"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": []}, 400, "allowed_token_ids"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": [5, 512]}, 400, "token id 512"),
+    (CHAT, {"messages": MESSAGES, "bad_words": [""]}, 400, "bad_words[0]"),
+    (CHAT, {"messages": MESSAGES, "bad_words": "word"}, 400, "bad_words"),
+    (CHAT, {"messages": MESSAGES, "bad_words": ["a"] * 257}, 400, "at most 256 items"),
+    (CHAT, {"messages": MESSAGES, "bad_words": ["a" * 1001]}, 400, "at most 1000 characters"),
+    (CHAT, {"messages": MESSAGES, "cache_salt": ""}, 400, "cache_salt"),
+    (CHAT, {"messages": MESSAGES, "cache_salt": "a" * 257}, 400, "cache_salt"),
+    (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 0}, 400, "-1 or at least 1"),
+    (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
+    (CHAT, {"messages": MESSAGES, "prompt_logprobs": -2}, 400, "prompt_logprobs"),
+    (COMPLETION, {"prompt": [5] * 300, "prompt_logprobs": -1}, 400, "153088 logprobs but expected at most 131072"),
+    (COMPLETION, {"prompt": [[5], [6]], "prompt_logprobs": -1}, 400, "prompt_logprobs=-1 with 2 choices"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": [5] * 40_000, "n": 8}, 400, "320000 ids and characters"),
+    (CHAT, {"messages": MESSAGES, "bad_words": ["ab" * 200] * 100, "n": 8}, 400, "320000 ids and characters"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "huge"}, 400, "got 'huge' but expected 'none'"),
+    (CHAT, {"messages": MESSAGES, "continue_final_message": True}, 400, "not text of the assistant"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+        400,
+        "continue_final_message is not allowed with add_generation_prompt=true",
+    ),
+    (CHAT, {"messages": MESSAGES, "guided_grammar": "start: missing"}, 400, "unknown name"),
+    (CHAT, {"messages": MESSAGES, "guided_grammar": "root ::= missing"}, 400, "the lark cannot be used"),
+    (CHAT, {"messages": MESSAGES, "guided_grammar": 'start: "a"', "guided_regex": "a"}, 400, "only one of them"),
+    (CHAT, {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, 400, "logprobs=true"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream=true"),
@@ -82,7 +115,11 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": "a", "stop_token_ids": [512]}, 400, "512"),
     (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-    (COMPLETION, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (COMPLETION, {"prompt": "a", "suffix": "b", "echo": True}, 400, "echo"),
+    (COMPLETION, {"prompt": "a", "best_of": 0}, 400, "best_of"),
+    (COMPLETION, {"prompt": "a", "best_of": 2, "n": 3}, 400, "best_of is 2 but"),
+    (COMPLETION, {"prompt": "a", "best_of": 9}, 400, "9 choices"),
+    (COMPLETION, {"prompt": "a", "best_of": 2, "stream": True}, 400, "stream=true"),
     (COMPLETION, {"prompt": "a", "seed": 2**63}, 400, "seed"),
     (COMPLETION, {"prompt": "a", "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
     (COMPLETION, {"prompt": "a", "include_stop_str_in_output": 0}, 400, "include_stop_str_in_output"),
@@ -204,6 +241,7 @@ def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
         {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logprobs": True},
         {"prompt": [3, 4, 5], "max_tokens": 2, "n": 2, "echo": True, "logprobs": 1, "seed": 1},
         {"prompt": "text", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+        {"input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 2, "instructions": "a", "text": {}},
     ]
     odd: list[Any] = [
         None, True, -1, 0, 2**70, 1e308, "", "x" * 300, [], {}, [[]], [None], {"a": 1}, "\u0000", -0.0, [1, "a"],
@@ -218,7 +256,7 @@ def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
             if number % 3 == 0:
                 cut = random_source.randrange(len(content))
                 content = content[:cut] + bytes([random_source.randrange(256)]) + content[cut + 1 :]
-            path = random_source.choice([CHAT, COMPLETION, "/tokenize", "/detokenize"])
+            path = random_source.choice([CHAT, COMPLETION, "/v1/responses", "/tokenize", "/detokenize"])
             response = client.post(path, content=content, headers={"content-type": "application/json"})
             assert response.status_code in (200, 400, 404), (content, response.text)
             if response.status_code != 200:

@@ -18,6 +18,7 @@ from tests.server.serving import RunningServer, scripted_server, small_tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+RESPONSES = "/v1/responses"
 _EIGHT_MB = 8_000_000
 
 
@@ -31,6 +32,11 @@ ATTACKS = {
     "empty messages": (CHAT, repeated('{"messages":[', "{}", "]}")),
     "good messages": (CHAT, repeated('{"messages":[', '{"role":"user","content":""}', "]}")),
     "parts": (CHAT, repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":""}', "]}]}")),
+    "empty items": (RESPONSES, repeated('{"input":[', "{}", "]}")),
+    "good items": (RESPONSES, repeated('{"input":[', '{"role":"user","content":""}', "]}")),
+    "parts of an item": (
+        RESPONSES, repeated('{"input":[{"role":"user","content":[', '{"type":"input_text","text":""}', "]}]}")
+    ),
     "choices": (COMPLETION, repeated('{"prompt":"a","guided_choice":[', '"a"', "]}")),
     "unknown fields": (COMPLETION, b'{"prompt":"a"%s}' % b"".join(b',"x%d":1' % number for number in range(700_000))),
     "fields of a part": (CHAT, b'{"messages":[{"role":"user","content":[{%s}]}]}' % b",".join(

@@ -9,6 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from evenflow.server.api import response_models as models
+from evenflow.server.api.messages.models import InputTokens, Message, MessageErrorBody
+from evenflow.server.api.responses.models import ResponseObject
 from tests.server.serving import RunningServer, scripted_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -30,6 +32,11 @@ RESPONSES: list[tuple[str, str, Any, type[BaseModel]]] = [
         {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 1},
         models.ChatCompletion,
     ),
+    ("post", "/v1/messages", {"model": "a-model", "messages": MESSAGES, "max_tokens": 3}, Message),
+    ("post", "/v1/messages", {"messages": MESSAGES}, MessageErrorBody),
+    ("post", "/v1/messages/count_tokens", {"model": "a-model", "messages": MESSAGES}, InputTokens),
+    ("post", "/v1/messages/count_tokens", {"model": "other", "messages": MESSAGES}, MessageErrorBody),
+    ("post", "/v1/responses", {"input": "a", "max_output_tokens": 3}, ResponseObject),
     ("post", "/tokenize", {"prompt": "a"}, models.Tokens),
     ("post", "/tokenize", {"messages": MESSAGES, "return_token_strs": True}, models.Tokens),
     ("post", "/detokenize", {"tokens": [70, 71]}, models.PlainText),
@@ -75,7 +82,9 @@ def test_every_reference_has_its_schema_and_bodies_are_strict(server: RunningSer
     assert schemas["ChatBody"]["additionalProperties"] is False
     assert {"messages"} == set(schemas["ChatBody"]["required"])
     assert "422" not in text
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    assert schemas["ResponsesBody"]["additionalProperties"] is False
+    assert {"input"} == set(schemas["ResponsesBody"]["required"])
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         told = document["paths"][path]["post"]
         assert told["responses"].keys() == {"200", "400", "404", "413", "415", "429", "500", "503"}
         assert "text/event-stream" in told["responses"]["200"]["content"]

@@ -29,6 +29,8 @@ NAMED = {"name": "thing", "schema": SCHEMA, "strict": True}
         ({"guided_json": '{"type": "integer"}'}, Grammar.json_schema({"type": "integer"})),
         ({"guided_regex": "a+"}, Grammar.regex("a+")),
         ({"guided_choice": ["yes", "no"]}, Grammar.choice(["yes", "no"])),
+        ({"guided_grammar": 'start: "a"'}, Grammar.lark('start: "a"')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar.lark('start: "a"')),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
         ({"structured_outputs": {"regex": "a+"}}, Grammar.regex("a+")),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar.choice(["yes", "no"])),
@@ -54,7 +56,8 @@ def test_two_of_them_contradict_each_other() -> None:
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"structured_outputs": {"structural_tag": "{}"}},
-        {"structured_outputs": {"grammar": 'start: "a"'}},
+        {"structured_outputs": {"grammar": 5}},
+        {"guided_grammar": 5},
         {"guided_choice": []},
     ],
 )

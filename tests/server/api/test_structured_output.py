@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from tests.models import tiny_hf_folder
 from tests.server.serving import MODEL, RunningServer, model_server, scripted_server
@@ -45,6 +46,41 @@ def test_a_completion_is_one_of_a_choice(server: RunningServer) -> None:
     answers = server.post(COMPLETIONS, body).json()
     assert {choice["text"] for choice in answers["choices"]} <= {"yes", "no"}
     assert {choice["finish_reason"] for choice in answers["choices"]} == {"stop"}
+
+
+def test_a_response_matches_its_text_format(server: RunningServer) -> None:
+    class Person(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        age: Literal[7, 8]
+
+    with server.openai() as client:
+        parsed = client.responses.parse(model=MODEL, input="Hi", text_format=Person)
+        assert parsed.output_parsed is not None
+        assert parsed.text is not None
+        assert parsed.text.format is not None
+        assert parsed.text.format.type == "json_schema"
+        plain: Any = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
+        written = client.responses.create(model=MODEL, input="Hi", text=plain)
+        jsonschema.validate(json.loads(written.output_text), SCHEMA)
+        anything: Any = {"format": {"type": "json_object"}}
+        written = client.responses.create(model=MODEL, input="Hi", text=anything, max_output_tokens=20)
+        assert written.output_text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "make_person"}])
+def test_a_required_call_of_a_response_validates(server: RunningServer, choice: Any) -> None:
+    tool: Any = {"type": "function", "name": "make_person", "parameters": SCHEMA, "strict": True}
+    with (
+        server.openai() as client,
+        client.responses.stream(
+            model=MODEL, input="Hi", tools=[tool], tool_choice=choice, max_output_tokens=150
+        ) as stream,
+    ):
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        [call] = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert "".join(pieces) == call.arguments
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "make_person"}}])

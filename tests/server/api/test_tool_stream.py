@@ -154,6 +154,18 @@ def test_nothing_is_held_longer_than_it_must() -> None:
     assert stream.num_calls == 1
 
 
+def test_deltas_in_order_keep_content_and_calls_apart() -> None:
+    text = (
+        'First. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\nThen <tool_call>{"name": "g"}</tool_call>'
+    )
+    stream = ToolStream(ToolStyle.HERMES, {"f", "g"})
+    deltas = stream.push_in_order(text + " Last.", is_last=True)
+    contents = [delta.get("content") for delta in deltas]
+    assert contents == ["First.", None, "Then", None, "Last."]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
+
+
 def test_deltas_have_the_shape_of_openais() -> None:
     stream = ToolStream(MISTRAL, {"f"})
     assert stream.push("Well.") == {"content": "Well."}

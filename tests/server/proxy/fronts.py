@@ -57,9 +57,7 @@ def front(
             running.until(lambda: running.get("/ready").status_code == 200)
         yield running
     finally:
-        running.server.should_exit = True
-        thread.join()
-        listener.close()
+        running.stop(thread, listener)
 
 
 def seen(server: RunningServer, **options: Any) -> dict[str, Any]:

@@ -62,11 +62,11 @@ def test_requests_pass_both_ways(server: RunningServer) -> None:
     assert bad.status_code == 400
     assert bad.json()["error"]["message"] == "no prompt"
     assert server.get("/no/such/route").json() == {"detail": "Not Found"}
-    headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
+    headers = {"authorization": "Bearer secret", "x-api-key": "secret", "x-request-id": "mine"}
     arrived = seen(server, params={"a": "b c"}, headers=headers)
     assert arrived["query"] == "a=b+c"
     assert arrived["headers"]["x-request-id"] == "mine"
-    assert "authorization" not in arrived["headers"]
+    assert not {"authorization", "x-api-key"} & arrived["headers"].keys()
 
 
 def test_the_live_pages_load_fits_the_hosts_context(server: RunningServer) -> None:
@@ -79,6 +79,14 @@ def test_vllm_is_started_with_the_plug_in_and_the_flags(server: RunningServer) -
     arguments = seen(server)["arguments"]
     assert arguments[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--tensor-parallel-size", "2"]
     assert arguments[arguments.index("--scheduler-cls") + 1] == "evenflow.vllm.LatencyTargetScheduler"
+
+
+def test_the_sockets_between_front_and_engine_are_private(server: RunningServer) -> None:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    folders = {Path(line.split()[-1]).parent for line in lines if re.search(r"/evenflow-\w+/(http|steps)$", line)}
+    modes = [stat.S_IMODE(folder.stat().st_mode) for folder in folders if folder.exists()]
+    assert modes
+    assert set(modes) == {0o700}
 
 
 def test_streams_pass_as_they_come(server: RunningServer) -> None:
@@ -197,6 +205,9 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
             assert server.get(path).status_code == 200
         key = {"authorization": "Bearer secret"}
         assert server.get("/v1/models", headers=key).status_code == 200
+        assert server.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+        refused = server.post("/v1/messages", {})  # vLLM's route, but the refusal is evenflow's
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
         with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
             lines = first.iter_lines()

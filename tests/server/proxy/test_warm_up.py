@@ -114,7 +114,7 @@ def test_a_small_vocabulary_is_enough() -> None:
 def test_an_engine_that_runs_few_streams_gets_no_more(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STREAMS_START_S", 0.05)
+    monkeypatch.setattr(module, "_STREAMS_START_S", 1.0)
     endpoint = Endpoint(limit=10)
     run(endpoint)
     assert endpoint.most_open == 10

@@ -45,13 +45,15 @@ class ArtifactStore:
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
             digest, notes = content["sha256"], content["notes"]
+            if not isinstance(notes, dict):
+                raise TypeError(f"its notes are a {type(notes).__name__}")
             if (found := _sha256(package)) != digest:
                 raise DamagedArtifact(f"{package.name} hashes to {found[:12]}, not to {str(digest)[:12]}")
         except (FileNotFoundError, NotADirectoryError) as error:
             if manifest.exists():
                 raise DamagedArtifact(f"{package.name} is gone") from error
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedArtifact(f"{manifest.name} cannot be read: {error}") from error
         return Artifact(package, notes)
 

@@ -21,6 +21,8 @@ from evenflow.errors import UnsupportedModel
 
 logger = logging.getLogger("evenflow")
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
 
 class PackageMaker:
     """Compiles one model for calls like `example`, and notes in `compilation` what came of it."""
@@ -64,7 +66,7 @@ class PackageMaker:
 
     def _checked(self, artifact: Artifact, outcome: str) -> CompiledModel:
         with self._compilation.stage("loading"):
-            lifted = _from_plain(artifact.notes["constants"], self._cache.layers[0].keys.device)
+            lifted = read_constants(artifact.notes.get("constants"), self._cache.layers[0].keys.device)
             runner = StepRunner(self._graph, artifact.package, lifted, self._cache)
         with self._compilation.stage("checking"):
             try:
@@ -93,8 +95,11 @@ def _to_plain(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: [str(tensor.dtype).removeprefix("torch."), tensor.tolist()] for name, tensor in tensors.items()}
 
 
-def _from_plain(constants: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    return {
-        name: torch.tensor(values, dtype=getattr(torch, dtype), device=device)
-        for name, (dtype, values) in constants.items()
-    }
+def read_constants(constants: Any, device: torch.device) -> dict[str, Tensor]:
+    try:
+        return {
+            name: torch.tensor(values, dtype=_DTYPES[dtype], device=device)
+            for name, (dtype, values) in constants.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise DamagedArtifact(f"the constants noted with it cannot be read ({error!r})") from error

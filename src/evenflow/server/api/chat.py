@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
@@ -23,27 +23,33 @@ def template_question(
     *,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     variables: dict[str, Any] | None = None,
+    param: str = "messages",
 ) -> bytes:
     """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
     variables = variables or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt", "protected"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "protected"):
         if name in variables:
             raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    service.check_text((text for message in messages for text in message.texts()), "messages")
+    service.check_text((text for message in messages for text in message.texts()), param)
     plain = [message.model_dump(exclude_none=True) for message in messages]
-    return service.templates.question(plain, tools, add_generation_prompt is not False, variables)
+    adds_turn = add_generation_prompt is not False and not continue_final_message
+    return service.templates.question(
+        plain, tools, adds_turn, variables, continue_final_message=bool(continue_final_message)
+    )
 
 
-def encode_rendered(service: ModelService, text: str) -> list[int]:
-    service.check_text([text], "messages")
+def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
+    service.check_text([text], param)
     return service.tokenizer.encode_rendered(text)
 
 
 class ChatWriter(ResponseWriter[ChatBody]):
     """Writes the response to one chat."""
 
-    _ID_PREFIX = "chatcmpl"
+    _ID_PREFIX = "chatcmpl-"
+    _PROMPT_PARAM: ClassVar[str] = "messages"
     _DELTA_NAME = b"delta"
     _NO_CONTENT = b"{}"
 
@@ -53,6 +59,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
         self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
         self.grammar = self._tool_use.grammar
         self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
+        self._prompt: list[int] = []
 
     def template_question(self) -> bytes:
         return template_question(
@@ -60,29 +67,45 @@ class ChatWriter(ResponseWriter[ChatBody]):
             self.body.messages,
             tools=self._tool_use.tools,
             add_generation_prompt=self.body.add_generation_prompt,
-            variables=self.body.chat_template_kwargs,
+            continue_final_message=self.body.continue_final_message,
+            variables=self.body.template_variables,
+            param=self._PROMPT_PARAM,
         )
 
     def prepare(self, rendered: str) -> list[Request]:
-        body, service = self.body, self._service
-        token_ids = encode_rendered(service, rendered)
-        service.check_length(len(token_ids), body.max_output_tokens, "messages")
-        max_tokens = body.max_output_tokens or service.client.limits.max_model_len - len(token_ids)
-        return self._requests(token_ids, max_tokens)
+        token_ids = encode_rendered(self._service, rendered, self._PROMPT_PARAM)
+        self._prompt = self._truncated(token_ids, self.body.max_output_tokens)
+        return self._requests(self._prompt, self._max_tokens(len(self._prompt)))
+
+    def _max_tokens(self, num_prompt_tokens: int) -> int:
+        """Of the output, after a check that there is room for them."""
+        asked = self.body.max_output_tokens
+        self._service.check_length(num_prompt_tokens, asked, self._PROMPT_PARAM)
+        return asked or self._service.client.limits.max_model_len - num_prompt_tokens
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         response = super().response(outputs, usage)
         if self.body.prompt_logprobs is not None:
             response["prompt_logprobs"] = self._prompt_logprobs(outputs[0], self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = outputs[0].prompt_token_ids
         return response
 
     def first_event(self, index: int, usage: bytes) -> bytes:
-        return self._write_event(index, b'{"role":"assistant","content":""}', usage)
+        event = self._write_event(index, b'{"role":"assistant","content":""}', usage)
+        if self.body.return_token_ids:
+            event = event.removesuffix(b"}\n\n") + b',"prompt_token_ids":' + encode_json(self._prompt) + b"}\n\n"
+        return event
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
         stream = self._tool_streams[index]
         delta = {"content": output.text} if stream is None else stream.push(output.text, is_last=True)
         return {"message": {**whole_message(delta), "refusal": None}}
+
+    def _deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """What the only choice adds with this text, in the order in which the model wrote it."""
+        [stream] = self._tool_streams
+        return [{"content": text}] if stream is None else stream.push_in_order(text, is_last)
 
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         stream = self._tool_streams[index]

@@ -8,12 +8,14 @@ from typing import Any
 from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.model.infill import InfillTokens
 from evenflow.model.tokenizer import StreamDecoder
 from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
-from evenflow.server.api.request_models import CompletionBody
+from evenflow.server.api.request_models import CompletionBody, as_batch
 from evenflow.server.api.response_writer import ResponseWriter, encode_json
 from evenflow.server.api.service import ModelService
+from evenflow.server.errors import ApiError
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -21,12 +23,12 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionWriter(ResponseWriter[CompletionBody]):
     """Writes the response to one completion request, which may hold several prompts."""
 
-    _ID_PREFIX = "cmpl"
+    _ID_PREFIX = "cmpl-"
     _DELTA_NAME = b"text"
     _NO_CONTENT = b'""'
 
     def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
-        self._prompts = _as_batch(body.prompt)
+        self._prompts = as_batch(body.prompt)
         super().__init__(service, body, caller, "text_completion", num_prompts=len(self._prompts))
         self.grammar = body.grammar
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -38,37 +40,62 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         body, service = self.body, self._service
         requests: list[Request] = []
         for prompt in self._prompts:
-            token_ids = self._encode(prompt)
+            whole = self._prompt(prompt)
+            token_ids = self._truncated(whole, body.max_tokens)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
             requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
             if body.echo:
-                self._echoed_prompts.append(prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt))
+                text = prompt if isinstance(prompt, str) and token_ids is whole else service.tokenizer.decode(token_ids)
+                self._echoed_prompts.append(text)
         return requests
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            self._service.check_text([prompt], "prompt")
-            return self._service.tokenizer.encode(prompt, add_special_tokens=self.body.add_special_tokens is not False)
-        return prompt
+    def _prompt(self, prompt: str | list[int]) -> list[int]:
+        if self.body.suffix:
+            return self._infill_prompt(prompt, self.body.suffix)
+        return self._encode(prompt, "prompt", self.body.add_special_tokens)
 
-    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        response = super().response(outputs, usage)
-        if self.body.prompt_logprobs is not None:
-            for choice, output in zip(response["choices"], outputs, strict=True):
-                choice["prompt_logprobs"] = self._prompt_logprobs(output, self.body.prompt_logprobs)
-        return response
+    def _infill_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
+        service, tokenizer = self._service, self._service.tokenizer
+        if (tokens := InfillTokens.of(tokenizer)) is None:
+            message = "suffix: this model was not trained to fill in text before one; leave it out."
+            raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        service.check_text([prompt, suffix] if isinstance(prompt, str) else [suffix], "prompt")
+        before = tokenizer.encode_inside(prompt) if isinstance(prompt, str) else prompt
+        starts = tokenizer.encode("")[:1] if self.body.add_special_tokens is not False else []
+        first = [token for token in starts if token == tokenizer.bos_token_id]
+        return first + tokens.prompt(before, tokenizer.encode_inside(suffix))
+
+    def _returned(self, outputs: Sequence[RequestOutput]) -> Sequence[int]:
+        """Of each prompt's outputs the likeliest per token, the best first."""
+        num_generated, num_returned = self.body.num_choices, self.body.num_returned
+        if num_generated == num_returned:
+            return super()._returned(outputs)
+        prompts = [range(first, first + num_generated) for first in range(0, len(outputs), num_generated)]
+        best_first = [sorted(indexes, key=lambda index: -_mean_logprob(outputs[index])) for indexes in prompts]
+        return [index for indexes in best_first for index in indexes[:num_returned]]
 
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return min(len(output.token_ids), self._max_tokens)
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return {"text": self._text(index, output.text, is_first=True)}
+        content: dict[str, Any] = {"text": self._text(index, output.text, is_first=True)}
+        if self.body.prompt_logprobs is not None:
+            content["prompt_logprobs"] = self._prompt_logprobs(output, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            content["prompt_token_ids"] = output.prompt_token_ids
+        return content
 
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         text = delta.text
         if self._is_text_changed:
-            text = self._text(index, text, is_first=0 < len(delta.token_ids) == len(delta.output.token_ids))
+            text = self._text(index, text, is_first=_is_first(delta))
         return encode_json(text)
+
+    def _token_ids(self, index: int, delta: Delta) -> bytes:
+        fields = b',"token_ids":' + encode_json(delta.token_ids if self._max_tokens else ())
+        if _is_first(delta):
+            fields += b',"prompt_token_ids":' + encode_json(delta.output.prompt_token_ids)
+        return fields
 
     def _text(self, index: int, text: str, is_first: bool) -> str:
         text = text if self._max_tokens else ""
@@ -97,5 +124,10 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         return completion_logprobs(tokenizer, all_ids, rows, self.body.logprobs or 0, text_offsets)
 
 
-def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+def _is_first(delta: Delta) -> bool:
+    return 0 < len(delta.token_ids) == len(delta.output.token_ids)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    rows = output.logprobs or []
+    return sum(row.chosen.logprob for row in rows) / max(1, len(rows))

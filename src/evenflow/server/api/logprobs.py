@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.request import ALL_LOGPROBS
 from evenflow.engine.outputs import TextDecoder
 from evenflow.model.tokenizer import Tokenizer
 
@@ -67,8 +68,9 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: in
 def prompt_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int) -> list[dict[str, Any] | None]:
     """By token id, for each token of the prompt but the first. Only the top tokens have a rank."""
     found: list[dict[str, Any] | None] = [None]
+    most = None if num_top == ALL_LOGPROBS else num_top
     for row in rows:
-        ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:num_top], 1)]
+        ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:most], 1)]
         entries: dict[str, Any] = {}
         for (token_id, logprob), rank in (*ranks, (row.chosen, None)):
             entry = {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}

@@ -25,21 +25,22 @@ def described(
     body: type[BaseModel] | None = None,
     errors: tuple[int, ...] = (),
     streams: bool = False,
+    error_body: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
     """Arguments for a route's decorator."""
     success: dict[str, Any] = {"model": response}
     if streams:
         success["content"] = {"text/event-stream": {}}  # this version of OpenAPI cannot describe events
     statuses = {*errors, *(_BODY_ERRORS if body is not None else ())}
-    arguments: dict[str, Any] = {"responses": {200: success, **error_responses(*sorted(statuses))}}
+    arguments: dict[str, Any] = {"responses": {200: success, **error_responses(*sorted(statuses), body=error_body)}}
     if body is not None:
         content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
         arguments["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
     return arguments
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorBody} for status in statuses}
+def error_responses(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": body} for status in statuses}
 
 
 def add_body_schemas(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:

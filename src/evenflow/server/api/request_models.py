@@ -8,30 +8,32 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import MAX_TARGET_S
-from evenflow.core.request import MAX_TOP_K, SamplingParams
+from evenflow.core.request import ALL_LOGPROBS, MAX_TOP_K, SamplingParams
 from evenflow.duration import DURATION_PATTERN, parse_duration
+from evenflow.errors import InvalidRequest
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
-from evenflow.server.api.tools import ToolFields
+from evenflow.server.api.token_fields import TokenFields, TokenId
+from evenflow.server.api.tools import ToolFields, Tools
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_MESSAGES = 1 << 14
-_FEW = Field(max_length=1024, fail_fast=True)
+MAX_SALT_CHARACTERS = 256
+FEW = Field(max_length=1024, fail_fast=True)
 MAX_INT = 2**63 - 1  # of a field without a bound of its own: no message between processes takes more
 _SAMPLING_FIELDS = (  # that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos"),
 )
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 Prompt = (
@@ -40,6 +42,13 @@ Prompt = (
     | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 )
+
+
+def as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts, each a text or token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
@@ -72,10 +81,48 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
-class GenerationBody(StrictModel, GrammarFields):
-    """The fields that chats and completions share."""
+class TargetFields(BaseModel):
+    """evenflow's own fields, for everything that generates."""
+
+    tbt_target: Duration | None = Field(
+        None, description="Target time between this stream's tokens: seconds or '50ms'."
+    )
+    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
+    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """In seconds, for `SamplingParams`."""
+        return {"tbt_target": _seconds(self.tbt_target), "ttft_target": _seconds(self.ttft_target)}
+
+
+class EngineBody(StrictModel, TargetFields):
+    """The fields of everything that the engine computes."""
 
     model: str | None = Field(None, description="A name from /v1/models; by default the first.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Keep the last tokens of a longer prompt; -1: what fits the context."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
+        None, description="Requests with different salts do not share prefix caches."
+    )
+    user: str | None = Field(None, description="Has no effect.")
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens is -1 or at least 1")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """To generate per prompt."""
+        return 1
+
+
+class GenerationBody(EngineBody, GrammarFields, TokenFields):
+    """The fields that chats and completions share."""
+
     n: int | None = Field(None, ge=1, le=MAX_INT, description="Choices per prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -91,19 +138,15 @@ class GenerationBody(StrictModel, GrammarFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    tbt_target: Duration | None = Field(
-        None, description="Target time between this stream's tokens: seconds or '50ms'."
+    prompt_logprobs: int | None = Field(
+        None, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, description="-1: of the whole vocabulary, for short prompts."
     )
-    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
-    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
-    user: str | None = Field(None, description="Has no effect.")
+    return_token_ids: bool | None = Field(None, description="Send the prompt's and the output's token ids too.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
     store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
     service_tier: str | None = Field(None, description="Has no effect.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
     prompt_cache_key: str | None = Field(None, description="Has no effect: see tenant.")
-    logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Must be empty.")
     skip_special_tokens: OnlyTrue | None = None
     spaces_between_special_tokens: OnlyTrue | None = None
     include_stop_str_in_output: OnlyFalse | None = None
@@ -116,7 +159,6 @@ class GenerationBody(StrictModel, GrammarFields):
 
     @property
     def num_choices(self) -> int:
-        """Per prompt."""
         return self.n or 1
 
     @property
@@ -124,10 +166,20 @@ class GenerationBody(StrictModel, GrammarFields):
         """How to stream; None asks for one whole response."""
         return (self.stream_options or StreamOptions()) if self.stream else None
 
+    def check_size(self, num_choices: int) -> None:
+        super().check_size(num_choices)
+        if self.prompt_logprobs == ALL_LOGPROBS and num_choices > 1:
+            raise InvalidRequest(f"Got prompt_logprobs=-1 with {num_choices} choices but expected one.")
+
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Top logprobs per output token; None: no logprobs."""
+
+    @property
+    def num_sampled_logprobs(self) -> int | None:
+        """The same for the engine, which may need them for more than the response."""
+        return self.num_logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -141,15 +193,15 @@ class GenerationBody(StrictModel, GrammarFields):
             "top_k": None if self.top_k is None else min(max(self.top_k, 0), MAX_TOP_K),
             "seed": None if self.seed is None else (self.seed + index) & MAX_INT,
             "prompt_logprobs": self.num_prompt_logprobs,
-            "tbt_target": _seconds(self.tbt_target),
-            "ttft_target": _seconds(self.ttft_target),
+            **self.targets,
         }
         return SamplingParams(
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=self.num_logprobs,
+            logprobs=self.num_sampled_logprobs,
             grammar=grammar,
+            **self.token_rules,
             **{name: value for name, value in given.items() if value is not None},
         )
 
@@ -163,24 +215,50 @@ class CompletionBody(GenerationBody):
     )
     echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: NumLogprobs | None = None
-    best_of: int | None = Field(None, ge=1, le=1)
-    suffix: None = None
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_INT, description="Generate this many choices per prompt; return the n likeliest per token."
+    )
+    suffix: str | None = Field(None, description="The text after the one to fill in, for models trained to do so.")
     add_special_tokens: bool | None = Field(None, description="Prepend the model's BOS token to text.")
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of} but n choices are returned of them: n is {self.n}")
+        if self.num_choices > self.num_returned and self.stream:
+            raise ValueError("best_of is not allowed with stream=true: which choice is best is known at the end")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise ValueError("echo and truncate_prompt_tokens are not allowed with a suffix")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return self.best_of or self.num_returned
+
+    @property
+    def num_returned(self) -> int:
+        """Choices per prompt in the response."""
+        return self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
+    def num_sampled_logprobs(self) -> int | None:
+        is_ranked = self.num_choices > self.num_returned
+        return 0 if is_ranked and self.logprobs is None else self.logprobs
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Logprobs with echo include the prompt's."""
-        if self.echo and self.logprobs is not None:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs != ALL_LOGPROBS:
             return max(self.logprobs, self.prompt_logprobs or 0)
         return self.prompt_logprobs
 
 
 class TextPart(StrictModel):
-    """A part of a message's content; parts are joined."""
+    """A part of a message's content; the template gets them as lines."""
 
     type: Literal["text"]
     text: str
@@ -192,8 +270,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Role
-    content: str | Annotated[list[TextPart], _FEW] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], _FEW] | None = None
+    content: str | Annotated[list[TextPart], FEW] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], FEW] | None = None
 
     def texts(self) -> Iterator[str]:
         """The texts of its content."""
@@ -220,8 +298,37 @@ class ChatBody(GenerationBody, ToolFields):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message, the assistant's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
-    modalities: Annotated[list[Literal["text"]], _FEW] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that take it; none also sets enable_thinking to false."
+    )
+    modalities: Annotated[list[Literal["text"]], FEW] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Has no effect.")
+    prediction: dict[str, Any] | None = Field(None, description="Has no effect.")
+    prompt_cache_retention: str | None = Field(None, description="Has no effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Has no effect.")
+    audio: None = Field(None, description="Not supported.")
+    web_search_options: None = Field(None, description="Not supported.")
+    moderation: None = Field(None, description="Not supported.")
+    functions: None = Field(None, description="Not supported: see tools.")
+    function_call: None = Field(None, description="Not supported: see tool_choice.")
+
+    @model_validator(mode="after")
+    def _check_last_turn(self) -> ChatBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message is not allowed with add_generation_prompt=true")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return given
+        implied: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            implied["enable_thinking"] = False
+        return implied | given
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatBody:
@@ -246,7 +353,9 @@ class TokenizeBody(StrictModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = Field(None, description="That the conversation offers to the model.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

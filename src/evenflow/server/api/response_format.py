@@ -1,7 +1,6 @@
 """Fields of a request that constrain its output, and the grammar they ask for.
 
-OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*` without context-free grammars: a few lines
-of one can occupy a processor for minutes.
+OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
     "regex": Grammar.regex,
     "choice": Grammar.choice,
+    "grammar": Grammar.lark,
     "json_object": lambda is_wanted: Grammar.json_object(),
 }
 
@@ -67,6 +67,7 @@ class StructuredOutputs(StrictModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
     regex: str | None = None
     choice: Choice | None = None
+    grammar: str | None = Field(None, description="A context-free grammar in Lark's notation or GBNF.")
     json_object: bool | None = None
 
 
@@ -78,12 +79,18 @@ class GrammarFields(BaseModel):
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema, or its text.")
     guided_regex: str | None = None
     guided_choice: Choice | None = None
+    guided_grammar: str | None = Field(None, description="A context-free grammar in Lark's notation or GBNF.")
 
     @property
     def grammar(self) -> Grammar | None:
         """For `SamplingParams.grammar`; None allows any output."""
         structured = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
         grammars = {
             "response_format": _format_grammar(self.response_format),
             **{f"structured_outputs.{kind}": _grammar(kind, value) for kind, value in structured.items()},

@@ -46,6 +46,8 @@ class CompletionChoice(_Response):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(_Response):
@@ -53,6 +55,7 @@ class Completion(_Response):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -95,6 +98,7 @@ class ChatChoice(_Response):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(_Response):
@@ -102,9 +106,11 @@ class ChatCompletion(_Response):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(_Response):
@@ -129,6 +135,24 @@ class Tokens(_Response):
 
 class PlainText(_Response):
     prompt: str
+
+
+class Embedding(_Response):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(_Response):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(_Response):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 class CurrentTarget(_Response):

@@ -1,25 +1,26 @@
-"""What the responses of chats and completions share: ids, heads, server-sent events, engine requests.
+"""What the responses of chats and completions share: heads, choices, server-sent events.
 
 `GenerationResponse` decides when to send what these write.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.server.access import Caller, cache_salt
+from evenflow.server.access import Caller
 from evenflow.server.api.logprobs import prompt_logprobs
-from evenflow.server.api.request_models import GenerationBody
+from evenflow.server.api.request_models import GenerationBody, StreamOptions
+from evenflow.server.api.request_writer import RequestWriter
 from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import is_anthropic
+from evenflow.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,73 +33,105 @@ def event_of(content: bytes) -> bytes:
     return b"data: " + content + b"\n\n"
 
 
-class ResponseWriter(ABC, Generic[BodyType]):
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event whose type is its name too, as in Anthropic's API and OpenAI's Responses."""
+    return f"event: {content['type']}\n".encode() + event_of(encode_json(content))
+
+
+def failed_stream(error: ApiError, path: str) -> bytes:
+    """The end of a stream of this path that fails after it has started."""
+    body = error.body(path)
+    return named_event(body) if is_anthropic(path) else event_of(encode_json(body)) + DONE
+
+
+class ResponseWriter(RequestWriter[BodyType]):
     """Writes the response to one HTTP request, whole or as events. The choices of a prompt have adjacent indexes."""
 
-    _ID_PREFIX: ClassVar[str]
     _DELTA_NAME: ClassVar[bytes]  # of the field that holds an event's content
     _NO_CONTENT: ClassVar[bytes]  # its value if nothing is new
 
     def __init__(
         self, service: ModelService, body: BodyType, caller: Caller, object_name: str, num_prompts: int = 1
     ) -> None:
-        self.num_choices = num_prompts * body.num_choices
-        service.gate.check_num_choices(self.num_choices)
-        self.body = body
-        self.caller = caller
-        self.grammar: Grammar | None = None  # of every choice
-        self.tenant = body.tenant or ""
-        self.cache_salt = cache_salt(caller.key, self.tenant)
-        self._service = service
+        num_choices = num_prompts * body.num_choices
+        service.gate.check_num_choices(num_choices)
+        body.check_size(num_choices)
+        super().__init__(service, body, caller, num_choices)
         self._num_logprobs = body.num_logprobs
-        self._id = f"{self._ID_PREFIX}-{secrets.token_hex(12)}"
-        model = service.model_name(body.model)
-        self._head = {"id": self._id, "object": object_name, "created": int(time.time()), "model": model}
+        self._returns_token_ids = bool(body.return_token_ids)
+        self._head = {
+            "id": self._id,
+            "object": object_name,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": service.system_fingerprint,
+        }
         # Everything before the content is the same in all events of a choice.
         start = b"data: " + encode_json(self._head)[:-1] + b',"choices":[{"index":%d,"' + self._DELTA_NAME + b'":'
         self._event_starts = [start % index for index in range(self.num_choices)]
 
-    def template_question(self) -> bytes | None:
-        """What to ask the template renderer first, if anything."""
-        return None
-
-    @abstractmethod
-    def prepare(self, rendered: str) -> list[Request]:
-        """One engine request per choice. Tokenising takes long for long prompts: call it in a thread."""
+    @property
+    def is_slow_to_write(self) -> bool:
+        return bool(self.body.prompt_logprobs)  # there may be thousands
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole response."""
         choices = [
-            {
-                "index": index,
-                **self._content(index, output),
-                "logprobs": None if self._num_logprobs is None else self._logprobs(index, output, output.token_ids),
-                "finish_reason": self._finish_reason(index, output.finish_reason),
-            }
-            for index, output in enumerate(outputs)
+            {"index": place, **self._choice(index, outputs[index])}
+            for place, index in enumerate(self._returned(outputs))
         ]
         return {**self._head, "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        choice = {
+            **self._content(index, output),
+            "logprobs": None if self._num_logprobs is None else self._logprobs(index, output, output.token_ids),
+            "finish_reason": self._finish_reason(index, output.finish_reason),
+        }
+        if self._returns_token_ids:
+            choice["token_ids"] = output.token_ids[: self.num_completion_tokens(output)]
+        return choice
+
+    def _returned(self, outputs: Sequence[RequestOutput]) -> Sequence[int]:
+        """The indexes of the outputs to return, in order."""
+        return range(len(outputs))
 
     def first_event(self, index: int, usage: bytes) -> bytes:
         """An event to send before the first delta of a choice, if any."""
         return b""
 
     def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        """The event for a delta, empty if nothing is new; `usage` is JSON to include, or empty."""
-        content, logprobs, reason = self._delta_content(index, delta), b"null", b"null"
+        """The events for a delta, empty if nothing is new; `usage` is JSON to include, or empty.
+
+        As with OpenAI, the one with the finish_reason has no content: clients may read no further when they see it.
+        """
+        content, logprobs, is_last = self._delta_content(index, delta), b"null", delta.finish_reason is not None
+        token_ids = self._token_ids(index, delta) if self._returns_token_ids else b""
         if self._num_logprobs is not None and delta.token_ids:
             logprobs = encode_json(self._logprobs(index, delta.output, delta.token_ids))
-        elif content == self._NO_CONTENT and usage in (b"", b"null") and delta.finish_reason is None:
-            return b""
-        if delta.finish_reason is not None:
-            reason = encode_json(self._finish_reason(index, delta.finish_reason))
-        return self._write_event(index, content, usage, logprobs, reason)
+        elif content == self._NO_CONTENT and not token_ids and (is_last or usage in (b"", b"null")):
+            return self._finish_event(index, delta, usage) if is_last else b""
+        event = self._write_event(index, content, usage, logprobs, b"null" + token_ids)
+        return event + self._finish_event(index, delta, usage) if is_last else event
 
-    def usage_event(self, usage: bytes) -> bytes:
-        return event_of(encode_json(self._head)[:-1] + b',"choices":[],"usage":' + usage + b"}")
+    def _finish_event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        reason = encode_json(self._finish_reason(index, delta.finish_reason))
+        token_ids = b',"token_ids":[]' if self._returns_token_ids else b""
+        return self._write_event(index, self._NO_CONTENT, usage, reason=reason + token_ids)
 
-    def num_completion_tokens(self, output: RequestOutput) -> int:
-        return len(output.token_ids)
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        """What follows the last event of every choice."""
+        if not options.include_usage:
+            return DONE
+        head = encode_json(self._head)[:-1]
+        return event_of(head + b',"choices":[],"usage":' + encode_json(usage) + b"}") + DONE
+
+    def failure_events(self, error: ApiError, path: str) -> bytes:
+        """The end of a stream that fails after it has started."""
+        return failed_stream(error, path)
+
+    def _token_ids(self, index: int, delta: Delta) -> bytes:
+        """Further fields of an event's choice: the new tokens."""
+        return b',"token_ids":' + encode_json(delta.token_ids)
 
     @abstractmethod
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -131,8 +164,5 @@ class ResponseWriter(ABC, Generic[BodyType]):
         requests = []
         for index in range(first_index, first_index + self.body.num_choices):
             sampling = self.body.sampling(max_tokens=max_tokens, index=index, grammar=self.grammar)
-            request_id = self._id if self.num_choices == 1 else f"{self._id}-{index}"
-            requests.append(
-                self._service.client.prepare(prompt, sampling, request_id=request_id, tenant=self.cache_salt)
-            )
+            requests.append(self._request(prompt, sampling, None if self.num_choices == 1 else index))
         return requests

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec
 
 from fastapi import APIRouter, Request, Response
 
@@ -15,8 +12,9 @@ from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
 from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
 from evenflow.server.api.completions import CompletionWriter
+from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter
+from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.generation_response import GenerationResponse
-from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
@@ -26,12 +24,10 @@ from evenflow.server.api.service import ModelService, Service
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError, overloaded
 
-Arguments = ParamSpec("Arguments")
-
 logger = logging.getLogger("evenflow")
 
-_BUSY = (404, 429, 503)
-_GENERATION_ERRORS = (*_BUSY, 500)
+BUSY_ERRORS = (404, 429, 503)
+GENERATION_ERRORS = (*BUSY_ERRORS, 500)
 _MAX_TARGET_BYTES = 1 << 12
 
 
@@ -41,29 +37,36 @@ def _json(content: object) -> Response:
 
 def generation_routes(service: ModelService) -> APIRouter:
     routes = APIRouter()
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
 
     @routes.post(
         "/v1/completions",
         summary="Continue prompts",
-        **described(models.Completion, body=CompletionBody, errors=_GENERATION_ERRORS, streams=True),
+        **described(models.Completion, body=CompletionBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, CompletionBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, CompletionWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, CompletionBody, CompletionWriter)
 
     @routes.post(
         "/v1/chat/completions",
         summary="Continue a conversation",
-        **described(models.ChatCompletion, body=ChatBody, errors=_GENERATION_ERRORS, streams=True),
+        **described(models.ChatCompletion, body=ChatBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        body, num_bytes = await read_body(request, ChatBody, max_bytes, work)
-        caller = request.state.caller
-        writer = await work.run(num_bytes, caller.client, ChatWriter, service, body, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        return await GenerationResponse.to(request, service, ChatBody, ChatWriter)
+
+    @routes.post(
+        "/v1/embeddings",
+        summary="Texts to vectors",
+        **described(models.Embeddings, body=EmbeddingsBody, errors=(*GENERATION_ERRORS, 501)),
+    )
+    async def embeddings(request: Request) -> Response:
+        return await EngineResponse.to(request, service, EmbeddingsBody, EmbeddingsWriter)
+
+    @routes.post("/v1/rerank", include_in_schema=False)
+    async def rerank() -> Response:
+        names = ", ".join(service.model_names)
+        reason = "ranking documents needs a model with a score head, which no architecture of this engine has"
+        raise ApiError(501, f"{names} cannot do this: {reason}. Use --engine vllm.", code="unsupported_endpoint")
 
     return routes
 
@@ -99,20 +102,6 @@ def model_routes(service: ModelService) -> APIRouter:
     max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
     engine = service.client
 
-    async def in_turn(
-        request: Request,
-        num_bytes: int,
-        respond: Callable[Concatenate[ModelService, Arguments], Response],
-        *args: Arguments.args,
-        **options: Arguments.kwargs,
-    ) -> Response:
-        """Through the gate, like a generation, and on a thread: both are work of a prompt's size."""
-        caller = request.state.caller
-        with service.gate.enter(caller.limited_as(""), 1):
-            if num_bytes <= SMALL_BYTES:
-                return await asyncio.to_thread(respond, service, *args, **options)
-            return await work.run(num_bytes, caller.client, respond, service, *args, **options)
-
     def model_card(name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -130,7 +119,9 @@ def model_routes(service: ModelService) -> APIRouter:
     async def model(name: str) -> Response:
         return _json(model_card(service.model_name(name)))
 
-    @routes.post("/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=_BUSY))
+    @routes.post(
+        "/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=BUSY_ERRORS)
+    )
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
         service.model_name(body.model)
@@ -139,15 +130,15 @@ def model_routes(service: ModelService) -> APIRouter:
             client = request.state.caller.client
             question = await work.run(num_bytes, client, _template_question, service, body)
             rendered = await service.templates.render(question, client)
-        return await in_turn(request, num_bytes, _tokenize, body, rendered)
+        return await service.in_turn(request.state.caller, num_bytes, _tokenize, service, body, rendered)
 
     @routes.post(
-        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=_BUSY)
+        "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=BUSY_ERRORS)
     )
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)
         service.model_name(body.model)
-        return await in_turn(request, num_bytes, _detokenize, body)
+        return await service.in_turn(request.state.caller, num_bytes, _detokenize, service, body)
 
     return routes
 
@@ -190,7 +181,9 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
     return template_question(
         service,
         body.messages or (),
+        tools=[tool.for_template() for tool in body.tools or ()] or None,
         add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
 

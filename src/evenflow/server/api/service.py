@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
+from evenflow import __version__
 from evenflow.bench.live_load import LoadLimits
+from evenflow.core.request import Pooling
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import Gate
+from evenflow.server.access import Caller, Gate
 from evenflow.server.api.grammar_gate import GrammarGate
-from evenflow.server.api.large_work import LargeWork
+from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def fingerprint(engine: str) -> str:
+    """Changes with evenflow's version or the engine's settings, after which a seed may give other output."""
+    return f"fp_{hashlib.sha256(f'{__version__} {engine}'.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,8 @@ class ModelService(Service):
     grammar_gate: GrammarGate
     templates: TemplateRenderer
     model_names: tuple[str, ...]
+    system_fingerprint: str
+    pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def fail_all(self, failure: EvenflowError) -> None:
@@ -48,6 +63,20 @@ class ModelService(Service):
         await Service.fail_all(self, failure)
         await self.grammar_gate.close()
         await self.templates.close()
+
+    async def in_turn(
+        self,
+        caller: Caller,
+        num_bytes: int,
+        respond: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Result:
+        """Through the gate, like a generation, and on a thread: for work of a prompt's size."""
+        with self.gate.enter(caller.limited_as(""), 1):
+            if num_bytes <= SMALL_BYTES:
+                return await asyncio.to_thread(respond, *args, **options)
+            return await self.large_work.run(num_bytes, caller.client, respond, *args, **options)
 
     def model_name(self, requested: str | None) -> str:
         """The name for the response; a 404 if no such model is served."""

@@ -46,11 +46,18 @@ class TemplateRenderer:
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         variables: dict[str, Any],
+        *,
+        continue_final_message: bool = False,
     ) -> bytes:
         """For `render`. Takes long for large conversations: make it on a thread."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template: send plain text instead of messages")
-        fields = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        fields = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         try:
             return json.dumps({**fields, "variables": variables, "protect": self._protects}).encode()
         except (ValueError, RecursionError) as error:

@@ -56,8 +56,7 @@ class ToolStream:
         self._opening, self._closing = _MARKERS[style]
         self._names = names
         self._parallel = parallel
-        self._content: list[str] = []  # for the next delta
-        self._call_deltas: dict[int, dict[str, Any]] = {}  # likewise, by index; arguments are lists of pieces
+        self._deltas: list[dict[str, Any]] = []  # to be returned next; texts and arguments are lists of pieces
         self._blanks = ""  # held until the next text: before a call they are dropped
         self._unread: deque[str] = deque()  # characters to read again
         self._read: list[str] = []  # since the attempt began
@@ -66,19 +65,30 @@ class ToolStream:
         next(self._parser)
 
     def push(self, text: str, is_last: bool = False) -> dict[str, Any]:
-        """What became certain with this text, as a delta of OpenAI's streams."""
+        """What became certain with this text, as one delta of OpenAI's chats, which loses the order."""
+        deltas = self.push_in_order(text, is_last)
+        if len(deltas) == 1:
+            return deltas[0]
+        contents = [delta["content"] for delta in deltas if "content" in delta]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        whole: dict[str, Any] = {"content": "".join(contents)} if contents else {}
+        return {**whole, "tool_calls": calls} if calls else whole
+
+    def push_in_order(self, text: str, is_last: bool = False) -> list[dict[str, Any]]:
+        """The same as deltas of either some content or one call, in the order in which the model wrote them."""
         for character in text:
             self._parser.send(character)
         if is_last:
             with suppress(StopIteration):  # the parser ends with the output
                 self._parser.send(_END)
-        delta: dict[str, Any] = {"content": "".join(self._content)} if self._content else {}
-        if self._call_deltas:
-            delta["tool_calls"] = list(self._call_deltas.values())
-            for call in delta["tool_calls"]:
+        deltas, self._deltas = self._deltas, []
+        for delta in deltas:
+            if "content" in delta:
+                delta["content"] = "".join(delta["content"])
+            else:
+                [call] = delta["tool_calls"]
                 call["function"]["arguments"] = "".join(call["function"]["arguments"])
-        self._content, self._call_deltas = [], {}
-        return delta
+        return deltas
 
     # ---- parsers: each is sent characters through `yield` ----
 
@@ -254,7 +264,7 @@ class ToolStream:
     def _back(self) -> None:
         self._unread.appendleft(self._read.pop())
 
-    # ---- the next delta ----
+    # ---- the next deltas ----
 
     def _start(self, call: _Call) -> None:
         call.index, self.num_calls = self.num_calls, self.num_calls + 1
@@ -264,16 +274,19 @@ class ToolStream:
             call_id = secrets.token_hex(5)[:9] if self._style is ToolStyle.MISTRAL else f"call_{secrets.token_hex(12)}"
             delta: dict[str, Any] = {"index": call.index, "id": call_id, "type": "function"}
             delta["function"] = {"name": call.name, "arguments": []}
-            self._call_deltas[call.index] = delta
+            self._deltas.append({"tool_calls": [delta]})
 
     def _emit_arguments(self, call: _Call, text: str) -> None:
         if call.index is not None and (self._parallel or call.index == 0):
-            delta = self._call_deltas.setdefault(call.index, {"index": call.index, "function": {"arguments": []}})
-            delta["function"]["arguments"].append(text)
+            if not self._deltas or "tool_calls" not in self._deltas[-1]:
+                self._deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": []}}]})
+            self._deltas[-1]["tool_calls"][0]["function"]["arguments"].append(text)
 
     def _emit_content(self, text: str) -> None:
         if self._blanks + text:
-            self._content.append(self._blanks + text)
+            if not self._deltas or "content" not in self._deltas[-1]:
+                self._deltas.append({"content": []})
+            self._deltas[-1]["content"].append(self._blanks + text)
         self._blanks = ""
 
 

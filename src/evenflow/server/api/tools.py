@@ -80,10 +80,13 @@ class ToolUse:
         return ToolStream(self.style, names, parallel=self.parallel)
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ToolFields(BaseModel):
     """For chats."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
         None, description="By default 'auto' if there are tools: the model decides."
     )

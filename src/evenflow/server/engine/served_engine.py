@@ -59,18 +59,43 @@ class ServedEngine(SupervisedEngine):
         return self._client.num_open
 
     def prepare(
-        self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str, tenant: str = ""
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> Request:
         """Check, tokenise and hash a request, on any thread."""
         assert self._intake is not None
-        return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
+        return self._intake.prepare(
+            prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant, cache_salt=cache_salt
+        )
 
-    def submit(self, request: Request, *, caller: Caller, tenant: str = "", num_choices: int | None = 1) -> Stream:
+    def submit(
+        self,
+        request: Request,
+        *,
+        caller: Caller,
+        tenant: str = "",
+        endpoint: str = "",
+        model: str = "",
+        num_choices: int | None = 1,
+    ) -> Stream:
         """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
-        record = RequestRecord(request.id, tenant, *sizes, started_at=request.arrival_time, key=caller.name)
+        record = RequestRecord(
+            request.id,
+            tenant,
+            *sizes,
+            started_at=request.arrival_time,
+            key=caller.name,
+            endpoint=endpoint,
+            model=model,
+        )
         stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
         return stream
@@ -126,7 +151,9 @@ class ServedEngine(SupervisedEngine):
         self.max_num_seqs = ready.max_num_seqs
         if self._intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
-            self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=_checked_before)
+            self._intake = Intake(
+                limits, ready.block_size, self._codec, check_grammar=_checked_before, classes=ready.classes
+            )
             self.policy = ready.policy.spec()
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy.spec():  # it was changed before this restart

@@ -48,6 +48,8 @@ class RequestRecord:
     max_tokens: int
     started_at: float
     key: str = ""  # the name of the API key that sent it; "" if there are none, or a host reported it
+    endpoint: str = ""  # the path that it was sent to; "" if a host reported it
+    model: str = ""  # as the response names it; likewise
     admitted_at: float | None = None  # the start of the first step that it was part of
     first_token_at: float | None = None
     last_token_at: float | None = None

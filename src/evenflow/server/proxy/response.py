@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from evenflow.bench.live_load import LoadLimits
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.server.access import Caller, require_admin
-from evenflow.server.api.generation_response import client_disconnected
+from evenflow.server.api.engine_response import client_disconnected
 from evenflow.server.api.request_body import may_be_large, read_bytes
 from evenflow.server.api.request_chunks import RecentRequests
-from evenflow.server.api.response_writer import DONE, encode_json, event_of
+from evenflow.server.api.response_writer import failed_stream
 from evenflow.server.api.service import Service
 from evenflow.server.errors import as_api_error
 from evenflow.server.metrics.observer import FiguresFor, Observer
@@ -36,7 +36,7 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _HOP_HEADERS = set(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
-_DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"content-length", b"expect"}
+_DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"x-api-key", b"content-length", b"expect"}
 _FOR_ALL = re.compile(
     rb"/(v1/(?!(un)?load)[\w-]+(/[\w-][\w.:-]*)*|tokenize|detokenize|generate|score|rerank|classify|pooling|openapi\.json)"
 )
@@ -146,8 +146,8 @@ class ProxyResponse(Response):
         if not self._has_started:
             raise failure
         if self._is_event_stream:
-            error = event_of(encode_json(as_api_error(failure).body()))
-            await send({"type": "http.response.body", "body": error + DONE})
+            path = self._request.url.path
+            await send({"type": "http.response.body", "body": failed_stream(as_api_error(failure), path)})
         # Otherwise the connection closes early: the only way to mark half a response as failed.
 
 

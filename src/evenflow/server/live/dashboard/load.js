@@ -3,7 +3,7 @@
 
 import { Completion, Refused } from "./completion.js";
 import { authorization, refusal } from "./key.js";
-import { duration, plural } from "./words.js";
+import { duration, plural, share } from "./words.js";
 
 const SHOW_MS = 250;
 const element = (id) => document.getElementById(id);
@@ -22,12 +22,18 @@ function pause(seconds, signal) {
 export class Load {
   constructor() {
     this.model = "";
+    this.targets = []; // those in force since the page was opened, with the time of each: { since, seconds }
     this.stopper = null;
     this.button = element("load");
     this.note = element("load-note");
     this.state = element("load-state");
     this.bar = element("load-progress");
     this.button.addEventListener("click", () => (this.stopper === null ? this.run() : this.stopper.abort()));
+  }
+
+  // The target in force; null if the policy has none.
+  setTarget(seconds) {
+    if (this.targets.at(-1)?.seconds !== seconds) this.targets.push({ since: performance.now(), seconds });
   }
 
   async run() {
@@ -103,12 +109,34 @@ export class Load {
     return this.done.chat.flatMap((completion) => completion.gaps).sort((a, b) => a - b);
   }
 
+  // The chats' gaps by the target that was in force. If it changed within a gap, the higher one counts.
+  gapsByTarget() {
+    const targetAt = (time) => this.targets.findLast(({ since }) => since <= time)?.seconds ?? null;
+    const found = new Map();
+    for (const { times, gaps } of this.done.chat) {
+      gaps.forEach((gap, index) => {
+        const [before, after] = [targetAt(times[index]), targetAt(times[index + 1])];
+        const target = before === null || after === null ? null : Math.max(before, after);
+        if (!found.has(target)) found.set(target, []);
+        found.get(target).push(gap);
+      });
+    }
+    return found;
+  }
+
   summary() {
     const { chat, prompt } = this.done;
     const sent = `Sent ${plural(chat.length, "chat")} and ${plural(prompt.length, "long prompt")} in ${duration(this.seconds)}.`;
-    const gaps = this.gaps();
-    if (!gaps.length) return sent;
-    const [half, most, longest] = [0.5, 0.99, 1].map((share) => duration(quantile(gaps, share)));
-    return `${sent} Between two tokens of a chat: ${half} (p50), ${most} (p99), ${longest} at most.`;
+    const figures = [...this.gapsByTarget()].map(([target, gaps]) => gapsInWords(target, gaps));
+    return figures.length ? `${sent} Between two tokens of a chat${figures.join(";")}.` : sent;
   }
+}
+
+function gapsInWords(target, gaps) {
+  gaps.sort((a, b) => a - b);
+  const [half, most, longest] = [0.5, 0.99, 1].map((part) => duration(quantile(gaps, part)));
+  const figures = `: ${half} (p50), ${most} (p99), ${longest} at most`;
+  if (target === null) return figures;
+  const inTime = gaps.filter((gap) => gap <= target).length / gaps.length;
+  return `, with a target of ${duration(target)}${figures}, ${share(inTime)} within the target`;
 }

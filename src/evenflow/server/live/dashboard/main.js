@@ -59,6 +59,7 @@ function showFigures(figures) {
   picture.setClock(figures.now);
   picture.target = charts.tbt.mark = figures.target;
   target.show(figures);
+  load.setTarget(figures.target);
   setText("tbt-p50", duration(figures.tbt[0]));
   setText("tbt-p99", duration(figures.tbt[1]));
   setText("ttft-p50", duration(figures.ttft[0]));

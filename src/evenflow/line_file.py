@@ -1,0 +1,45 @@
+"""A file that is written line by line and holds only whole lines, whatever happens to the disk."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+_PRIVATE = 0o600
+
+
+class LineFile:
+    """Not buffered: a line that was written survives the process. New files are private."""
+
+    def __init__(self, path: str | Path, mode: Literal["wb", "ab"]) -> None:
+        self._file = open(path, mode, buffering=0, opener=_open_privately)  # noqa: SIM115 (closed by close)
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def write(self, line: bytes) -> None:
+        """Write a line and its end; on an OSError nothing of it is left."""
+        rest = memoryview(line + b"\n")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self.num_bytes)
+            raise
+        self.num_bytes += len(line) + 1
+
+    def is_at(self, path: str | Path) -> bool:
+        """False if the file was moved or deleted."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _open_privately(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)

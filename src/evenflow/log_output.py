@@ -1,0 +1,28 @@
+"""Where log records go: to what standard error is at the moment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+STAGE = {"is_stage": True}  # as `extra`: marks a record about a slow part of loading a model
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """A status line or a live picture replaces standard error, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def ensure_logging() -> None:
+    """Log to standard error, unless the program has set up logging itself."""
+    logger = logging.getLogger("evenflow")
+    if not logger.hasHandlers():
+        handler = StderrHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s evenflow: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(os.environ.get("EVENFLOW_LOG_LEVEL", "INFO").upper())

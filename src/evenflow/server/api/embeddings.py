@@ -1,0 +1,108 @@
+"""POST /v1/embeddings: texts to vectors, by pooling what the model's last layer gives for a prompt.
+
+A prompt is prefilled in chunks like any other, so embeddings delay no stream's next token beyond the target.
+"""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from math import hypot
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from evenflow.core.request import Request, SamplingParams
+from evenflow.engine.outputs import RequestOutput
+from evenflow.server.access import Caller
+from evenflow.server.api.request_models import MAX_INT, EngineBody, Text, TokenIds, as_batch
+from evenflow.server.api.request_writer import RequestWriter
+from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.service import ModelService
+from evenflow.server.errors import ApiError
+
+MAX_INPUTS = 2048  # as with OpenAI
+_MAX_VALUES = 1 << 21  # numbers written as text in one response: 40 MB
+_MANY = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+
+
+class EmbeddingsBody(EngineBody):
+    """POST /v1/embeddings"""
+
+    input: Text | TokenIds | Annotated[list[Text], _MANY] | Annotated[list[TokenIds], _MANY] = Field(
+        description="Text or token ids; a list of either is a batch."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: little-endian 32-bit floats. By default a list of numbers."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=MAX_INT, description="Keep the first ones, at unit length. For models trained for it."
+    )
+    add_special_tokens: bool | None = Field(None, description="Add the model's special tokens to text.")
+
+
+class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
+    """Writes the embeddings of one request's inputs."""
+
+    _ID_PREFIX = "embd-"
+
+    def __init__(self, service: ModelService, body: EmbeddingsBody, caller: Caller) -> None:
+        if service.pooling is None:
+            advice = "Start it with --pooling last or --pooling mean, as the model was trained"
+            raise ApiError(501, f"This server gives no embeddings. {advice}.", code="pooling_required")
+        self._prompts = as_batch(body.input)
+        # A long batch runs part by part: it must not need more room than its caller ever has.
+        most = min(service.gate.limits.max_n, service.gate.max_tenant_running)
+        super().__init__(service, body, caller, min(len(self._prompts), most))
+        self._sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, **body.targets)
+
+    @property
+    def is_slow_to_write(self) -> bool:
+        return True
+
+    def prepare(self, rendered: str) -> list[Request]:
+        requests = []
+        for index, prompt in enumerate(self._prompts):
+            token_ids = self._truncated(self._encode(prompt, "input", self.body.add_special_tokens), 1)
+            self._service.check_length(len(token_ids), None, "input")
+            requests.append(self._request(token_ids, self._sampling, index if len(self._prompts) > 1 else None))
+        return requests
+
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        embeddings = [self._embedding(output) for output in outputs]
+        num_values = sum(map(len, embeddings))
+        if num_values > _MAX_VALUES and self.body.encoding_format != "base64":
+            limit = f"but expected at most {_MAX_VALUES}: send fewer inputs, or set encoding_format to base64"
+            raise ApiError(400, f"Got inputs for {num_values} numbers {limit}.", param="input")
+        encode = _as_base64 if self.body.encoding_format == "base64" else _as_numbers
+        data = [
+            {"object": "embedding", "index": index, "embedding": encode(embedding)}
+            for index, embedding in enumerate(embeddings)
+        ]
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        return {"object": "list", "data": data, "model": self.model, "usage": counts}
+
+    def _embedding(self, output: RequestOutput) -> array[float]:
+        assert output.embedding is not None, "the engine pools what it is asked to"
+        dimensions = self.body.dimensions
+        return output.embedding if dimensions is None else _shortened(output.embedding, dimensions)
+
+
+def _shortened(values: array[float], dimensions: int) -> array[float]:
+    if dimensions > len(values):
+        message = f"Got dimensions={dimensions} but this model's embeddings have {len(values)}."
+        raise ApiError(400, message, param="dimensions")
+    kept = values[:dimensions]
+    length = hypot(*kept) or 1.0
+    return array("f", [value / length for value in kept])
+
+
+def _as_base64(values: array[float]) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def _as_numbers(values: array[float]) -> msgspec.Raw:
+    """Written at once: as Python's numbers, those of a large batch would take eight times the memory."""
+    return msgspec.Raw(encode_json(values.tolist()))

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, translated to a chat: its requests, responses and events."""

@@ -1,0 +1,60 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from evenflow.server.access import Caller
+from evenflow.server.api.chat import ChatWriter, encode_rendered
+from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.messages import models
+from evenflow.server.api.messages.chat_request import as_chat
+from evenflow.server.api.messages.request import CountTokensBody, MessagesBody
+from evenflow.server.api.messages.writer import MessagesWriter
+from evenflow.server.api.openapi import described
+from evenflow.server.api.request_body import read_body
+from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.routes import BUSY_ERRORS
+from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import MESSAGES_PATH, new_request_id
+
+
+def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
+    routes = APIRouter()
+    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
+    errors = (*BUSY_ERRORS, 401) if needs_key else BUSY_ERRORS
+
+    @routes.post(
+        MESSAGES_PATH,
+        summary="Continue a conversation, in the form of Anthropic's API",
+        **described(
+            models.Message,
+            body=MessagesBody,
+            errors=(*errors, 500),
+            streams=True,
+            error_body=models.MessageErrorBody,
+        ),
+    )
+    async def messages(request: Request) -> Response:
+        return await GenerationResponse.to(request, service, MessagesBody, MessagesWriter)
+
+    @routes.post(
+        MESSAGES_PATH + "/count_tokens",
+        summary="Count the tokens of a conversation",
+        **described(models.InputTokens, body=CountTokensBody, errors=errors, error_body=models.MessageErrorBody),
+    )
+    async def count_tokens(request: Request) -> Response:
+        body, num_bytes = await read_body(request, CountTokensBody, max_bytes, work)
+        caller = request.state.caller
+        question = await work.run(num_bytes, caller.client, _question, service, body, caller)
+        rendered = await service.templates.render(question, caller.client)
+        tokens = await service.in_turn(caller, num_bytes, encode_rendered, service, rendered)
+        content, headers = encode_json({"input_tokens": len(tokens)}), {"request-id": new_request_id()}
+        return Response(content, headers=headers, media_type="application/json")
+
+    return routes
+
+
+def _question(service: ModelService, body: CountTokensBody, caller: Caller) -> bytes:
+    """The one that a message with this body would ask the template renderer."""
+    return ChatWriter(service, as_chat(body), caller).template_question()

@@ -1,0 +1,105 @@
+"""POST /v1/messages: a chat whose request and response have the form of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from evenflow.core.request import FinishReason
+from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.server.access import Caller
+from evenflow.server.api.chat import ChatWriter
+from evenflow.server.api.messages.chat_request import as_chat
+from evenflow.server.api.messages.events import PING, BlockEvents
+from evenflow.server.api.messages.request import MessagesBody
+from evenflow.server.api.request_models import StreamOptions
+from evenflow.server.api.response_writer import named_event
+from evenflow.server.api.service import ModelService
+from evenflow.server.error_shapes import new_request_id
+
+
+class MessagesWriter(ChatWriter):
+    """Writes one message, whole or as events."""
+
+    _ID_PREFIX = "msg_"
+
+    def __init__(self, service: ModelService, body: MessagesBody, caller: Caller) -> None:
+        super().__init__(service, as_chat(body), caller)
+        self.headers = {"request-id": new_request_id()}
+        self._asked_tokens = body.max_tokens
+        self._has_begun = False
+        self._blocks = BlockEvents()
+
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        [output] = outputs
+        content = [_block(delta) for delta in self._deltas(output.text, is_last=True) if delta.get("content") != ""]
+        return self._envelope(output, content)
+
+    def first_event(self, index: int, usage: bytes) -> bytes:
+        return b""  # it has figures that are known with the first token only: see `event`
+
+    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        parts = []
+        if not self._has_begun:
+            self._has_begun = True
+            parts += [named_event({"type": "message_start", "message": self._envelope(delta.output, [])}), PING]
+        is_last = delta.finish_reason is not None
+        parts += [self._blocks.delta(new) for new in self._deltas(delta.text, is_last)]
+        if is_last:
+            end = {"type": "message_delta", "delta": self._ending(delta.output), "usage": _usage(delta.output)}
+            parts += [self._blocks.stop(), named_event(end), named_event({"type": "message_stop"})]
+        return b"".join(parts)
+
+    def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
+        return b""  # the event of the last delta has them
+
+    def _max_tokens(self, num_prompt_tokens: int) -> int:
+        """As in Anthropic's API, max_tokens may exceed the context, which then ends the output."""
+        self._service.check_length(num_prompt_tokens, None, "messages")
+        return min(self._asked_tokens, self._service.client.limits.max_model_len - num_prompt_tokens)
+
+    def _envelope(self, output: RequestOutput, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._head["model"]}
+        return {**head, "content": content, **self._ending(output), "usage": _usage(output)}
+
+    def _ending(self, output: RequestOutput) -> dict[str, Any]:
+        return {"stop_reason": self._stop_reason(output), "stop_sequence": output.stop_reason}
+
+    def _stop_reason(self, output: RequestOutput) -> str | None:
+        if output.finish_reason is None:
+            return None
+        if output.stop_reason is not None:
+            return "stop_sequence"
+        if output.finish_reason == FinishReason.LENGTH:
+            is_full = len(output.token_ids) < self._asked_tokens
+            return "model_context_window_exceeded" if is_full else "max_tokens"
+        return "tool_use" if self._finish_reason(0, output.finish_reason) == "tool_calls" else "end_turn"
+
+
+def _block(delta: dict[str, Any]) -> dict[str, Any]:
+    """The block for some whole text or a whole call."""
+    if "content" in delta:
+        return {"type": "text", "text": delta["content"]}
+    [call] = delta["tool_calls"]
+    function = call["function"]
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _parsed(function["arguments"])}
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    """A call's input. What is no JSON object is kept under the name that Anthropic's documentation gives it."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    """So far. As in Anthropic's API, `input_tokens` leaves out what the prefix cache had."""
+    return {
+        "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": output.num_cached_tokens,
+        "output_tokens": len(output.token_ids),
+    }
