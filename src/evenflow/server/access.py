@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import InvalidConfig
 from evenflow.server.errors import ApiError, overloaded
+
+_NAMED_KEY = re.compile(r"(.*\S)\s+name=([A-Za-z0-9._-]{1,64})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Caller:
     """Who sent a request."""
 
     key: str  # a short digest; "" if none is needed
-    name: str  # of the key, for figures: key-1, admin-1; "" if none is needed
+    name: str  # of the key: its own, or key-1, admin-1; "" if none is needed
     address: str
     is_admin: bool
 
@@ -55,28 +58,41 @@ class Caller:
 
     def limited_as(self, tenant: str) -> str:
         """Who shares one limit, and one share of the engine. Only an admin's key may name tenants apart."""
-        return f"{self.key}/{tenant}" if self.key and self.is_admin else self.client
+        if not self.key:
+            return self.address
+        return f"{self.name}/{tenant}" if tenant and self.is_admin else self.name
 
 
 class ApiKeys:
     """The accepted keys, kept as digests of equal length and compared in constant time.
 
-    Without admin keys a single key is one, and of several none is. Without any key, everybody is an admin.
+    Without admin keys a single key is one, and of several none is. Without any key, everybody is an admin. A key may
+    have a name behind it, `KEY name=NAME`, by which figures and the shares file call it.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
             raise InvalidConfig("Got an empty API key but expected at least one character.")
-        if both := {key.strip() for key in keys} & {key.strip() for key in admin_keys}:
+        admins, others = _by_name(admin_keys, "admin"), _by_name(keys, "key")
+        if both := set(admins.values()) & set(others.values()):
             raise InvalidConfig(f"Got {len(both)} API key(s) as an admin key too but expected each in one place.")
-        names = {f"admin-{number}": key for number, key in enumerate(dict.fromkeys(admin_keys), 1)}
-        self._admins = set(names) or ({"key-1"} if len(set(keys)) == 1 else set())
-        names |= {f"key-{number}": key for number, key in enumerate(dict.fromkeys(keys), 1)}
-        self._digests = {name: hashlib.sha256(key.strip().encode()).digest() for name, key in names.items()}
+        if same := sorted(set(admins) & set(others)):
+            raise InvalidConfig(f"Got two API keys named {same[0]!r} but expected a name of its own for each.")
+        self._admins = set(admins) or (set(others) if len(others) == 1 else set())
+        self._digests = {name: hashlib.sha256(key.encode()).digest() for name, key in (admins | others).items()}
 
     @property
     def are_needed(self) -> bool:
         return bool(self._digests)
+
+    def check_tenants(self, tenants: Iterable[str]) -> None:
+        """Refuse settings of tenants that no key can be: NAME of a key, or NAME/TENANT of an admin's."""
+        for tenant in tenants if self._digests else ():
+            name, _, named = tenant.partition("/")
+            if name not in self._digests or (named and name not in self._admins):
+                who = f"Got settings of tenant {tenant!r} but expected the name of an API key"
+                names, admins = ", ".join(self._digests), ", ".join(sorted(self._admins)) or "none"
+                raise InvalidConfig(f"{who} ({names}), or NAME/TENANT with the name of an admin's key ({admins}).")
 
     def check(self, authorization: str | None, address: str, api_key: str | None = None) -> Caller:
         """Who sent these headers (`x-api-key` counts without the other); a 401 if the key in them is not accepted."""
@@ -95,6 +111,18 @@ class ApiKeys:
         return Caller(digest.hex()[:16], names[0], address, is_admin=names[0] in self._admins)
 
 
+def _by_name(keys: Sequence[str], kind: str) -> dict[str, str]:
+    """Keys by their names; without one, by their kind and number."""
+    found: dict[str, str] = {}
+    for number, given in enumerate(dict.fromkeys(key.strip() for key in keys), 1):
+        named = _NAMED_KEY.fullmatch(given)
+        key, name = (named[1], named[2]) if named else (given, f"{kind}-{number}")
+        if name in found or key in found.values():
+            raise InvalidConfig(f"Got two API keys named {name!r}, or one key twice, but expected each once.")
+        found[name] = key
+    return found
+
+
 def require_admin(caller: Caller) -> None:
     if not caller.is_admin:
         message = "This needs an admin's key. Start the server with --admin-api-key KEY, and use that one."
@@ -102,7 +130,7 @@ def require_admin(caller: Caller) -> None:
 
 
 def read_key_file(path: Path) -> list[str]:
-    """One key per line; empty lines and lines that start with # are skipped."""
+    """One key per line, with or without a name; empty lines and lines that start with # are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:

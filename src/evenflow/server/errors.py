@@ -25,7 +25,6 @@ UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused
 
 _DURATIONS = ("tbt_target", "ttft_target")
 _UNSUPPORTED = {
-    "priority": "requests have no priorities yet; leave it out",
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
     "audio": "answers are text; leave it out",

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
+from evenflow.shares_file import TenantSettings
 
 logger = logging.getLogger("evenflow")
 
@@ -58,6 +59,7 @@ class ServerSettings:
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
     request_log: Path | None = None
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)  # NAME of a key, or NAME/TENANT of an admin's
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     engine: str = ""  # its settings as text, for the fingerprint
 
@@ -66,7 +68,8 @@ class ServerSettings:
             raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
-        ApiKeys(self.api_keys, self.admin_api_keys)  # refuses bad ones before anything is loaded
+        # Refuse bad ones before anything is loaded.
+        ApiKeys(self.api_keys, self.admin_api_keys).check_tenants(self.tenants)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -108,9 +111,8 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
         named = settings.model_names, fingerprint(settings.engine)
-        service = ModelService(
-            client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named, pooling=settings.pooling
-        )
+        parts = client, gate, LargeWork(), tokenizer, grammar_gate, templates
+        service = ModelService(*parts, *named, tenants=settings.tenants, pooling=settings.pooling)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

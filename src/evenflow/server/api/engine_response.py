@@ -54,7 +54,7 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = self._writer
-        with self._service.gate.enter(writer.caller.limited_as(writer.tenant), writer.num_choices):
+        with self._service.gate.enter(writer.share, writer.num_choices):
             if writer.grammar is not None:
                 await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
             requests = await self._prepare()

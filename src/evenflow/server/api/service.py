@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
+from evenflow.shares_file import TenantSettings
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -55,6 +56,7 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     system_fingerprint: str
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)  # by `Caller.limited_as`
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 

@@ -11,6 +11,7 @@ from multiprocessing.context import SpawnProcess
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
+from evenflow.core.service_classes import Classes
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
@@ -54,6 +55,12 @@ class ServedEngine(SupervisedEngine):
         return self._intake.limits
 
     @property
+    def classes(self) -> Classes:
+        """The engine's classes of service."""
+        assert self._intake is not None
+        return self._intake.classes
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return self._client.num_open
@@ -66,11 +73,18 @@ class ServedEngine(SupervisedEngine):
         request_id: str,
         tenant: str = "",
         cache_salt: str | None = None,
+        service_class: str | None = None,
     ) -> Request:
         """Check, tokenise and hash a request, on any thread."""
         assert self._intake is not None
         return self._intake.prepare(
-            prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant, cache_salt=cache_salt
+            prompt,
+            sampling,
+            policy=self.policy,
+            request_id=request_id,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            service_class=service_class,
         )
 
     def submit(
@@ -95,6 +109,7 @@ class ServedEngine(SupervisedEngine):
             key=caller.name,
             endpoint=endpoint,
             model=model,
+            service_class=request.service_class,
         )
         stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
