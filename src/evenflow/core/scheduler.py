@@ -42,6 +42,9 @@ from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidRequest
 
+# Waiting requests that are looked at behind one that does not fit.
+_MAX_TRIED = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -107,6 +110,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
+        self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
 
     # ---- requests come and go ----
 
@@ -395,19 +399,26 @@ class Scheduler:
     def _admissible(self, yielded: Set[str]) -> Iterator[Start]:
         """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
 
-        Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
-        fit ends the line: letting others pass could starve it. Only tenants that hold less pass; see `may_pass`. Those
-        that have `yielded` for this step do not come back in it.
+        Each running request reserves one more block: otherwise a new one would soon preempt it. Of those behind the
+        first that does not fit, a few may pass; see `_may_pass`. Those that have `yielded` for this step do not come
+        back in it.
         """
+        self._passing.clear()
         if not self.pool.num_free:
             return
-        claimed, slots = self.num_running, len(self._free_slots)
+        claimed, slots, tried = self.num_running, len(self._free_slots), 0
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         blocked: Request | None = None
         for request in self.order:
             slots_kept, blocks_kept = self._reserve(request, claimed)
-            if slots <= slots_kept or (blocked and not self.order.may_pass(request, blocked, self._holdings())):
+            if slots <= slots_kept or tried > _MAX_TRIED:
                 return
+            if blocked is not None:
+                tried += 1
+                if not self._may_pass(request, blocked):
+                    if request.account == blocked.account:
+                        continue  # one that needs less may
+                    return
             if request.id in yielded:
                 continue
             needed, cached = self._blocks_to_admit(request)
@@ -418,13 +429,24 @@ class Scheduler:
                 starting.add(missing)
             request.place.num_cached_tokens = len(cached) * self.block_size
             if needed + claimed + blocks_kept > self.pool.num_free:
-                if not self.order.is_shared:
-                    return
                 blocked = blocked or request
                 continue
+            if blocked is not None:
+                self._passing[request.id] = blocked
             yield request, len(cached) * self.block_size
             claimed += needed + 1
             slots -= 1
+
+    def _may_pass(self, request: Request, blocked: Request) -> bool:
+        """May it take memory although `blocked`, which is ahead in line, does not fit?
+
+        Tenants that hold less may. So may requests of the same account, as long as all that do need no more tokens to
+        their ends than the blocked one: memory that would be idle is used, and it waits for little more.
+        """
+        if request.account != blocked.account:
+            return self.order.may_pass(request, blocked, self._holdings())
+        passing = sum(self.requests[name].max_known_tokens for name, one in self._passing.items() if one is blocked)
+        return blocked.place.passed_tokens + passing + request.max_known_tokens <= blocked.max_known_tokens
 
     def _blocks_to_admit(self, request: Request) -> tuple[int, list[int]]:
         """How many free blocks its admission takes, and those that hold its cached prefix."""
@@ -486,6 +508,8 @@ class Scheduler:
 
     def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
         """Give a waiting request a slot and blocks for all its known tokens."""
+        if (passed := self._passing.get(request.id)) is not None and passed.account == request.account:
+            passed.place.passed_tokens += request.max_known_tokens
         self.order.remove(request)
         cached = self.prefix_cache.find(request)
         self.pool.hold(cached)
