@@ -55,6 +55,13 @@ class Served:
     num_preemptions: int = 0
     cached_tokens: int = 0
 
+    def took(self, now: float) -> None:
+        """It got a token."""
+        self.num_tokens += 1
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+
     def ttft(self, end: float) -> float:
         """A request without a token has waited until the end."""
         return (end if self.first_token is None else self.first_token) - self.arrival.at
@@ -78,6 +85,11 @@ class Outcome:
     num_steps: int = 0
     num_tokens: int = 0  # computed or given out, each once: recomputed ones do not count
     work: list[tuple[float, str, float]] = field(default_factory=list)  # when, tenant, device seconds
+
+    def count_tokens(self) -> None:
+        self.num_tokens = sum(
+            one.num_tokens + (one.arrival.num_prompt_tokens if one.num_tokens else 0) for one in self.served
+        )
 
 
 class Device:
@@ -186,7 +198,7 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
         seconds = device.costs.seconds(figures_of(plan.shape(scheduler.caps))) * rng.uniform(1 - _JITTER, 1 + _JITTER)
         now += seconds + _OVERHEAD_S
         if keeps_work:
-            outcome.work += [(now, tenant, work) for tenant, work in _by_tenant(device.work(plan, tenant_of, seconds))]
+            outcome.work += [(now, tenant, work) for tenant, work in by_tenant(device.work(plan, tenant_of, seconds))]
         committed = scheduler.commit(_result(plan, seconds), now)
         outcome.num_steps += 1
         for admission in plan.admissions:
@@ -195,20 +207,14 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
             one.cached_tokens = max(one.cached_tokens, admission.num_cached_tokens)
         for request, _, tokens in committed.emissions:
             if tokens:
-                one = served[int(request.id)]
-                one.num_tokens += 1
-                one.last_token = now
-                if one.first_token is None:
-                    one.first_token = now
+                served[int(request.id)].took(now)
     outcome.seconds = now
     outcome.served = [one for one in served if one.arrival.at <= now]
-    outcome.num_tokens = sum(
-        one.num_tokens + (one.arrival.num_prompt_tokens if one.num_tokens else 0) for one in outcome.served
-    )
+    outcome.count_tokens()
     return outcome
 
 
-def _by_tenant(parts: Iterable[tuple[str, float]]) -> Iterable[tuple[str, float]]:
+def by_tenant(parts: Iterable[tuple[str, float]]) -> Iterable[tuple[str, float]]:
     total: dict[str, float] = {}
     for tenant, seconds in parts:
         total[tenant] = total.get(tenant, 0.0) + seconds
