@@ -9,7 +9,7 @@ import pytest
 from evenflow.config import EngineConfig
 from evenflow.core.service_classes import DEFAULT_CLASSES, ServiceClass
 from evenflow.errors import InvalidConfig
-from evenflow.shares_file import TenantSettings, read_shares
+from evenflow.shares_file import QueueLimits, TenantSettings, read_shares
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -32,9 +32,11 @@ def test_classes_and_tenants(tmp_path: Path) -> None:
             rank = -1
             share = 0.6
             ttft_target = "500ms"
+            max_requests = 20
 
             [tenants.acme]
             weight = 3
+            max_tokens = 5000
 
             [tenants."gateway/guests"]
             most_urgent = "nightly"
@@ -46,7 +48,8 @@ def test_classes_and_tenants(tmp_path: Path) -> None:
         ServiceClass(name="nightly", rank=5, share=0.1, tbt_target=2),
     )
     guests = TenantSettings(most_urgent="nightly")
-    assert shares.tenants == {"acme": TenantSettings(weight=3), "gateway/guests": guests}
+    assert shares.tenants == {"acme": TenantSettings(weight=3, max_tokens=5000), "gateway/guests": guests}
+    assert shares.class_limits["chat"] == QueueLimits(max_requests=20)
     assert EngineConfig(**shares.engine_settings).tenant_weights == {"acme": 3, "gateway/guests": 1}
 
 
@@ -68,6 +71,7 @@ def test_what_a_file_leaves_out_stays(tmp_path: Path) -> None:
         ("[tenants.a]\nweight = 0", "weight 0 of tenant 'a' but expected a number > 0"),
         ("[tenants.a]\nweight = 'much'", "weight 'much' of tenant 'a'"),
         ("[tenants.a]\nmost_urgent = 'vip'", "expected one of: interactive, standard, batch"),
+        ("[tenants.a]\nmax_requests = -1", "max_requests=-1 but expected a whole number >= 0"),
         ("[tenants", "is not TOML"),
     ],
 )

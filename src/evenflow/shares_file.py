@@ -16,7 +16,21 @@ _TARGETS = ("tbt_target", "ttft_target")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantSettings:
+class QueueLimits:
+    """How much of a server the requests of a class or tenant that run or wait may take; 0: no limit."""
+
+    max_requests: int = 0
+    max_tokens: int = 0  # their prompts, and their output as far as it may go
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSettings(QueueLimits):
     """What one tenant gets."""
 
     weight: float = 1.0  # its share over that of a tenant with weight 1
@@ -28,6 +42,7 @@ class Shares:
     """Who gets what. The defaults are those of a server without a file."""
 
     classes: Classes = DEFAULT_CLASSES
+    class_limits: Mapping[str, QueueLimits] = field(default_factory=dict)
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
 
     @property
@@ -52,9 +67,10 @@ def read_shares(path: Path) -> Shares:
 
 def _shares(found: Mapping[str, Any]) -> Shares:
     _check_names("table", found, ("classes", "tenants"))
-    classes = DEFAULT_CLASSES
+    classes, limits = DEFAULT_CLASSES, {}
     if "classes" in found:
         tables = _tables("classes", found["classes"])
+        limits = {name: _limits(table) for name, table in tables.items()}
         classes = check_classes([_class(name, table) for name, table in tables.items()])
     tenants = {name: _tenant(name, table) for name, table in _tables("tenants", found.get("tenants", {})).items()}
     check_weights({name: one.weight for name, one in tenants.items()})
@@ -64,13 +80,18 @@ def _shares(found: Mapping[str, Any]) -> Shares:
             raise InvalidConfig(
                 f"Got most_urgent={one.most_urgent!r} of tenant {name!r} but expected one of: {', '.join(known)}."
             )
-    return Shares(classes=classes, tenants=tenants)
+    return Shares(classes=classes, class_limits=limits, tenants=tenants)
 
 
 def _tables(name: str, found: object) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
         raise InvalidConfig(f"Got {name!r} with a value outside a table but expected tables, such as [{name}.NAME].")
     return found
+
+
+def _limits(table: dict[str, Any]) -> QueueLimits:
+    """The part of a class's table that is the server's, taken out of it."""
+    return QueueLimits(**{one.name: table.pop(one.name) for one in fields(QueueLimits) if one.name in table})
 
 
 def _class(name: str, table: dict[str, Any]) -> ServiceClass:

@@ -13,6 +13,7 @@ from evenflow.core.account import PROMOTED
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.request import Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES
+from evenflow.errors import LateRequest
 from tests.core.driving import Driver, layout
 
 INTERACTIVE, STANDARD, BATCH = DEFAULT_CLASSES
@@ -373,3 +374,75 @@ def test_one_tenant_or_many_alone_plan_the_same() -> None:
         driver.run()
         plans.append([layout(plan) for plan in driver.plans])
     assert plans[0] == plans[1]
+
+
+# ---- what would be late ----
+
+
+def refusing(share: float = 0.5, **settings: object) -> Driver:
+    """One row takes a millisecond, and urgent prompts have a second to their first token."""
+    urgent = replace(INTERACTIVE, ttft_target=1.0, refuse_late=True)
+    driver = Driver("fixed:100", cost=by_rows, num_blocks=10_000, classes=(urgent, STANDARD, BATCH), **settings)
+    for length in (40, 700, 90, 1300, 260) * 2:
+        driver.add(length, max_tokens=5)
+        driver.run()  # step times are known
+    return driver
+
+
+def test_a_request_that_would_miss_its_target_is_refused_and_what_is_taken_meets_it() -> None:
+    driver = refusing()
+    begin = driver.executor.clock.now
+    taken = [driver.add(400, max_tokens=1, service_class="interactive") for _ in range(2)]
+    with pytest.raises(LateRequest, match="retry later") as refusal:
+        driver.add(400, max_tokens=1, service_class="interactive")
+    assert refusal.value.expected_s == pytest.approx(1.2, rel=0.1)
+    assert refusal.value.target_s == 1.0
+    assert len(driver.scheduler.requests) == 2
+    driver.add(150, max_tokens=1, service_class="interactive")  # there is room for a short one
+    driver.add(5000, max_tokens=1, service_class="standard")  # nobody asked when it would come
+    while not all(one.is_finished for one in taken):
+        driver.step()
+    assert driver.executor.clock.now - begin <= 1.0
+    driver.add(400, max_tokens=1, service_class="interactive")
+
+
+def test_what_goes_after_a_request_does_not_count_against_it() -> None:
+    driver = refusing()
+    for tenant in ("a", "b"):
+        driver.add(3000, max_tokens=1, service_class="batch", tenant=tenant)
+    driver.step()
+    assert driver.add(800, max_tokens=1, service_class="interactive") is not None
+
+
+def test_tenants_take_turns_in_the_estimate_too() -> None:
+    driver = refusing(tenant_weights={"heavy": 2.0})
+    for _ in range(2):
+        driver.add(450, max_tokens=1, service_class="interactive", tenant="heavy")
+    with pytest.raises(LateRequest):
+        driver.add(450, max_tokens=1, service_class="interactive", tenant="heavy")
+    driver.add(450, max_tokens=1, service_class="interactive", tenant="light")  # it goes before the second
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    plans = []
+    for is_refused in (False, True):
+        driver = refusing()
+        for tenant in ("a", "b"):
+            driver.add(450, max_tokens=3, service_class="interactive", tenant=tenant)
+            if is_refused:
+                with pytest.raises(LateRequest):
+                    driver.add(3000, max_tokens=1, service_class="interactive", tenant=tenant, name="late")
+        driver.run()
+        plans.append([layout(plan) for plan in driver.plans])
+    assert plans[0] == plans[1]
+
+
+def test_decodes_slow_prefill_down_in_the_estimate() -> None:
+    driver = refusing(max_num_seqs=80)
+    decoding(driver, 60)
+    for _ in range(30):  # steps of 100 rows, of which 60 are decodes
+        driver.add(40, max_tokens=1)
+        driver.step()
+    with pytest.raises(LateRequest) as refusal:
+        driver.add(700, max_tokens=1, service_class="interactive")  # 0.7 s by itself, with two rows in five 1.75 s
+    assert 1.2 < refusal.value.expected_s < 2.0

@@ -94,6 +94,9 @@ class ServeOptions:
     max_prompt_tokens: int = option("Maximum tokens of a prompt; 0: the model's context.", default=0)
     max_n: int = option("Maximum choices of one request: n times its prompts.", default=128)
     max_waiting: int = option("Maximum requests in the queue (each choice counts); more are refused.", default=1024)
+    max_open_tokens: int = option(
+        "Maximum tokens of requests that run or wait, prompts and most output; 0: no limit.", default=0
+    )
     max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
     shares: Path | None = option("File of classes and tenants, with their shares: docs/shares.md.", metavar="PATH")
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
@@ -120,7 +123,7 @@ class ServeOptions:
 
     def server_settings(self, config: EngineConfig, shares: Shares) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
-        from evenflow.server.access import ServerLimits
+        from evenflow.server.gate import ServerLimits
         from evenflow.server.serving import ServerSettings
 
         return ServerSettings(
@@ -136,7 +139,7 @@ class ServeOptions:
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
             request_log=self.request_log,
-            tenants=shares.tenants,
+            shares=shares,
             pooling=self.pooling,
             engine=repr(config),
         )

@@ -34,13 +34,14 @@ from evenflow.core.plan import (
 )
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
+from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.prices import prefill_price, step_prices
 from evenflow.core.request import FinishReason, Request, Status
-from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
-from evenflow.errors import InvalidRequest
+from evenflow.errors import InvalidRequest, LateRequest
 
 # Waiting requests that are looked at behind one that does not fit.
 _MAX_TRIED = 32
@@ -99,6 +100,8 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.tenant_weights)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
+        self._pace = PrefillPace(self._prefill_price)
+        self._is_paced = any(one.refuse_late for one in config.classes)
         self.requests: dict[str, Request] = {}  # unfinished
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, with exactly one token to feed
@@ -123,14 +126,20 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
-        service_class = self.order.add(request)
+        service_class = find_class(self.order.classes, request.service_class or None)
         request.deadline.own_target = request.sampling.tbt_target or service_class.tbt_target
         request.rank = (request.arrival_time, self._num_arrivals)
-        num_cached = self.prefix_cache.count_published(request) if self.policy.patience else 0
+        needs_cached = self.policy.patience or service_class.refuse_late
+        num_cached = self.prefix_cache.count_published(request) if needs_cached else 0
         ttft_target = request.sampling.ttft_target or service_class.ttft_target
         request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
         if self.policy.patience:
             request.rank = self._rank(request, request.arrival_time)
+        if service_class.refuse_late and ttft_target is not None:
+            expected = self._pace.seconds(self.order.seconds_before(request))
+            if expected > ttft_target:
+                raise LateRequest(expected, ttft_target)
+        self.order.add(request)
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.pool.saw(request.tenant, request.arrival_time)
@@ -569,6 +578,8 @@ class Scheduler:
         if not result.errors:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
+            if self._is_paced and plan.chunks and step.predicted_seconds:
+                self._pace.observe(plan.chunks, result.seconds + self.overhead)
         if not self._in_flight:
             self._overheads.append(max(0.0, now - step.planned_at - result.seconds))
         return outcome

@@ -22,6 +22,7 @@ class ServiceClass:
     tbt_target: float | None = None  # seconds between tokens, for requests without their own; None: the engine's
     ttft_target: float | None = None  # seconds to the first token, likewise
     reserve: float = 0.0  # share of the slots and of the KV cache that it leaves to the decodes of others
+    refuse_late: bool = False  # refuse at once what is expected to miss its target for the first token
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -30,6 +31,7 @@ class ServiceClass:
             raise InvalidConfig(f"Got rank={self.rank!r} of class {self.name!r} but expected a whole number.")
         self._require("share", 0 < self.share <= 1, "a number in (0, 1]")
         self._require("reserve", 0 <= self.reserve < 1, "a number in [0, 1)")
+        self._require("refuse_late", isinstance(self.refuse_late, bool), "true or false")
         for name in ("tbt_target", "ttft_target"):
             seconds = getattr(self, name)
             self._require(name, seconds is None or 0 < seconds < math.inf, "seconds > 0")

@@ -21,7 +21,7 @@ from evenflow.core.holdings import Holdings
 from evenflow.core.queue import RankedQueue, rank
 from evenflow.core.request import Request
 from evenflow.core.service_classes import ServiceClass, check_classes, check_weights, find_class
-from evenflow.core.tenant_shares import TenantShares
+from evenflow.core.tenant_shares import LENT_S, TenantShares
 
 # A class saves at most this much of its share for later.
 _MAX_CREDIT_S = 1.0
@@ -264,6 +264,30 @@ class ServiceOrder:
         self._lines.setdefault(account, _Line()).requests[request.id] = request
         if not request.is_running:
             self.push(request)
+
+    def seconds_before(self, request: Request) -> float:
+        """Seconds of prefill until the first token of a request that has not come yet, its own included.
+
+        Before it go all prompts of more urgent levels, and those of its tenant with a lower rank. Other tenants of its
+        class take turns with it, after what they owe it. Waits for slots and memory are not known, and not counted.
+        """
+        level = self._classes[find_class(self.classes, request.service_class or None).name].level
+        start = request.place.num_cached_tokens
+        before, own, others = 0.0, self._price_of(start, request.num_known - start), dict[str, float]()
+        for account, line in self._lines.items():
+            is_own = account.tenant == request.tenant
+            if account.level > level:
+                continue
+            ahead = (one for one in line.prompts() if account.level < level or not is_own or one.rank <= request.rank)
+            seconds = sum(map(self._prefill_left, ahead))
+            if account.level < level:
+                before += seconds
+            elif is_own:
+                own += seconds
+            else:
+                others[account.tenant] = seconds
+        turn = max(0.0, own - LENT_S) / self._weight(request.tenant)
+        return before + own + sum(min(seconds, turn * self._weight(tenant)) for tenant, seconds in others.items())
 
     # ---- who yields ----
 

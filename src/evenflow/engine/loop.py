@@ -66,7 +66,7 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
                 try:
                     engine.add(record.request())
                 except EvenflowError as error:
-                    send(Refused(record.id, str(error)))
+                    send(Refused.because(record.id, error))
             case Abort(request_id):
                 engine.abort(request_id)
             case StopAfter(request_id, num_tokens):

@@ -64,10 +64,22 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine does not take."""
+    """A request that the engine does not take: never, or not now because it would miss its target."""
 
     id: str
     message: str
+    expected_s: float | None = None  # until its first token
+    target_s: float = 0.0
+
+    @classmethod
+    def because(cls, request_id: str, error: errors.EvenflowError) -> Refused:
+        late = (error.expected_s, error.target_s) if isinstance(error, errors.LateRequest) else ()
+        return cls(request_id, str(error), *late)
+
+    def error(self) -> errors.EvenflowError:
+        if self.expected_s is not None:
+            return errors.LateRequest(self.expected_s, self.target_s)
+        return errors.InvalidRequest(self.message)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

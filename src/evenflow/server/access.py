@@ -1,37 +1,18 @@
-"""API keys, and the gate that limits how many requests run and wait."""
+"""API keys: who sent a request, and as which tenant it counts."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import InvalidConfig
-from evenflow.server.errors import ApiError, overloaded
+from evenflow.server.errors import ApiError
 
 _NAMED_KEY = re.compile(r"(.*\S)\s+name=([A-Za-z0-9._-]{1,64})")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
-    """What is refused before it costs memory. Each choice of an HTTP request counts as one request."""
-
-    max_body_bytes: int = 8 << 20
-    max_prompt_tokens: int = 0  # besides the model's context; 0: no limit
-    max_n: int = 128  # choices per HTTP request: n times its prompts
-    max_waiting: int = 1024  # requests beyond those that can run
-    max_tenant_requests: int = 0  # running or waiting; 0: no limit
-
-    def __post_init__(self) -> None:
-        lowest = {"max_body_bytes": 1, "max_prompt_tokens": 0, "max_n": 1, "max_waiting": 0, "max_tenant_requests": 0}
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
 
 
 def cache_salt(key: str, tenant: str = "", salt: str | None = None) -> str:
@@ -139,54 +120,3 @@ def read_key_file(path: Path) -> list[str]:
     if not keys:
         raise InvalidConfig(f"Got the key file {str(path)!r} but it holds no key.")
     return keys
-
-
-class Gate:
-    """Admits requests while there is room and counts them until they leave. Each choice counts as one request."""
-
-    def __init__(self, limits: ServerLimits, max_running: Callable[[], int], on_refusal: Callable[[str], None]) -> None:
-        self.limits = limits
-        self._max_running = max_running
-        self._on_refusal = on_refusal
-        self.num_inside = 0  # running or waiting
-        self._inside_by_tenant: Counter[str] = Counter()
-        self.is_draining = False
-
-    @property
-    def max_tenant_running(self) -> int:
-        """Requests of one tenant that can run at a time."""
-        return min(self._max_running(), self.limits.max_tenant_requests or self._max_running())
-
-    @contextmanager
-    def enter(self, tenant: str, num_requests: int) -> Iterator[None]:
-        """Hold room for this many requests during the context; an ApiError if there is none."""
-        self._check(tenant, num_requests)
-        self.num_inside += num_requests
-        self._inside_by_tenant[tenant] += num_requests
-        try:
-            yield
-        finally:
-            self.num_inside -= num_requests
-            self._inside_by_tenant[tenant] -= num_requests
-            if not self._inside_by_tenant[tenant]:
-                del self._inside_by_tenant[tenant]
-
-    def check_num_choices(self, num_choices: int) -> None:
-        """Refuse too many choices in one HTTP request, before anything is allocated for each."""
-        if num_choices > self.limits.max_n:
-            message = f"Got {num_choices} choices to generate but this server allows {self.limits.max_n} per request."
-            raise ApiError(400, message, param="n")
-
-    def _check(self, tenant: str, num_requests: int) -> None:
-        if self.is_draining:
-            self._on_refusal("draining")
-            raise overloaded("The server is shutting down.")
-        if self.num_inside + num_requests > self._max_running() + self.limits.max_waiting:
-            self._on_refusal("queue_full")
-            raise overloaded(f"The queue is full: {self.num_inside} requests are running or waiting.")
-        inside, limit = self._inside_by_tenant.get(tenant, 0), self.limits.max_tenant_requests
-        if limit and inside + num_requests > limit:
-            self._on_refusal("tenant_limit")
-            raise overloaded(
-                f"This tenant has {inside} requests running or waiting, and {limit} are allowed.", status=429
-            )

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.server.metrics.tenants import MAX_TENANTS, TenantFigures
-from evenflow.shares_file import TenantSettings
+from evenflow.shares_file import Shares, TenantSettings
 from tests.models import tiny_llama
 from tests.server.serving import RunningServer, model_server
 
@@ -31,7 +31,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[RunningServer]:
     """One slot: the order of service is the order in which requests end. Least shares come after much longer waits."""
-    served = {"api_keys": KEYS, "admin_api_keys": ["admin-key"], "tenants": TENANTS, "request_log": log}
+    served = {"api_keys": KEYS, "admin_api_keys": ["admin-key"], "shares": Shares(tenants=TENANTS), "request_log": log}
     weights = {name: one.weight for name, one in TENANTS.items()}
     classes = tuple(replace(one, share=1e-6) for one in DEFAULT_CLASSES)
     settings = {"max_num_seqs": 1, "policy": "fixed:64", "tenant_weights": weights, "classes": classes}

@@ -15,13 +15,14 @@ from evenflow.bench.live_load import LoadLimits
 from evenflow.core.request import Pooling
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import Caller, Gate
+from evenflow.server.access import Caller
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
+from evenflow.server.gate import Gate
 from evenflow.shares_file import TenantSettings
 
 Arguments = ParamSpec("Arguments")
