@@ -39,6 +39,18 @@ class InvalidRequest(InvalidInput):
     """A request that can never be served as asked."""
 
 
+class LateRequest(EvenflowError, RuntimeError):
+    """A request that is refused because it is expected to miss its target; later there may be less before it."""
+
+    def __init__(self, expected_s: float, target_s: float) -> None:
+        super().__init__(
+            f"The first token is expected after {expected_s:.3g} s but the target is {target_s:g} s: retry later, or "
+            "shorten the prompt."
+        )
+        self.expected_s = expected_s
+        self.target_s = target_s
+
+
 class ModelError(InvalidInput):
     """A model that cannot be loaded. The message may quote the model's files."""
 

@@ -65,7 +65,15 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self._names = (f"r{number}" for number in count())
 
-    def add(self, prompt: int | list[int], max_tokens: int = 4, name: str | None = None, **sampling: Any) -> Request:
+    def add(
+        self,
+        prompt: int | list[int],
+        max_tokens: int = 4,
+        name: str | None = None,
+        tenant: str = "",
+        service_class: str = "",
+        **sampling: Any,
+    ) -> Request:
         """A prompt given as a length is made of tokens that no other prompt shares."""
         name = name or next(self._names)
         if isinstance(prompt, int):
@@ -76,8 +84,11 @@ class Driver:
             SamplingParams(max_tokens=max_tokens, **sampling),
             seed=0,
             max_model_len=1 << 20,
-            block_hashes=hash_blocks(prompt, self.scheduler.block_size),
+            salt=tenant.encode(),
+            block_hashes=hash_blocks(prompt, self.scheduler.block_size, tenant.encode()),
             arrival_time=self.executor.clock.now,
+            tenant=tenant,
+            service_class=service_class,
         )
         self._call("add", request)
         self.requests[name] = request

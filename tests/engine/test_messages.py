@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.plan import RowLogprobs, TokenLogprob
 from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.messages import Abort, Add, Stepped, read_command, read_event
+from evenflow.core.service_classes import DEFAULT_CLASSES
+from evenflow.engine.messages import Abort, Add, Ready, SetPolicy, Stepped, read_command, read_event
 from evenflow.framing import FrameReader, frame
 from tests.server.stepping import SteppedEngine
 
@@ -20,11 +22,17 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
     for params in (sampling, SamplingParams(ignore_eos=True, stop_token_ids=(9,))):
         request = Request(
             "a", list(range(40)), params, seed=2**63 - 1, max_model_len=45, eos_token_ids=(1, 2), salt=b"x",
-            block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5,
+            block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5, tenant="acme", service_class="batch",
         )  # fmt: skip
         command = read_command(frame(Add(request.record()))[4:])
         assert isinstance(command, Add)
         assert command.request.request().record() == request.record() == command.request
+
+
+def test_an_engine_says_which_classes_it_has() -> None:
+    classes = (replace(DEFAULT_CLASSES[0], ttft_target=0.5), DEFAULT_CLASSES[2])
+    ready = Ready(100, 200, 16, 50, 8, SetPolicy("fixed:64", 64), classes)
+    assert read_event(frame(ready)[4:]) == ready
 
 
 def test_a_step_is_the_same_on_the_other_side_in_any_pieces() -> None:

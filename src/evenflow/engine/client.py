@@ -115,7 +115,7 @@ class EngineClient:
             self._backlog = self._hand_out(event.report)
             self._continue()
         elif (stream := self._streams.get(event.id)) is not None:
-            self._fail(stream, InvalidRequest(event.message))
+            self._fail(stream, event.error())
 
     def _continue(self) -> None:
         """Hand out a few streams' tokens; the rest follows after the loop has written these out."""

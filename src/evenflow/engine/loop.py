@@ -47,7 +47,7 @@ def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[
 def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
     limits, config = engine.limits, engine.scheduler.config
     sizes = config.block_size, config.num_blocks, config.max_num_seqs
-    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy)))
+    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy), config.classes))
     while _drain_commands(engine, commands, send):
         report = engine.step()
         if report is not None:
@@ -66,7 +66,7 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
                 try:
                     engine.add(record.request())
                 except EvenflowError as error:
-                    send(Refused(record.id, str(error)))
+                    send(Refused.because(record.id, error))
             case Abort(request_id):
                 engine.abort(request_id)
             case StopAfter(request_id, num_tokens):

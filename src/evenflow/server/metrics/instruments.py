@@ -16,7 +16,7 @@ from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
-REFUSALS = ("queue_full", "tenant_limit", "draining")
+REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
@@ -66,6 +66,17 @@ class MetricFactory:
         metric = BulkHistogram(names, buckets, self._labels)
         self._collectors.register(metric)
         return metric
+
+    def split_gauge(self, name: str, text: str, label: str) -> Callable[[str], Gauge]:
+        """The gauge of a label's value."""
+        return cache(partial(self._create(Gauge, name, text, [*self._labels, label]).labels, *self._labels.values()))
+
+    def split_histogram(
+        self, name: str, text: str, label: str, buckets: tuple[float, ...]
+    ) -> Callable[[str], Histogram]:
+        """The histogram of a label's value."""
+        metric = self._create(Histogram, name, text, [*self._labels, label], buckets=buckets)
+        return cache(partial(metric.labels, *self._labels.values()))
 
     def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
         """The counter of a label's value. `known` values start at 0, so rates include their first increment."""
@@ -170,3 +181,21 @@ class EvenflowMetrics:
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
+
+
+class ClassMetrics:
+    """Figures by class of service. There are only as many classes as the engine's settings have."""
+
+    def __init__(self, factory: MetricFactory) -> None:
+        label = "service_class"
+        self.open_requests = factory.split_gauge("evenflow:class_open_requests", "Requests that run or wait.", label)
+        self.ttft = factory.split_histogram("evenflow:class_ttft_seconds", "Arrival to first token.", label, _TTFT_S)
+        self._requests = factory.split_counter("evenflow:class_requests", "Finished requests.", label)
+        self._prompt_tokens = factory.split_counter("evenflow:class_prompt_tokens", "Their prompt tokens.", label)
+        self._tokens = factory.split_counter("evenflow:class_generation_tokens", "Their generated tokens.", label)
+
+    def finish(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        self.open_requests(name).dec()
+        self._requests(name).inc()
+        self._prompt_tokens(name).inc(num_prompt_tokens)
+        self._tokens(name).inc(num_output_tokens)

@@ -20,7 +20,13 @@ from prometheus_client.registry import Collector
 from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.access import Caller
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.instruments import EvenflowMetrics, MetricFactory, VllmMetrics, token_histograms
+from evenflow.server.metrics.instruments import (
+    ClassMetrics,
+    EvenflowMetrics,
+    MetricFactory,
+    VllmMetrics,
+    token_histograms,
+)
 
 WINDOW_S = 60  # of the recent quantiles
 
@@ -50,6 +56,7 @@ class RequestRecord:
     key: str = ""  # the name of the API key that sent it; "" if there are none, or a host reported it
     endpoint: str = ""  # the path that it was sent to; "" if a host reported it
     model: str = ""  # as the response names it; likewise
+    service_class: str = ""  # likewise
     admitted_at: float | None = None  # the start of the first step that it was part of
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -94,6 +101,7 @@ class Observer:
         self._factory = MetricFactory(self.collectors, model_name)
         self._vllm = VllmMetrics(self._factory)
         self._own = EvenflowMetrics(self._factory)
+        self._classes = ClassMetrics(self._factory)
         self._token_histograms: list[tuple[str, Histogram]] = []  # empty until the model's context is known
         self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
         self.tenants = self._factory.tenant_figures()
@@ -140,6 +148,8 @@ class Observer:
         An API call for several choices is several requests: the first has their number, the others None.
         """
         self.requests[record.request_id] = record
+        if record.service_class:
+            self._classes.open_requests(record.service_class).inc()
         if num_choices is not None:
             self._vllm.params_n.observe(num_choices)
 
@@ -195,6 +205,8 @@ class Observer:
         record.first_token_at = self._last_token_at[record.request_id] = now
         ttft = now - record.started_at
         self._vllm.ttft.observe(ttft)
+        if record.service_class:
+            self._classes.ttft(record.service_class).observe(ttft)
         self.recent_ttft.observe(ttft, 1, now)
         cached = min(record.num_cached_tokens, record.num_prompt_tokens)
         self._vllm.prompt_tokens.inc(record.num_prompt_tokens)
@@ -238,7 +250,10 @@ class Observer:
         self._vllm.request_success(record.finish_reason).inc()
         self._vllm.request_preemptions.observe(record.num_preemptions)
         self._own.request_chunks.observe(len(record.chunks))
-        self.tenants.count(record.key, record.tenant, record.num_prompt_tokens, record.num_output_tokens)
+        queue_s = (record.finished_at if record.admitted_at is None else record.admitted_at) - record.started_at
+        self.tenants.count(record.key, record.tenant, record.num_prompt_tokens, record.num_output_tokens, queue_s)
+        if record.service_class:
+            self._classes.finish(record.service_class, record.num_prompt_tokens, record.num_output_tokens)
         for field_name, histogram in self._token_histograms:
             histogram.observe(getattr(record, field_name))
         for start, end, histogram in self._vllm.phases:  # those that the request completed

@@ -1,0 +1,73 @@
+"""The scheduler's state machine with classes and tenants: every promise of the plain one, and those of the order."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from evenflow.core.account import PROMOTED
+from evenflow.core.service_classes import DEFAULT_CLASSES
+from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets
+
+names = st.sampled_from(["", *(one.name for one in DEFAULT_CLASSES)])
+
+
+class ServiceMachine(SchedulerMachine):
+    """Prompts of all classes and of three tenants; prefixes are shared within a tenant."""
+
+    @rule(
+        length=st.integers(1, 60),
+        max_tokens=st.integers(1, 30),
+        family=st.integers(0, 2),
+        tbt_target=own_targets,
+        ttft_target=own_targets,
+        tenant=st.sampled_from("abc"),
+        service_class=names,
+    )
+    def add_for(
+        self,
+        length: int,
+        max_tokens: int,
+        family: int,
+        tbt_target: float | None,
+        ttft_target: float | None,
+        tenant: str,
+        service_class: str,
+    ) -> None:
+        self.driver.add(
+            [family] * length,
+            max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
+            tenant=tenant,
+            service_class=service_class,
+            ignore_eos=True,
+            tbt_target=tbt_target,
+            ttft_target=ttft_target,
+        )
+
+    @invariant()
+    def check_accounts(self) -> None:
+        """Every unfinished request is in the line of its account, and a class has one promoted prompt at most."""
+        if not hasattr(self, "driver"):
+            return
+        order = self.scheduler.order
+        waiting = [request.id for request in order]
+        assert len(waiting) == len(set(waiting)) == len(order)
+        requests = self.scheduler.requests.values()
+        assert set(waiting) == {request.id for request in requests if not request.is_running}
+        assert order.is_shared == (len({request.account for request in requests}) > 1)
+        promoted = [one.account.service_class for one in requests if one.account.level == PROMOTED and one.is_prompt]
+        assert "interactive" not in promoted, "the most urgent class needs no promotion"
+
+
+IN_CI = bool(os.environ.get("CI"))
+ServiceMachine.TestCase.settings = settings(
+    max_examples=80 if IN_CI else 10,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestServiceMachine: Any = ServiceMachine.TestCase
