@@ -55,7 +55,7 @@ class Stages:
 
     def _write(self) -> None:
         if self._path is not None:
-            # A rename: whoever kills this process finds a whole file.
+            # A rename: a process that is killed leaves a whole file.
             part = self._path.with_name(f"{self._path.name}.part")
             part.write_text(json.dumps(self.found, indent=1) + "\n")
             part.replace(self._path)

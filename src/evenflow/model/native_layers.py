@@ -25,7 +25,7 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
-_ROWS_AT_ONCE = 256  # each thread has memory for them; the weights are read once for so many
+_ROWS_AT_ONCE = 256  # each thread has memory for them; the weights are read once for all of them
 _SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_rotary_pairs", "fixed_order")
 
 
