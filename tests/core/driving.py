@@ -100,6 +100,10 @@ class Driver:
     def finish(self, name: str, reason: FinishReason, keep: int | None = None) -> bool:
         return bool(self._call("finish", name, reason, keep))
 
+    def expire(self) -> list[str]:
+        """The names of requests whose deadlines have passed."""
+        return list(self._call("expire", self.executor.clock.now))
+
     def set_policy(self, policy: PolicySpec) -> None:
         self._call("set_policy", policy)
 
@@ -181,6 +185,8 @@ def _through_json(record: object) -> Record:
 
 
 def _comparable(outcome: object) -> object:
+    if isinstance(outcome, dict):  # of errors, which are equal only to themselves
+        return {name: str(error) for name, error in outcome.items()}
     if not isinstance(outcome, Committed):
         return outcome
     emissions = [(request.id, index, tokens) for request, index, tokens in outcome.emissions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from evenflow.core.account import PROMOTED
+from evenflow.core.request import FinishReason
 from evenflow.core.service_classes import DEFAULT_CLASSES
+from evenflow.errors import LateRequest
 from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets
 
 names = st.sampled_from(["", *(one.name for one in DEFAULT_CLASSES)])
@@ -25,6 +28,7 @@ class ServiceMachine(SchedulerMachine):
         family=st.integers(0, 2),
         tbt_target=own_targets,
         ttft_target=own_targets,
+        deadline=st.sampled_from((None, None, 0.05, 1.0)),
         tenant=st.sampled_from("abc"),
         service_class=names,
     )
@@ -35,18 +39,31 @@ class ServiceMachine(SchedulerMachine):
         family: int,
         tbt_target: float | None,
         ttft_target: float | None,
+        deadline: float | None,
         tenant: str,
         service_class: str,
     ) -> None:
-        self.driver.add(
-            [family] * length,
-            max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
-            tenant=tenant,
-            service_class=service_class,
-            ignore_eos=True,
-            tbt_target=tbt_target,
-            ttft_target=ttft_target,
-        )
+        with suppress(LateRequest):
+            self.driver.add(
+                [family] * length,
+                max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
+                tenant=tenant,
+                service_class=service_class,
+                ignore_eos=True,
+                tbt_target=tbt_target,
+                ttft_target=ttft_target,
+                deadline=deadline,
+            )
+
+    @rule()
+    def expire(self) -> None:
+        now = self.driver.executor.clock.now
+        due = {name for name, request in self.scheduler.requests.items() if request.expires_at <= now}
+        assert set(self.driver.expire()) == due
+        for name in due:
+            request = self.driver.requests[name]
+            assert (request.finish_reason, request.is_finished) == (FinishReason.ERROR, True)
+            assert "deadline" in (request.error or "")
 
     @invariant()
     def check_accounts(self) -> None:

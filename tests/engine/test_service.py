@@ -9,7 +9,7 @@ import pytest
 from evenflow import EngineConfig
 from evenflow.core.request import SamplingParams
 from evenflow.core.service_classes import DEFAULT_CLASSES, ServiceClass
-from evenflow.errors import InvalidConfig, InvalidRequest
+from evenflow.errors import DeadlineExceeded, InvalidConfig, InvalidRequest
 from evenflow.executors.fake import fake_continuation
 from evenflow.executors.recorded import replay
 from tests.engine.fakes import VOCAB, fake_async_llm, fake_engine, fake_llm
@@ -88,3 +88,31 @@ def test_settings_are_checked_and_sorted() -> None:
     assert [one.name for one in EngineConfig(classes=only).classes] == ["high", "low"]
     with pytest.raises(InvalidConfig, match="weight -1 of tenant 'acme'"):
         EngineConfig(tenant_weights={"acme": -1})
+
+
+def test_an_expired_request_ends_with_an_error_and_the_others_with_answers(tmp_path: object) -> None:
+    path = tmp_path / "run.jsonl"  # type: ignore[operator]
+    llm = fake_llm(max_num_seqs=1, record=path)
+    with_deadline = SamplingParams(max_tokens=50, deadline=0.08)
+    expired, whole = llm.generate([[1] * 50, [2] * 50], [with_deadline, SamplingParams(max_tokens=3)])
+    assert (
+        expired.error == f"The request's deadline of 0.08 s passed after {len(expired.token_ids)} tokens of the answer."
+    )
+    assert (expired.finish_reason, 0 < len(expired.token_ids) < 50) == ("error", True)
+    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 3)
+    llm.close()
+    assert len(replay(path)) > 2
+
+
+def test_a_stream_raises_when_its_deadline_passes() -> None:
+    found: list[int] = []
+
+    async def main() -> None:
+        async with fake_async_llm(fake_engine()) as llm:
+            async for delta in llm.stream([1] * 20, SamplingParams(max_tokens=300, deadline=0.1)):
+                found.extend(delta.token_ids)
+
+    with pytest.raises(DeadlineExceeded, match="passed after"):
+        asyncio.run(main())
+    assert 0 < len(found) < 300
+    assert found == fake_continuation([1] * 20, len(found), VOCAB)

@@ -129,3 +129,43 @@ def test_a_request_that_would_be_late_is_refused_with_the_estimate(stream: bool)
         }
         late = server.post("/v1/messages", message)
         assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+def test_a_request_that_expires_in_the_queue_says_so() -> None:
+    with scripted_server(step_s=0.01, max_num_seqs=1) as server:
+        body = {"prompt": [5] * 10, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=30) as held:
+            events = held.iter_lines()
+            next(events)
+            for stream in (False, True):
+                expired = server.post("/v1/completions", body | {"stream": stream, "deadline": "100ms"})
+                assert (expired.status_code, expired.headers["x-should-retry"]) == (504, "false")
+                error = expired.json()["error"]
+                assert (error["code"], error["deadline_s"]) == ("deadline_exceeded", 0.1)
+                assert error["message"] == "The request's deadline of 0.1 s passed before the first token."
+            message = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+            late = server.post("/v1/messages", message | {"deadline": 0.1})
+            assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+        assert 'reason="expired"} 3.0' in server.get("/metrics").text
+
+
+def test_a_stream_that_passes_its_deadline_ends_with_an_error() -> None:
+    with scripted_server(step_s=0.01) as server:
+        body = {"prompt": [5] * 10, "max_tokens": 400, "ignore_eos": True, "stream": True, "deadline": 0.3}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            events = [line for line in response.iter_lines() if line.startswith("data: ")]
+        assert len(events) > 2
+        assert "deadline of 0.3 s passed after" in events[-2]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    with scripted_server() as server:
+        refused = server.post("/v1/completions", {"prompt": [5] * 900, "max_tokens": 2, "deadline": "1ms"})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        error = refused.json()["error"]
+        assert error["expected_ttft_s"] > error["deadline_s"] == 0.001
+        wrong = server.post("/v1/completions", {"prompt": [5], "deadline": "soon"})
+        assert wrong.status_code == 400
+        assert "expected seconds, or a duration such as 50ms" in wrong.json()["error"]["message"]

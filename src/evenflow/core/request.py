@@ -53,6 +53,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
+    deadline: float | None = None  # seconds after its arrival at which a request ends if its answer is not complete
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -71,7 +72,7 @@ class SamplingParams:
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
-        for name in ("tbt_target", "ttft_target"):
+        for name in ("tbt_target", "ttft_target", "deadline"):
             if (value := getattr(self, name)) is not None:
                 _require_number(name, value, 0, above=True)
         for token_id in self.stop_token_ids:
@@ -264,6 +265,11 @@ class Request:
             self.tenant,
             self.service_class,
         )
+
+    @property
+    def expires_at(self) -> float:
+        """When its deadline passes; never, if it has none."""
+        return self.arrival_time + (math.inf if self.sampling.deadline is None else self.sampling.deadline)
 
     @property
     def num_known(self) -> int:

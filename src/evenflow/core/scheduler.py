@@ -6,6 +6,7 @@ here waits, reads a clock or draws a random number: the same calls give the same
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -38,10 +39,10 @@ from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.prices import prefill_price, step_prices
 from evenflow.core.request import FinishReason, Request, Status
-from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
 from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
-from evenflow.errors import InvalidRequest, LateRequest
+from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
 # Waiting requests that are looked at behind one that does not fit.
 _MAX_TRIED = 32
@@ -101,8 +102,10 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self._pace = PrefillPace(self._prefill_price)
-        self._is_paced = any(one.refuse_late for one in config.classes)
+        self._is_paced = any(one.refuse_late for one in config.classes)  # else from the first deadline on
         self.requests: dict[str, Request] = {}  # unfinished
+        self._expiring: dict[str, Request] = {}  # those of them that have a deadline
+        self._next_expiry = math.inf  # no deadline passes before
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, with exactly one token to feed
         self._decode_columns: Decodes | None = None  # of all of `_decoding`, until that changes
@@ -129,21 +132,47 @@ class Scheduler:
         service_class = find_class(self.order.classes, request.service_class or None)
         request.deadline.own_target = request.sampling.tbt_target or service_class.tbt_target
         request.rank = (request.arrival_time, self._num_arrivals)
-        needs_cached = self.policy.patience or service_class.refuse_late
+        needs_cached = self.policy.patience or service_class.refuse_late or request.sampling.deadline is not None
         num_cached = self.prefix_cache.count_published(request) if needs_cached else 0
         ttft_target = request.sampling.ttft_target or service_class.ttft_target
         request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
         if self.policy.patience:
             request.rank = self._rank(request, request.arrival_time)
-        if service_class.refuse_late and ttft_target is not None:
-            expected = self._pace.seconds(self.order.seconds_before(request))
-            if expected > ttft_target:
-                raise LateRequest(expected, ttft_target)
+        self._refuse_if_late(request, service_class)
         self.order.add(request)
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.pool.saw(request.tenant, request.arrival_time)
         self.order.push(request)
+        if request.sampling.deadline is not None:
+            self._is_paced = True
+            self._expiring[request.id] = request
+            self._next_expiry = min(self._next_expiry, request.expires_at)
+
+    def _refuse_if_late(self, request: Request, service_class: ServiceClass) -> None:
+        """Refuse what would end without an answer, and what its class does not take: the earlier, the better."""
+        deadline = request.sampling.deadline
+        target = request.place.ttft_target if service_class.refuse_late else None
+        if deadline is None and target is None:
+            return
+        expected = self._pace.seconds(self.order.seconds_before(request))
+        if deadline is not None and expected > deadline:
+            raise LateRequest(expected, deadline, is_deadline=True)
+        if target is not None and expected > target:
+            raise LateRequest(expected, target)
+
+    def expire(self, now: float) -> dict[str, DeadlineExceeded]:
+        """End requests whose deadlines have passed, waiting or running: nobody wants their answers any more."""
+        if now < self._next_expiry:
+            return {}
+        found: dict[str, DeadlineExceeded] = {}
+        for request in [one for one in self._expiring.values() if one.expires_at <= now]:
+            deadline_s = request.sampling.deadline or 0.0
+            error = found[request.id] = DeadlineExceeded(deadline_s, request.num_output_tokens)
+            request.error = str(error)
+            self._end(request, FinishReason.ERROR)
+        self._next_expiry = min((one.expires_at for one in self._expiring.values()), default=math.inf)
+        return found
 
     def _rank(self, request: Request, now: float) -> tuple[float, int]:
         """Its place in line, by what its prefill is predicted to take now."""
@@ -634,6 +663,7 @@ class Scheduler:
         request.finish_reason = reason
         self.order.discard(request)
         del self.requests[request.id]
+        self._expiring.pop(request.id, None)
 
     def _leave(self, request: Request) -> None:
         self.prefix_cache.abandon(request)

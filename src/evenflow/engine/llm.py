@@ -97,9 +97,13 @@ class LLM(LoadedModel):
         self._outputs.add(request)
 
     def step(self) -> list[Delta]:
-        """Run one step, and return what it added to each request."""
+        """Run one step, and return what it added to each request; those whose deadlines have passed end before it."""
+        expired = [
+            self._outputs.finish(request_id, FinishReason.ERROR, str(error))
+            for request_id, error in self.engine.expire().items()
+        ]
         report = self.engine.step()
-        return [] if report is None else list(self._outputs.take(report))
+        return [*filter(None, expired), *(() if report is None else self._outputs.take(report))]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment; None if it has ended already."""

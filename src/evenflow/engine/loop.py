@@ -49,6 +49,8 @@ def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> N
     sizes = config.block_size, config.num_blocks, config.max_num_seqs
     send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy), config.classes))
     while _drain_commands(engine, commands, send):
+        for request_id, error in engine.expire().items():
+            send(Refused.because(request_id, error))
         report = engine.step()
         if report is not None:
             send(Stepped(report))

@@ -64,21 +64,27 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine does not take: never, or not now because it would miss its target."""
+    """A request that the engine does not take: never, or not now because it would be late; or that has expired."""
 
     id: str
     message: str
-    expected_s: float | None = None  # until its first token
-    target_s: float = 0.0
+    late: tuple[float, float, bool] | None = None  # arguments of a LateRequest
+    expired: tuple[float, int] | None = None  # arguments of a DeadlineExceeded
 
     @classmethod
     def because(cls, request_id: str, error: errors.EvenflowError) -> Refused:
-        late = (error.expected_s, error.target_s) if isinstance(error, errors.LateRequest) else ()
-        return cls(request_id, str(error), *late)
+        match error:
+            case errors.LateRequest():
+                return cls(request_id, str(error), late=(error.expected_s, error.target_s, error.is_deadline))
+            case errors.DeadlineExceeded():
+                return cls(request_id, str(error), expired=(error.deadline_s, error.num_tokens))
+        return cls(request_id, str(error))
 
     def error(self) -> errors.EvenflowError:
-        if self.expected_s is not None:
-            return errors.LateRequest(self.expected_s, self.target_s)
+        if self.late is not None:
+            return errors.LateRequest(*self.late)
+        if self.expired is not None:
+            return errors.DeadlineExceeded(*self.expired)
         return errors.InvalidRequest(self.message)
 
 

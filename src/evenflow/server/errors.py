@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from evenflow.errors import EngineFailed, EvenflowError, InvalidInput, LateRequest
+from evenflow.errors import DeadlineExceeded, EngineFailed, EvenflowError, InvalidInput, LateRequest
 from evenflow.server.error_shapes import anthropic_error, is_anthropic, new_request_id
 
 _MAX_MESSAGE_CHARACTERS = 1000
@@ -24,7 +24,7 @@ _RETRY_AFTER_S = 1
 
 UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
 
-_DURATIONS = ("tbt_target", "ttft_target")
+_DURATIONS = ("tbt_target", "ttft_target", "deadline")
 _UNSUPPORTED = {
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
@@ -86,8 +86,14 @@ def as_api_error(error: EvenflowError | ApiError) -> ApiError:
     if isinstance(error, LateRequest):
         refusal = overloaded(str(error), status=429)
         refusal.headers["Retry-After"] = str(max(_RETRY_AFTER_S, math.ceil(error.expected_s - error.target_s)))
-        refusal.figures = {"expected_ttft_s": round(error.expected_s, 3), "ttft_target_s": error.target_s}
+        limit = "deadline_s" if error.is_deadline else "ttft_target_s"
+        refusal.figures = {"expected_ttft_s": round(error.expected_s, 3), limit: error.target_s}
         return refusal
+    if isinstance(error, DeadlineExceeded):
+        # OpenAI's clients retry a 504 unless they are told not to, and here nobody waits any more.
+        headers, figures = {"x-should-retry": "false"}, {"deadline_s": error.deadline_s}
+        about = {"kind": "server_error", "code": "deadline_exceeded"}
+        return ApiError(504, str(error), headers=headers, figures=figures, **about)
     if isinstance(error, InvalidInput):
         return ApiError(400, str(error))
     if isinstance(error, EngineFailed):

@@ -89,6 +89,9 @@ class ServiceFields(BaseModel):
         None, description="Target time between this stream's tokens: seconds or '50ms'."
     )
     ttft_target: Duration | None = Field(None, description="Target time to the first token.")
+    deadline: Duration | None = Field(
+        None, description="Time after its arrival at which the request ends if its answer is not complete."
+    )
     tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
     service_class: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="The name of a class of service."
@@ -103,7 +106,7 @@ class ServiceFields(BaseModel):
     @property
     def targets(self) -> dict[str, Any]:
         """In seconds, for `SamplingParams`."""
-        return {"tbt_target": _seconds(self.tbt_target), "ttft_target": _seconds(self.ttft_target)}
+        return {name: _seconds(getattr(self, name)) for name in ("tbt_target", "ttft_target", "deadline")}
 
 
 class EngineBody(StrictModel, ServiceFields):

@@ -156,8 +156,8 @@ class ServedEngine(SupervisedEngine):
                 self._observer.on_step(report)
                 self._client.take(event)
             case Refused():
-                if event.expected_s is not None:
-                    self._observer.on_request_rejected("late")
+                if event.late or event.expired:
+                    self._observer.on_request_rejected("late" if event.late else "expired")
                 self._client.take(event)
             case Ready():
                 self._on_ready(event)

@@ -16,7 +16,7 @@ from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
-REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "draining")
+REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "expired", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
