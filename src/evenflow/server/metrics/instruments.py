@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evenflow.core.plan import ChunkReason
 from evenflow.core.report import CauseKind
 from evenflow.core.request import FinishReason
-from evenflow.server.metrics.distributions import BulkHistogram
+from evenflow.server.metrics.distributions import BulkHistogram, SplitBulkHistogram
 from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
@@ -71,12 +71,11 @@ class MetricFactory:
         """The gauge of a label's value."""
         return cache(partial(self._create(Gauge, name, text, [*self._labels, label]).labels, *self._labels.values()))
 
-    def split_histogram(
-        self, name: str, text: str, label: str, buckets: tuple[float, ...]
-    ) -> Callable[[str], Histogram]:
+    def split_histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> SplitBulkHistogram:
         """The histogram of a label's value."""
-        metric = self._create(Histogram, name, text, [*self._labels, label], buckets=buckets)
-        return cache(partial(metric.labels, *self._labels.values()))
+        metric = SplitBulkHistogram(name, text, label, buckets, self._labels)
+        self._collectors.register(metric)
+        return metric
 
     def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
         """The counter of a label's value. `known` values start at 0, so rates include their first increment."""
@@ -184,18 +183,14 @@ class EvenflowMetrics:
 
 
 class ClassMetrics:
-    """Figures by class of service. There are only as many classes as the engine's settings have."""
+    """Metrics by class of service. There are only as many classes as the engine's settings have."""
 
     def __init__(self, factory: MetricFactory) -> None:
         label = "service_class"
         self.open_requests = factory.split_gauge("evenflow:class_open_requests", "Requests that run or wait.", label)
+        self.waiting = factory.split_gauge("evenflow:class_waiting_requests", "Those that have not begun.", label)
         self.ttft = factory.split_histogram("evenflow:class_ttft_seconds", "Arrival to first token.", label, _TTFT_S)
-        self._requests = factory.split_counter("evenflow:class_requests", "Finished requests.", label)
-        self._prompt_tokens = factory.split_counter("evenflow:class_prompt_tokens", "Their prompt tokens.", label)
-        self._tokens = factory.split_counter("evenflow:class_generation_tokens", "Their generated tokens.", label)
-
-    def finish(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        self.open_requests(name).dec()
-        self._requests(name).inc()
-        self._prompt_tokens(name).inc(num_prompt_tokens)
-        self._tokens(name).inc(num_output_tokens)
+        self.tbt = factory.split_histogram("evenflow:class_tbt_seconds", "Time between tokens.", label, _TBT_S)
+        self.requests = factory.split_counter("evenflow:class_requests", "Finished requests.", label)
+        self.prompt_tokens = factory.split_counter("evenflow:class_prompt_tokens", "Their prompt tokens.", label)
+        self.tokens = factory.split_counter("evenflow:class_generation_tokens", "Their generated tokens.", label)
