@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Driver:
-    """One scheduler, one fake executor, all calls, plans and outcomes so far."""
+    """One scheduler, one fake executor, and, if it `remembers`, all calls, plans, outcomes and requests so far."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Driver:
         caps: ExecutorCaps | None = None,
         cost: Callable[[Any], float] = lambda shape: 0.0,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        remembers: bool = True,
         **settings: Any,
     ) -> None:
         caps = caps or ExecutorCaps()
@@ -63,6 +65,8 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.outcomes: list[Committed] = []
         self.requests: dict[str, Request] = {}
+        self.in_flight: deque[StepPlan] = deque()
+        self._remembers = remembers
         self._names = (f"r{number}" for number in count())
 
     def add(
@@ -91,7 +95,8 @@ class Driver:
             service_class=service_class,
         )
         self._call("add", request)
-        self.requests[name] = request
+        if self._remembers:
+            self.requests[name] = request
         return request
 
     def abort(self, name: str) -> bool:
@@ -110,17 +115,20 @@ class Driver:
     def schedule(self) -> StepPlan | None:
         plan: StepPlan | None = self._call("schedule", self.executor.clock.now)
         if plan is not None:
-            self.plans.append(plan)
+            self.in_flight.append(plan)
+            if self._remembers:
+                self.plans.append(plan)
             self.executor.submit(plan)
         return plan
 
     def commit(self) -> Committed:
         outcome: Committed = self._call("commit", self._wait(), self.executor.clock.now)
-        self.outcomes.append(outcome)
+        if self._remembers:
+            self.outcomes.append(outcome)
         return outcome
 
     def _wait(self) -> StepResult:
-        plan = self.plans[len(self.outcomes)]
+        plan = self.in_flight.popleft()
         try:
             return self.executor.wait()
         except StepFailed as failure:  # the engine does the same
@@ -128,6 +136,8 @@ class Driver:
             return StepResult(plan.step_id, ((),) * plan.num_sequences, 0.0, errors=errors)
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        if not self._remembers:
+            return getattr(self.scheduler, method)(*arguments)
         logged = tuple(one.record() if isinstance(one, Request) else one for one in arguments)
         outcome = getattr(self.scheduler, method)(*arguments)
         self.calls.append(Call(method, logged, outcome))

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from evenflow.core.account import PROMOTED
 from evenflow.core.request import FinishReason
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.errors import LateRequest
+from tests.core.promises import check_accounts
 from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets
 
 names = st.sampled_from(["", *(one.name for one in DEFAULT_CLASSES)])
@@ -66,18 +66,9 @@ class ServiceMachine(SchedulerMachine):
             assert "deadline" in (request.error or "")
 
     @invariant()
-    def check_accounts(self) -> None:
-        """Every unfinished request is in the line of its account, and a class has one promoted prompt at most."""
-        if not hasattr(self, "driver"):
-            return
-        order = self.scheduler.order
-        waiting = [request.id for request in order]
-        assert len(waiting) == len(set(waiting)) == len(order)
-        requests = self.scheduler.requests.values()
-        assert set(waiting) == {request.id for request in requests if not request.is_running}
-        assert order.is_shared == (len({request.account for request in requests}) > 1)
-        promoted = [one.account.service_class for one in requests if one.account.level == PROMOTED and one.is_prompt]
-        assert "interactive" not in promoted, "the most urgent class needs no promotion"
+    def check_order(self) -> None:
+        if hasattr(self, "driver"):
+            check_accounts(self.scheduler)
 
 
 IN_CI = bool(os.environ.get("CI"))
