@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from evenflow.config import EngineConfig
     from evenflow.core.grammar import Grammar
     from evenflow.core.request import SamplingParams
+    from evenflow.core.service_classes import ServiceClass
     from evenflow.engine.async_llm import AsyncLLM
     from evenflow.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Grammar", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "Grammar", "SamplingParams", "ServiceClass"]
 
 _HOMES = {
     "LLM": "evenflow.engine.llm",
@@ -26,6 +27,7 @@ _HOMES = {
     "EngineConfig": "evenflow.config",
     "Grammar": "evenflow.core.grammar",
     "SamplingParams": "evenflow.core.request",
+    "ServiceClass": "evenflow.core.service_classes",
 }
 
 

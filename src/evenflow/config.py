@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
 from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, PolicySpec
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, check_classes, check_weights
 from evenflow.errors import InvalidConfig
 
 GIB = 1 << 30
@@ -41,6 +43,8 @@ class EngineConfig:
     max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2
     block_size: int = 16  # tokens of a KV block
     seed: int | None = None  # for requests without one; None: drawn anew for each
+    classes: Classes = DEFAULT_CLASSES  # of service, each with its urgency, targets and share: see docs/shares.md
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of shares; a tenant that is not listed has 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_model_len", "threads", "kv_cache_memory", "max_steps_in_flight"):
@@ -54,6 +58,8 @@ class EngineConfig:
                 f"Got gpu_memory_utilization={self.gpu_memory_utilization!r} but expected a number in (0, 1]."
             )
         self._check_device()
+        object.__setattr__(self, "classes", check_classes(self.classes))
+        object.__setattr__(self, "tenant_weights", check_weights(self.tenant_weights))
         if isinstance(self.policy, str):
             object.__setattr__(self, "policy", PolicySpec.parse(self.policy))
         if self.tbt_target is not None:

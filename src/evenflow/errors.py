@@ -8,6 +8,8 @@ EvenflowError
 │       ├── ModelNotFound          no such folder or file
 │       ├── UnsupportedModel       an architecture, tensor type or option evenflow does not run
 │       └── BrokenModel            a truncated or inconsistent file
+├── LateRequest                    refused: it is expected to miss its target or deadline
+├── DeadlineExceeded               a request's deadline passed before its answer was complete
 ├── MissingDependency              an extra that is not installed: says which to install
 ├── OutOfMemory                    says which settings to lower
 ├── EngineFailed                   a step failed: exit code 1 on the command line
@@ -37,6 +39,33 @@ class InvalidConfig(InvalidInput):
 
 class InvalidRequest(InvalidInput):
     """A request that can never be served as asked."""
+
+
+class LateRequest(EvenflowError, RuntimeError):
+    """A request that is refused because its first token is expected after its target, or after its deadline.
+
+    Later there may be less before it.
+    """
+
+    def __init__(self, expected_s: float, target_s: float, is_deadline: bool = False) -> None:
+        limit = "deadline" if is_deadline else "target"
+        super().__init__(
+            f"The first token is expected after {expected_s:.3g} s but the {limit} is {target_s:g} s: retry later, or "
+            "shorten the prompt."
+        )
+        self.expected_s = expected_s
+        self.target_s = target_s
+        self.is_deadline = is_deadline
+
+
+class DeadlineExceeded(EvenflowError, TimeoutError):
+    """A request that ended because its deadline passed before its answer was complete."""
+
+    def __init__(self, deadline_s: float, num_tokens: int) -> None:
+        reached = f"after {num_tokens} tokens of the answer" if num_tokens else "before the first token"
+        super().__init__(f"The request's deadline of {deadline_s:g} s passed {reached}.")
+        self.deadline_s = deadline_s
+        self.num_tokens = num_tokens
 
 
 class ModelError(InvalidInput):

@@ -58,11 +58,12 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @contextmanager
-def streaming(address: str, count: int, headers: dict[str, str] | None = None) -> Iterator[None]:
-    """So many endless chats, until the context ends."""
+def streaming(address: str, count: int, headers: dict[str, str] | None = None, **fields: str) -> Iterator[None]:
+    """Endless chats, each until the context ends; `fields` are part of their requests."""
     is_over = threading.Event()
     threads = [
-        threading.Thread(target=_stream, args=(address, number, headers or {}, is_over)) for number in range(count)
+        threading.Thread(target=_stream, args=(address, number, headers or {}, is_over, fields))
+        for number in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -74,12 +75,15 @@ def streaming(address: str, count: int, headers: dict[str, str] | None = None) -
             thread.join()
 
 
-def _stream(address: str, number: int, headers: dict[str, str], is_over: threading.Event) -> None:
+def _stream(
+    address: str, number: int, headers: dict[str, str], is_over: threading.Event, fields: dict[str, str]
+) -> None:
     body = {
         "messages": [{"role": "user", "content": f"chat {number}"}],
         "max_tokens": 3000,
         "ignore_eos": True,
         "stream": True,
+        **fields,
     }
     while not is_over.is_set():
         with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:

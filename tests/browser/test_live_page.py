@@ -88,6 +88,18 @@ def test_steps_move_while_streams_run_and_stand_when_paused(pages: Pages, addres
         assert page.evaluate(_PICTURE) == standing
 
 
+def test_classes_and_tenants_have_their_own_rows(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    with streaming(address, 2, service_class="batch", tenant="nightly"):
+        until_seen(page, lambda: text_of(page, "#tenants tbody") == "nightly20")
+        row = page.locator("#classes tbody tr", has_text="batch")
+        until_seen(page, lambda: re.search(r"^batch20.*m?s · .*m?s$", str(row.text_content())) is not None)
+    until_seen(page, lambda: str(row.text_content()).startswith("batch00"))
+    assert not page.locator("#tenants").is_visible()
+    assert "No open requests" in text_of(page, "#no-tenants")
+
+
 def test_the_page_keeps_up_with_fast_steps(pages: Pages, address: str) -> None:
     page = pages.open(address)
     until(page, IS_LIVE)

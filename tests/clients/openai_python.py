@@ -270,7 +270,7 @@ def errors_are_of_the_clients_own_classes() -> None:
         (openai.BadRequestError, {"temperature": 3}, None),
         (openai.BadRequestError, {"messages": []}, None),
         (openai.BadRequestError, {"n": 0}, None),
-        (openai.BadRequestError, {"extra_body": {"priority": 1}}, "unsupported_parameter"),
+        (openai.BadRequestError, {"extra_body": {"use_beam_search": True}}, "unsupported_parameter"),
         (openai.BadRequestError, {"max_tokens": 10**6}, "context_length_exceeded"),
     ]
     for kind, changes, code in refused:

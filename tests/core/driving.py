@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Driver:
-    """One scheduler, one fake executor, all calls, plans and outcomes so far."""
+    """One scheduler, one fake executor, and, if it `remembers`, all calls, plans, outcomes and requests so far."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Driver:
         caps: ExecutorCaps | None = None,
         cost: Callable[[Any], float] = lambda shape: 0.0,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        remembers: bool = True,
         **settings: Any,
     ) -> None:
         caps = caps or ExecutorCaps()
@@ -63,9 +65,19 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.outcomes: list[Committed] = []
         self.requests: dict[str, Request] = {}
+        self.in_flight: deque[StepPlan] = deque()
+        self._remembers = remembers
         self._names = (f"r{number}" for number in count())
 
-    def add(self, prompt: int | list[int], max_tokens: int = 4, name: str | None = None, **sampling: Any) -> Request:
+    def add(
+        self,
+        prompt: int | list[int],
+        max_tokens: int = 4,
+        name: str | None = None,
+        tenant: str = "",
+        service_class: str = "",
+        **sampling: Any,
+    ) -> Request:
         """A prompt given as a length is made of tokens that no other prompt shares."""
         name = name or next(self._names)
         if isinstance(prompt, int):
@@ -76,11 +88,15 @@ class Driver:
             SamplingParams(max_tokens=max_tokens, **sampling),
             seed=0,
             max_model_len=1 << 20,
-            block_hashes=hash_blocks(prompt, self.scheduler.block_size),
+            salt=tenant.encode(),
+            block_hashes=hash_blocks(prompt, self.scheduler.block_size, tenant.encode()),
             arrival_time=self.executor.clock.now,
+            tenant=tenant,
+            service_class=service_class,
         )
         self._call("add", request)
-        self.requests[name] = request
+        if self._remembers:
+            self.requests[name] = request
         return request
 
     def abort(self, name: str) -> bool:
@@ -89,23 +105,30 @@ class Driver:
     def finish(self, name: str, reason: FinishReason, keep: int | None = None) -> bool:
         return bool(self._call("finish", name, reason, keep))
 
+    def expire(self) -> list[str]:
+        """The names of requests whose deadlines have passed."""
+        return list(self._call("expire", self.executor.clock.now))
+
     def set_policy(self, policy: PolicySpec) -> None:
         self._call("set_policy", policy)
 
     def schedule(self) -> StepPlan | None:
         plan: StepPlan | None = self._call("schedule", self.executor.clock.now)
         if plan is not None:
-            self.plans.append(plan)
+            self.in_flight.append(plan)
+            if self._remembers:
+                self.plans.append(plan)
             self.executor.submit(plan)
         return plan
 
     def commit(self) -> Committed:
         outcome: Committed = self._call("commit", self._wait(), self.executor.clock.now)
-        self.outcomes.append(outcome)
+        if self._remembers:
+            self.outcomes.append(outcome)
         return outcome
 
     def _wait(self) -> StepResult:
-        plan = self.plans[len(self.outcomes)]
+        plan = self.in_flight.popleft()
         try:
             return self.executor.wait()
         except StepFailed as failure:  # the engine does the same
@@ -113,6 +136,8 @@ class Driver:
             return StepResult(plan.step_id, ((),) * plan.num_sequences, 0.0, errors=errors)
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        if not self._remembers:
+            return getattr(self.scheduler, method)(*arguments)
         logged = tuple(one.record() if isinstance(one, Request) else one for one in arguments)
         outcome = getattr(self.scheduler, method)(*arguments)
         self.calls.append(Call(method, logged, outcome))
@@ -170,6 +195,8 @@ def _through_json(record: object) -> Record:
 
 
 def _comparable(outcome: object) -> object:
+    if isinstance(outcome, dict):  # of errors, which are equal only to themselves
+        return {name: str(error) for name, error in outcome.items()}
     if not isinstance(outcome, Committed):
         return outcome
     emissions = [(request.id, index, tokens) for request, index, tokens in outcome.emissions]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from evenflow.core.plan import ExecutorCaps
@@ -342,3 +344,54 @@ def test_a_step_that_waits_behind_another_is_not_charged_for_it() -> None:
     driver.run()
     assert len(driver.plans) == 40
     assert driver.scheduler.overhead == pytest.approx(0, abs=1e-9)
+
+
+def test_a_prompt_that_does_not_fit_is_passed_by_what_does_within_a_bound() -> None:
+    driver = Driver(num_blocks=20)
+    running = driver.add(160, max_tokens=40)
+    driver.step()
+    large = driver.add(200, max_tokens=8)
+    small = [driver.add(24, max_tokens=8, name=f"small{number}") for number in range(12)]
+    while not running.is_finished:
+        driver.step()
+        assert large.status is Status.WAITING
+    passed = [one for one in small if one.is_finished or one.is_running]
+    most = large.max_known_tokens // small[0].max_known_tokens
+    assert passed == small[:most]  # no more tokens than its own, and in their order
+    driver.run()
+    assert all(one.is_finished for one in [large, *small])
+    first_tokens = [name for plan in driver.plans for name in (chunk.request_id for chunk in plan.chunks)]
+    assert first_tokens.index(large.id) < first_tokens.index(small[most].id)
+    assert large.epoch == 1  # passing preempted nobody
+
+
+def test_no_prompt_passes_one_that_needs_less() -> None:
+    driver = Driver(num_blocks=12)
+    running = driver.add(150, max_tokens=20)
+    driver.step()
+    first = driver.add(60, max_tokens=4)
+    longer = driver.add(20, max_tokens=60)  # it would fit now, and stay for longer
+    while not running.is_finished:
+        driver.step()
+        if not running.is_finished:
+            assert {first.status, longer.status} == {Status.WAITING}
+    driver.run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_prompt_starves_for_those_that_pass_it(seed: int) -> None:
+    """A flood of small prompts for ever: a large one still starts, after at most its own tokens of theirs."""
+    rng = random.Random(seed)
+    driver = Driver("fixed:128", num_blocks=40)
+    for _ in range(8):
+        driver.add(rng.randint(10, 60), max_tokens=rng.randint(1, 30))
+    driver.step()
+    large = driver.add(600, max_tokens=4)
+    later: list[Request] = []
+    while not large.is_running:
+        while len(driver.scheduler.requests) < 12:
+            later.append(driver.add(rng.randint(10, 60), max_tokens=rng.randint(1, 30)))
+        driver.step()
+        driver.scheduler.pool.check_invariants()
+    passed = [one for one in later if one.is_running or one.is_finished]
+    assert 0 < sum(one.max_known_tokens for one in passed) <= large.max_known_tokens

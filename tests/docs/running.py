@@ -40,6 +40,7 @@ class PageRun:
             "console": self._run_console,
             "json": self._read_json,
             "yaml": self._read_yaml,
+            "toml": self._write_toml,
         }
 
     def run(self, page: str) -> None:
@@ -69,6 +70,11 @@ class PageRun:
 
     def _read_yaml(self, block: Block) -> None:
         assert list(yaml.safe_load_all(block.text))
+
+    def _write_toml(self, block: Block) -> None:
+        """Its first line, a comment, names the file that later commands read."""
+        name = block.text.splitlines()[0].removeprefix("# ")
+        (self.folder / name).write_text(block.text)
 
     def _run_command(self, command: str) -> None:
         arguments = evenflow_arguments(command)

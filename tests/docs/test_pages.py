@@ -1,8 +1,9 @@
 """Every command and snippet of README.md, CONTRIBUTING.md and docs/*.md runs as it stands.
 
 Convention: a fenced block has a language. `python` blocks run in order, in one namespace for a page. In `console`
-blocks each line that begins with `$` is a command and the others are output. `json` and `yaml` are read. `stand_ins.py`
-says what stands for models, ports and files, and which commands are not run, and why.
+blocks each line that begins with `$` is a command and the others are output. `json` and `yaml` are read, and
+`toml` is written to the file that its first line names. `stand_ins.py` says what stands for models, ports and files,
+and which commands are not run, and why.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def test_commands_in_the_text_are_understood(page: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_is(page: str) -> None:
-    known = {"python", "console", "json", "yaml", *LANGUAGES_NOT_RUN}
+    known = {"python", "console", "json", "yaml", "toml", *LANGUAGES_NOT_RUN}
     assert [block.place for block in blocks(page) if block.language not in known] == []
     assert PAGES[page].count("```") == 2 * len(blocks(page))  # none is indented or open
 

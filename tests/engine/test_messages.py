@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+
+import pytest
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.plan import RowLogprobs, TokenLogprob
 from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.messages import Abort, Add, Stepped, read_command, read_event
+from evenflow.core.service_classes import DEFAULT_CLASSES
+from evenflow.engine.messages import Abort, Add, Ready, Refused, SetPolicy, Stepped, read_command, read_event
+from evenflow.errors import DeadlineExceeded, EvenflowError, InvalidRequest, LateRequest
 from evenflow.framing import FrameReader, frame
 from tests.server.stepping import SteppedEngine
 
 
 def test_a_request_is_the_same_on_the_other_side() -> None:
     sampling = SamplingParams(
-        max_tokens=7, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, tbt_target=0.1, grammar=Grammar.regex("a+")
+        max_tokens=7,
+        stop=("a", "b"),
+        stop_token_ids=(3,),
+        logprobs=2,
+        tbt_target=0.1,
+        deadline=9.0,
+        grammar=Grammar.regex("a+"),
     )
     for params in (sampling, SamplingParams(ignore_eos=True, stop_token_ids=(9,))):
         request = Request(
             "a", list(range(40)), params, seed=2**63 - 1, max_model_len=45, eos_token_ids=(1, 2), salt=b"x",
-            block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5,
+            block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5, tenant="acme", service_class="batch",
         )  # fmt: skip
         command = read_command(frame(Add(request.record()))[4:])
         assert isinstance(command, Add)
         assert command.request.request().record() == request.record() == command.request
+
+
+def test_an_engine_says_which_classes_it_has() -> None:
+    classes = (replace(DEFAULT_CLASSES[0], ttft_target=0.5), DEFAULT_CLASSES[2])
+    ready = Ready(100, 200, 16, 50, 8, SetPolicy("fixed:64", 64), classes)
+    assert read_event(frame(ready)[4:]) == ready
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("no"), LateRequest(3.5, 2.0), LateRequest(3.5, 2.0, True), DeadlineExceeded(2.0, 7)]
+)
+def test_a_refusal_is_the_same_error_on_the_other_side(error: EvenflowError) -> None:
+    event = read_event(frame(Refused.because("a", error))[4:])
+    assert isinstance(event, Refused)
+    again = event.error()
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_a_step_is_the_same_on_the_other_side_in_any_pieces() -> None:

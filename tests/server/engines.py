@@ -7,6 +7,7 @@ import time
 from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.executors.fake import FakeExecutor
@@ -59,7 +60,9 @@ def scripted_engine(
     num_blocks: int = 8000,
     poison: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    classes: Classes = DEFAULT_CLASSES,
 ) -> Engine:
-    config = SchedulerConfig(num_blocks=num_blocks, policy=PolicySpec.parse(policy), max_num_seqs=max_num_seqs)
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
+    config = SchedulerConfig(**sizes, policy=PolicySpec.parse(policy), classes=classes)
     executor = ScriptedExecutor(step_s, script, poison)
     return Engine(Scheduler(config, executor.caps), executor, Limits(max_model_len, VOCAB_SIZE))

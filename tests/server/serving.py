@@ -21,9 +21,9 @@ from evenflow.config import EngineConfig
 from evenflow.engine.engine import Engine
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import ServerLimits
 from evenflow.server.engine.process import build_served_engine
 from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.gate import ServerLimits
 from evenflow.server.serving import Server, ServerSettings, bind, serve
 from tests.models import byte_level_tokenizer
 from tests.server.engines import scripted_engine

@@ -59,9 +59,10 @@ class ObservedEngine(SteppedEngine):
     def add(
         self, request_id: str, num_prompt_tokens: int, max_tokens: int = 8, token: int = 1, **sampling: Any
     ) -> None:
-        tenant = sampling.pop("tenant", "")
+        names = {name: sampling.pop(name, "") for name in ("tenant", "key", "service_class")}
         super().add(request_id, num_prompt_tokens, max_tokens, token, **sampling)
-        record = RequestRecord(request_id, tenant, num_prompt_tokens, max_tokens, self.clock())
+        sizes = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
+        record = RequestRecord(request_id, started_at=self.clock(), **sizes, **names)
         self.observer.on_request_started(record)
 
     def abort(self, request_id: str) -> None:

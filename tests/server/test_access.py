@@ -14,8 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.errors import InvalidConfig
-from evenflow.server.access import ApiKeys, ServerLimits, read_key_file
+from evenflow.server.access import ApiKeys, read_key_file
 from evenflow.server.errors import ApiError
+from evenflow.server.gate import ServerLimits
 from tests.server.serving import MODEL, RunningServer, scripted_server
 
 OPEN = ("/health", "/ready", "/version")

@@ -32,6 +32,7 @@ from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
 from evenflow.model.locate import find_model
+from evenflow.shares_file import Shares, read_shares
 
 if TYPE_CHECKING:
     from evenflow.model.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ class ServeOptions:
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
     api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
-    api_key_file: Path | None = option("File of API keys, one per line.", metavar="PATH")
+    api_key_file: Path | None = option("File of API keys, one per line: KEY, or KEY name=NAME.", metavar="PATH")
     admin_api_key: list[str] | None = option(
         f"API key that may also change the target and see all tenants; repeatable. Safer: ${_ADMIN_KEY_VARIABLE}.",
         metavar="KEY",
@@ -93,7 +94,11 @@ class ServeOptions:
     max_prompt_tokens: int = option("Maximum tokens of a prompt; 0: the model's context.", default=0)
     max_n: int = option("Maximum choices of one request: n times its prompts.", default=128)
     max_waiting: int = option("Maximum requests in the queue (each choice counts); more are refused.", default=1024)
+    max_open_tokens: int = option(
+        "Maximum tokens of requests that run or wait, prompts and most output; 0: no limit.", default=0
+    )
     max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
+    shares: Path | None = option("File of classes and tenants, with their shares: docs/shares.md.", metavar="PATH")
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
     request_log: Path | None = option("Append a JSON line for each request, without its text.", metavar="PATH")
@@ -116,9 +121,9 @@ class ServeOptions:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
-    def server_settings(self, config: EngineConfig) -> ServerSettings:
+    def server_settings(self, config: EngineConfig, shares: Shares) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
-        from evenflow.server.access import ServerLimits
+        from evenflow.server.gate import ServerLimits
         from evenflow.server.serving import ServerSettings
 
         return ServerSettings(
@@ -134,6 +139,7 @@ class ServeOptions:
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
             request_log=self.request_log,
+            shares=shares,
             pooling=self.pooling,
             engine=repr(config),
         )
@@ -160,13 +166,14 @@ def serve(
 
     docs/server.md describes the endpoints, limits and errors.
     """
-    config = EngineConfig(**engine_settings(model, scheduling))
+    shares = Shares() if options.shares is None else read_shares(options.shares)
+    config = EngineConfig(**engine_settings(model, scheduling), **shares.engine_settings)
     if options.engine == "evenflow":
         options.check_own_engine(engine_flags or ())
     with engine_imports("the server"):
         from evenflow.server.serving import bind
 
-        settings = options.server_settings(config)
+        settings = options.server_settings(config, shares)
     if options.engine != "evenflow":
         from evenflow.cli import serve_host
 

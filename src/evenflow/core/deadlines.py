@@ -97,6 +97,7 @@ class Place:
     num_cached_tokens: int
     ttft_target: float | None = None
     overtaken_s: float = 0.0  # seconds of prefill that later prompts got before it
+    passed_tokens: int = 0  # most tokens of requests that were admitted before it while it did not fit
 
 
 def rank_time(place: Place, start: int, now: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:

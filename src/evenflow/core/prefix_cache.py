@@ -58,6 +58,10 @@ class PrefixCache:
         """Will this block, which `find` does not give yet, be there soon? It is being computed, or settling."""
         return block_hash in self._being_computed or self._pool.is_published(block_hash)
 
+    def producer(self, block_hash: bytes) -> str | None:
+        """The id of the request that computes this block, if one does."""
+        return self._being_computed.get(block_hash)
+
     def _usable_hashes(self, request: Request) -> Iterator[bytes]:
         usable = self._enabled and not request.sampling.needs_every_row
         return islice(request.block_hashes, (request.num_known - 1) // self._block_size if usable else 0)
@@ -77,7 +81,7 @@ class PrefixCache:
             request.block_hashes += hash_blocks(request.tokens, self._block_size, request.salt, request.block_hashes)
         for index in range(first, end):
             block_hash = request.block_hashes[index]
-            self._pool.publish(request.block_ids[index], block_hash, request.cache_owner)
+            self._pool.publish(request.block_ids[index], block_hash, request.tenant)
             self._stop_computing(block_hash, request)
 
     def abandon(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal, get_args
 
+from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
@@ -52,6 +53,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
+    deadline: float | None = None  # seconds after its arrival at which a request ends if its answer is not complete
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -70,7 +72,7 @@ class SamplingParams:
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
-        for name in ("tbt_target", "ttft_target"):
+        for name in ("tbt_target", "ttft_target", "deadline"):
             if (value := getattr(self, name)) is not None:
                 _require_number(name, value, 0, above=True)
         for token_id in self.stop_token_ids:
@@ -174,6 +176,8 @@ class RequestRecord:
     salt: bytes
     block_hashes: list[bytes]
     arrival_time: float  # of `time.perf_counter`, which all processes of a machine share
+    tenant: str = ""
+    service_class: str = ""
 
     def request(self) -> Request:
         return Request(
@@ -186,6 +190,8 @@ class RequestRecord:
             salt=self.salt,
             block_hashes=self.block_hashes,
             arrival_time=self.arrival_time,
+            tenant=self.tenant,
+            service_class=self.service_class,
         )
 
 
@@ -212,6 +218,8 @@ class Request:
     salt: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     arrival_time: float = 0.0
+    tenant: str = ""  # whose share it is served from
+    service_class: str = ""  # the name of a ServiceClass; "": the scheduler's default
 
     tokens: list[int] = field(init=False)  # the prompt, then the output
     num_prompt_tokens: int = field(init=False)
@@ -220,6 +228,7 @@ class Request:
     deadline: StreamDeadline = field(init=False)
     place: Place = field(init=False)  # in line, set by the scheduler
     rank: tuple[float, int] = (0.0, 0)  # place in line, set by the scheduler: the lowest goes first and yields last
+    account: Account = NOBODY  # whose turn it is served in, set by the scheduler
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -253,12 +262,14 @@ class Request:
             self.salt,
             self.block_hashes,
             self.arrival_time,
+            self.tenant,
+            self.service_class,
         )
 
     @property
-    def cache_owner(self) -> bytes:
-        """Who has a share of the prefix cache. What a salt has behind a slash can be made up by clients."""
-        return self.salt.partition(b"/")[0]
+    def expires_at(self) -> float:
+        """When its deadline passes; never, if it has none."""
+        return self.arrival_time + (math.inf if self.sampling.deadline is None else self.sampling.deadline)
 
     @property
     def num_known(self) -> int:
@@ -277,6 +288,17 @@ class Request:
         """Work left. The last token that `max_tokens` allows is never fed back."""
         reachable = min(len(self.tokens) + self.num_pending, self.max_known_tokens - 1)
         return reachable - self.num_scheduled
+
+    @property
+    def is_running(self) -> bool:
+        return self.status is Status.RUNNING
+
+    @property
+    def is_prompt(self) -> bool:
+        """Is more than the next token of a stream left to compute?"""
+        if self.status is not Status.RUNNING or self.num_scheduled < self.num_prompt_tokens:
+            return True
+        return len(self.tokens) - self.num_scheduled > 1
 
     @property
     def is_finished(self) -> bool:

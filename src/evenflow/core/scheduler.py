@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
+from evenflow.core.account import PROMOTED, Account
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
-    HEAD_OF_LINE,
     LateToken,
     Place,
     Urgency,
@@ -22,6 +22,7 @@ from evenflow.core.deadlines import (
     rank_time,
     urgency,
 )
+from evenflow.core.holdings import Holdings
 from evenflow.core.plan import (
     Admission,
     BlockTableChange,
@@ -34,11 +35,17 @@ from evenflow.core.plan import (
 )
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
+from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.queue import RankedQueue, rank
+from evenflow.core.prices import prefill_price, step_prices
 from evenflow.core.request import FinishReason, Request, Status
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
+from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
-from evenflow.errors import InvalidRequest
+from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
+
+# Waiting requests that are looked at behind one that does not fit.
+_MAX_TRIED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
+    classes: Classes = DEFAULT_CLASSES
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 # A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
@@ -89,10 +98,14 @@ class Scheduler:
         self.caps = caps or ExecutorCaps()
         self.policy = config.policy.build()
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.tenant_weights)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
-        self.waiting = RankedQueue()
+        self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
+        self._pace = PrefillPace(self._prefill_price)
+        self._is_paced = any(one.refuse_late for one in config.classes)  # else from the first deadline on
         self.requests: dict[str, Request] = {}  # unfinished
+        self._expiring: dict[str, Request] = {}  # those of them that have a deadline
+        self._next_expiry = math.inf  # no deadline passes before
         self._prefilling: dict[str, Request] = {}  # running, in order of admission
         self._decoding: dict[str, Request] = {}  # running, with exactly one token to feed
         self._decode_columns: Decodes | None = None  # of all of `_decoding`, until that changes
@@ -104,6 +117,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
+        self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
 
     # ---- requests come and go ----
 
@@ -116,14 +130,50 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
+        service_class = find_class(self.order.classes, request.service_class or None)
+        request.deadline.own_target = request.sampling.tbt_target or service_class.tbt_target
         request.rank = (request.arrival_time, self._num_arrivals)
-        num_cached = self.prefix_cache.count_published(request) if self.policy.patience else 0
-        request.place = Place(request.arrival_time, request.num_known, num_cached, request.sampling.ttft_target)
+        needs_cached = self.policy.patience or service_class.refuse_late or request.sampling.deadline is not None
+        num_cached = self.prefix_cache.count_published(request) if needs_cached else 0
+        ttft_target = request.sampling.ttft_target or service_class.ttft_target
+        request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
         if self.policy.patience:
             request.rank = self._rank(request, request.arrival_time)
+        self._refuse_if_late(request, service_class)
+        self.order.add(request)
         self._num_arrivals += 1
         self.requests[request.id] = request
-        self.waiting.push(request)
+        self.pool.saw(request.tenant, request.arrival_time)
+        self.order.push(request)
+        if request.sampling.deadline is not None:
+            self._is_paced = True
+            self._expiring[request.id] = request
+            self._next_expiry = min(self._next_expiry, request.expires_at)
+
+    def _refuse_if_late(self, request: Request, service_class: ServiceClass) -> None:
+        """Refuse what would end without an answer, and what its class does not take: the earlier, the better."""
+        deadline = request.sampling.deadline
+        target = request.place.ttft_target if service_class.refuse_late else None
+        if deadline is None and target is None:
+            return
+        expected = self._pace.seconds(self.order.seconds_before(request))
+        if deadline is not None and expected > deadline:
+            raise LateRequest(expected, deadline, is_deadline=True)
+        if target is not None and expected > target:
+            raise LateRequest(expected, target)
+
+    def expire(self, now: float) -> dict[str, DeadlineExceeded]:
+        """End requests whose deadlines have passed, waiting or running: nobody wants their answers any more."""
+        if now < self._next_expiry:
+            return {}
+        found: dict[str, DeadlineExceeded] = {}
+        for request in [one for one in self._expiring.values() if one.expires_at <= now]:
+            deadline_s = request.sampling.deadline or 0.0
+            error = found[request.id] = DeadlineExceeded(deadline_s, request.num_output_tokens)
+            request.error = str(error)
+            self._end(request, FinishReason.ERROR)
+        self._next_expiry = min((one.expires_at for one in self._expiring.values()), default=math.inf)
+        return found
 
     def _rank(self, request: Request, now: float) -> tuple[float, int]:
         """Its place in line, by what its prefill is predicted to take now."""
@@ -134,15 +184,18 @@ class Scheduler:
     def _prefill_seconds(self, start: int, length: int) -> float:
         return self.step_time.predict(self.caps.prefill_shape(start, length))
 
-    def _head_of_line(self, now: float) -> list[Request]:
-        """The earliest prompts that have no token yet, with their current ranks."""
-        head = list(islice((r for r in self.requests.values() if not r.num_output_tokens), HEAD_OF_LINE))
-        for request in head:
+    def _prefill_price(self, start: int, length: int) -> float:
+        return prefill_price(self.step_time, self.caps, start, length)
+
+    def _heads_of_lines(self, now: float) -> list[list[Request]]:
+        """Of each account, the earliest prompts that have no token yet, with their current ranks."""
+        heads = list(self.order.heads())
+        for request in chain.from_iterable(heads):
             if request.status is Status.RUNNING:
                 request.rank = self._rank(request, now)
             else:
-                self.waiting.update(request, self._rank(request, now))
-        return head
+                self.order.update(request, self._rank(request, now))
+        return heads
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment. False if it has ended already."""
@@ -170,6 +223,11 @@ class Scheduler:
         return bool(self.requests) or bool(self._in_flight)
 
     @property
+    def waiting(self) -> ServiceOrder:
+        """Requests that wait for a slot, in order of service."""
+        return self.order
+
+    @property
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
@@ -193,29 +251,16 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
+        yielded: set[str] = set()
+        if self.order:
+            self.order.demote_late(now)
+            yielded = self._make_way()
         decodes = self._secure_decodes(changes)
         positions = [request.num_scheduled for request in decodes]
-        has_prompts = bool(self._prefilling or self.waiting)
-        head = self._head_of_line(now) if self.policy.patience and has_prompts else []
-        candidates = self._candidates()
-        pacing = self.policy.pacing
-        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
-        view = StepView(
-            now=now,
-            num_in_flight=len(self._in_flight),
-            num_decodes=len(decodes),
-            decode_context=sum(positions) + len(decodes),
-            earliest_deadline=urgent.earliest_deadline,
-            tightest_target=urgent.tightest_target,
-            overhead=self.overhead,
-            step_time=self.step_time,
-            max_num_seqs=self.config.max_num_seqs,
-            candidates=candidates,
-            free_tokens=self.pool.num_free * self.block_size,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            caps=self.caps,
-        )
-        quotas = self.policy.plan(view)
+        has_prompts = bool(self._prefilling or self.order)
+        heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
+        candidates = self._candidates(yielded)
+        quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
         if not quotas.run_decodes:
             decodes, positions = [], []
         if not decodes and not quotas.chunks:
@@ -242,22 +287,72 @@ class Scheduler:
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
-            lengths = {chunk.request_id: chunk.length for chunk in chunks}
-            in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
-            charge_overtaking(in_line, shape.prefill_rows, predicted)
+            self._charge_overtaking(heads, prefills, chunks, predicted)
+        if self.order.is_shared:
+            self._charge(decodes, positions, prefills, chunks, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
+
+    def _view(
+        self, now: float, decodes: Sequence[Request], positions: Sequence[int], candidates: Sequence[Candidate]
+    ) -> StepView:
+        pacing = self.policy.pacing
+        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
+        return StepView(
+            now=now,
+            num_in_flight=len(self._in_flight),
+            num_decodes=len(decodes),
+            decode_context=sum(positions) + len(decodes),
+            earliest_deadline=urgent.earliest_deadline,
+            tightest_target=urgent.tightest_target,
+            overhead=self.overhead,
+            step_time=self.step_time,
+            max_num_seqs=self.config.max_num_seqs,
+            candidates=candidates,
+            free_tokens=self.pool.num_free * self.block_size,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            caps=self.caps,
+        )
+
+    def _charge_overtaking(
+        self, heads: Sequence[Sequence[Request]], prefills: Sequence[Request], chunks: Sequence[Chunk], seconds: float
+    ) -> None:
+        """Patience is a matter within one account: what others get is for the order of service to say."""
+        lengths = {chunk.request_id: chunk.length for chunk in chunks}
+        of_account: dict[Account, int] = {}
+        for request, chunk in zip(prefills, chunks, strict=True):
+            of_account[request.account] = of_account.get(request.account, 0) + chunk.length
+        step_tokens = sum(lengths.values())
+        for head in heads:
+            tokens = of_account.get(head[0].account, 0) if head else 0
+            if tokens:
+                in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
+                charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
+
+    def _charge(
+        self,
+        decodes: Sequence[Request],
+        positions: Sequence[int],
+        prefills: Sequence[Request],
+        chunks: Sequence[Chunk],
+        seconds: float,
+    ) -> None:
+        streams = [(request.account, position + 1) for request, position in zip(decodes, positions, strict=True)]
+        parts = [(one.account, chunk.start, chunk.length) for one, chunk in zip(prefills, chunks, strict=True)]
+        self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
 
     def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
-        for request in sorted(full, key=rank):  # a request preempted here has not had its turn yet
+        secured: set[str] = set()
+        for request in self.order.by_urgency(full):
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
-            if self._make_room(request):
+            if self._make_room(request, secured):
                 changes.append(self._append_blocks(request, 1))
+                secured.add(request.id)
             else:
                 without_block.add(request.id)
         if not self._in_flight and not without_block:
@@ -267,54 +362,149 @@ class Scheduler:
             r for r in self._decoding.values() if r.num_scheduled < r.max_known_tokens - 1 and r.id not in without_block
         ]
 
-    def _make_room(self, request: Request) -> bool:
-        """Free a block for `request` by preempting younger ones; False if it must wait or is the youngest itself.
+    def _make_room(self, request: Request, secured: Set[str]) -> bool:
+        """Free a block for `request` by preempting those that yield to it; False if it must wait or yields itself.
 
-        Only younger requests yield, so the oldest always makes progress, and eventually all do.
+        Those that have got their block for this step keep it.
         """
         while self.pool.num_free == 0:
             if self.pool.num_settling:
                 return False  # blocks come free when a step in flight is committed
-            youngest = max(chain(self._prefilling.values(), self._decoding.values()), key=rank)
-            self._preempt(youngest)
-            if youngest is request:
+            running = [one for one in self._running() if one.id not in secured]
+            first = self.order.first_to_yield(running, self._holdings)
+            self._preempt(first)
+            if first is request:
                 return False
         return True
 
-    def _candidates(self) -> list[Candidate]:
-        """Prompts to continue and prompts that could start, by rank, as many as fit in one step."""
+    def _running(self) -> list[Request]:
+        return [*self._prefilling.values(), *self._decoding.values()]
+
+    def _holdings(self) -> Holdings:
+        return Holdings(self._running(), self.config.max_num_seqs, self.pool.num_blocks, self.block_size)
+
+    def _make_way(self) -> set[str]:
+        """Preempt requests that yield to waiting ones, for as many of these as one step can take; returns their ids."""
+        yielded: set[str] = set()
+        if not self.order.is_shared:
+            return yielded
+        claimed, slots, tokens = self.num_running, len(self._free_slots), 0
+        for request in list(islice(self.order, self.caps.max_prefill_sequences)):
+            slots_kept, blocks_kept = self._reserve(request, claimed)
+            needed = self._num_blocks(request.num_known)
+            if slots <= slots_kept or needed + claimed + blocks_kept > self.pool.num_free:
+                needed, cached = self._blocks_to_admit(request)
+                if self._is_pending(self.prefix_cache.first_missing(request, len(cached)), request):
+                    continue
+                lacking = needed + claimed + blocks_kept - self.pool.num_free - self.pool.num_settling
+                if slots <= slots_kept or lacking > 0:
+                    victims = self._victims(request, lacking)
+                    if not victims:
+                        break
+                    for victim in victims:
+                        self._preempt(victim)
+                        yielded.add(victim.id)
+                    slots += len(victims)
+                    claimed -= len(victims)
+            slots -= 1
+            claimed += needed + 1
+            tokens += request.num_known - request.place.num_cached_tokens
+            if tokens >= self.policy.max_step_tokens:
+                break
+        return yielded
+
+    def _victims(self, request: Request, num_blocks: int) -> list[Request]:
+        """Requests that yield a slot and this many blocks to a waiting one; none if all of them were not enough."""
+        victims: list[Request] = []
+        for victim in self.order.yielding(request, self._running(), self._holdings()):
+            victims.append(victim)
+            num_blocks -= self.pool.count_sole(victim.block_ids) + 1  # and the one that it reserves
+            if num_blocks <= 0:
+                return victims
+        return []
+
+    def _candidates(self, yielded: Set[str]) -> list[Candidate]:
+        """Prompts to continue and prompts that could start, in order of service, as many as fit in one step."""
+        if not self._prefilling and not self.order:
+            return []
         room = self.caps.max_prefill_sequences
         starts = [(request, request.num_scheduled) for request in self._prefilling.values()]
-        starts += islice(self._admissible(), min(room, len(self._free_slots)))
-        starts.sort(key=lambda pair: pair[0].rank)
+        starts += islice(self._admissible(yielded), room)
         return [
             Candidate(request.id, start, request.num_known - start, request.num_prompt_tokens)
-            for request, start in starts[:room]
+            for request, start in self.order.arrange(starts, room)
         ]
 
-    def _admissible(self) -> Iterator[tuple[Request, int]]:
-        """Waiting requests that fit in the free blocks, each with its number of cached tokens.
+    def _admissible(self, yielded: Set[str]) -> Iterator[Start]:
+        """Waiting requests that fit in the free slots and blocks, each with its number of cached tokens.
 
-        Each running request reserves one more block: otherwise a new one would soon preempt it. The first that does not
-        fit ends the line: letting others pass could starve it.
+        Each running request reserves one more block: otherwise a new one would soon preempt it. Of those behind the
+        first that does not fit, a few may pass; see `_may_pass`. Those that have `yielded` for this step do not come
+        back in it.
         """
+        self._passing.clear()
         if not self.pool.num_free:
             return
-        claimed = self.num_running
+        claimed, slots, tried = self.num_running, len(self._free_slots), 0
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
-        for request in self.waiting:
-            cached = self.prefix_cache.find(request)
+        blocked: Request | None = None
+        for request in self.order:
+            slots_kept, blocks_kept = self._reserve(request, claimed)
+            if slots <= slots_kept or tried > _MAX_TRIED:
+                return
+            if blocked is not None:
+                tried += 1
+                if not self._may_pass(request, blocked):
+                    if request.account == blocked.account:
+                        continue  # one that needs less may
+                    return
+            if request.id in yielded:
+                continue
+            needed, cached = self._blocks_to_admit(request)
             missing = self.prefix_cache.first_missing(request, len(cached))
             if missing is not None:
-                if missing in starting or self.prefix_cache.is_expected(missing):
+                if missing in starting or self._is_pending(missing, request):
                     continue  # waiting for it is cheaper than computing it twice
                 starting.add(missing)
             request.place.num_cached_tokens = len(cached) * self.block_size
-            needed = self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached)
-            if needed + claimed > self.pool.num_free:
-                return
+            if needed + claimed + blocks_kept > self.pool.num_free:
+                blocked = blocked or request
+                continue
+            if blocked is not None:
+                self._passing[request.id] = blocked
             yield request, len(cached) * self.block_size
             claimed += needed + 1
+            slots -= 1
+
+    def _may_pass(self, request: Request, blocked: Request) -> bool:
+        """May it take memory although `blocked`, which is ahead in line, does not fit?
+
+        Tenants that hold less may. So may requests of the same account, as long as all that do need no more tokens to
+        their ends than the blocked one: memory that would be idle is used, and it waits for little more.
+        """
+        if request.account != blocked.account:
+            return self.order.may_pass(request, blocked, self._holdings())
+        passing = sum(self.requests[name].max_known_tokens for name, one in self._passing.items() if one is blocked)
+        return blocked.place.passed_tokens + passing + request.max_known_tokens <= blocked.max_known_tokens
+
+    def _blocks_to_admit(self, request: Request) -> tuple[int, list[int]]:
+        """How many free blocks its admission takes, and those that hold its cached prefix."""
+        cached = self.prefix_cache.find(request)
+        return self._num_blocks(request.num_known) - len(cached) + self.pool.count_idle(cached), cached
+
+    def _is_pending(self, block_hash: bytes | None, request: Request) -> bool:
+        """Will this block be there soon? Not from a prompt that yields to the one that wants it."""
+        if block_hash is None or not self.prefix_cache.is_expected(block_hash):
+            return False
+        producer = self.requests.get(self.prefix_cache.producer(block_hash) or "")
+        return producer is None or not self.order.goes_before(request, producer)
+
+    def _reserve(self, request: Request, num_claimed: int) -> tuple[int, int]:
+        """Slots and blocks that its class leaves to the decodes of others, while any of them runs."""
+        share = self.order.spec_of(request).reserve
+        if not share or not num_claimed or request.account.level == PROMOTED:
+            return 0, 0
+        return int(share * self.config.max_num_seqs), int(share * self.pool.num_blocks)
 
     def _take_decodes(self, decodes: Sequence[Request], positions: Sequence[int]) -> Decodes:
         for request in decodes:
@@ -357,7 +547,9 @@ class Scheduler:
 
     def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
         """Give a waiting request a slot and blocks for all its known tokens."""
-        self.waiting.remove(request)
+        if (passed := self._passing.get(request.id)) is not None and passed.account == request.account:
+            passed.place.passed_tokens += request.max_known_tokens
+        self.order.remove(request)
         cached = self.prefix_cache.find(request)
         self.pool.hold(cached)
         request.block_ids = cached
@@ -384,7 +576,7 @@ class Scheduler:
 
     def _append_blocks(self, request: Request, count: int) -> BlockTableChange:
         first = len(request.block_ids)
-        blocks = self.pool.allocate(count, request.cache_owner)
+        blocks = self.pool.allocate(count)
         request.block_ids += blocks
         return BlockTableChange(request.slot, first, tuple(blocks))
 
@@ -416,6 +608,8 @@ class Scheduler:
         if not result.errors:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
+            if self._is_paced and plan.chunks and step.predicted_seconds:
+                self._pace.observe(plan.chunks, result.seconds + self.overhead)
         # A step that was planned behind another one also waited for that.
         began = max(step.planned_at, self._committed_at)
         self._overheads.append(max(0.0, now - began - result.seconds))
@@ -461,16 +655,18 @@ class Scheduler:
         request.status = Status.PREEMPTED
         request.place.num_tokens, request.place.num_cached_tokens = request.num_known, 0
         request.num_scheduled = request.num_committed = request.num_pending = request.num_cached_tokens = 0
-        self.waiting.push(request)
+        self.order.push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
             self._leave(request)
         else:
-            self.waiting.remove(request)
+            self.order.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self.order.discard(request)
         del self.requests[request.id]
+        self._expiring.pop(request.id, None)
 
     def _leave(self, request: Request) -> None:
         self.prefix_cache.abandon(request)

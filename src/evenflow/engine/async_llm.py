@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
+from typing import Any
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
@@ -49,9 +50,19 @@ class AsyncLLM(LoadedModel):
         *,
         request_id: str | None = None,
         tenant: str = "",
+        service_class: str | None = None,
+        priority: int | None = None,
     ) -> AsyncIterator[Delta]:
-        """One output as it is generated."""
-        request = await asyncio.to_thread(self.prepare, prompt, sampling_params, request_id=request_id, tenant=tenant)
+        """One output as it is generated. `tenant`, `service_class` and `priority`: see docs/shares.md."""
+        request = await asyncio.to_thread(
+            self.prepare,
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            tenant=tenant,
+            service_class=service_class,
+            priority=priority,
+        )
         async with aclosing(self.run(request)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -75,11 +86,18 @@ class AsyncLLM(LoadedModel):
         self._loop = loop
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams = GREEDY, *, tenant: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams = GREEDY,
+        *,
+        tenant: str = "",
+        service_class: str | None = None,
+        priority: int | None = None,
     ) -> RequestOutput:
         """One complete output."""
         output: RequestOutput | None = None
-        async for delta in self.stream(prompt, sampling_params, tenant=tenant):
+        who: dict[str, Any] = {"tenant": tenant, "service_class": service_class, "priority": priority}
+        async for delta in self.stream(prompt, sampling_params, **who):
             output = delta.output
         assert output is not None
         return output

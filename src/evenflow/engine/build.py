@@ -75,26 +75,37 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
             now = step_time if is_new else calibration.check(step_time)
             target_s = default_target(now, executor.caps, config.max_num_seqs)
             policy = PolicySpec.for_target(least_target(path, target_s))
-    scheduler_config = SchedulerConfig(
-        num_blocks=placement.num_blocks,
-        policy=policy,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-    scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
+    scheduler = Scheduler(_scheduler_config(config, policy, placement.num_blocks), executor.caps, step_time=step_time)
     limits = Limits(placement.max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
     engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper)
     intake = Intake(
-        limits, config.block_size, model.tokenizer, engine.clock, seed=config.seed, check_grammar=grammars.check
+        limits,
+        config.block_size,
+        model.tokenizer,
+        engine.clock,
+        seed=config.seed,
+        check_grammar=grammars.check,
+        classes=config.classes,
     )
     _log_policy(config, policy)
     # Loaded objects stay for good; without this, a full collection would add a tenth of a second to some gap.
     gc.collect()
     gc.freeze()
     return BuiltEngine(engine, intake, model.tokenizer, config)
+
+
+def _scheduler_config(config: EngineConfig, policy: PolicySpec, num_blocks: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        policy=policy,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        classes=config.classes,
+        tenant_weights=config.tenant_weights,
+    )
 
 
 def _calibration(config: EngineConfig, model: ModelConfig, placement: Placement) -> Calibration:

@@ -114,8 +114,10 @@ class EngineClient:
             self._drain_backlog()
             self._backlog = self._hand_out(event.report)
             self._continue()
-        elif (stream := self._streams.get(event.id)) is not None:
-            self._fail(stream, InvalidRequest(event.message))
+        elif event.id in self._streams:
+            self._drain_backlog()  # which may have its last tokens
+            if (stream := self._streams.get(event.id)) is not None:
+                self._fail(stream, event.error())
 
     def _continue(self) -> None:
         """Hand out a few streams' tokens; the rest follows after the loop has written these out."""

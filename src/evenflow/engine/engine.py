@@ -20,7 +20,7 @@ from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
-from evenflow.errors import EngineFailed, InvalidRequest
+from evenflow.errors import DeadlineExceeded, EngineFailed, InvalidRequest
 from evenflow.executors.base import Executor
 from evenflow.step_time_store import StepTimeKeeper
 
@@ -72,6 +72,14 @@ class Engine:
         if ended and self.recorder is not None:
             self.recorder.ended(request_id, reason, keep)
         return ended
+
+    def expire(self) -> dict[str, DeadlineExceeded]:
+        """End requests whose deadlines have passed. Call this before each step, which may still give them tokens."""
+        expired = self.scheduler.expire(self.clock())
+        if self.recorder is not None:
+            for request_id in expired:
+                self.recorder.ended(request_id, FinishReason.ERROR, None)
+        return expired
 
     @property
     def has_work(self) -> bool:

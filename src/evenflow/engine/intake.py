@@ -13,6 +13,7 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import ALL_LOGPROBS, Request, SamplingParams
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.engine.outputs import TextCodec
 from evenflow.errors import InvalidRequest
 
@@ -51,6 +52,7 @@ class Intake:
     clock: Callable[[], float] = time.perf_counter
     seed: int | None = None  # of the seeds drawn for requests without one
     check_grammar: Callable[[Grammar], None] | None = None  # None: the engine cannot constrain output
+    classes: Classes = DEFAULT_CLASSES
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _seeds: random.Random = field(init=False)
     _encode_words: Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]] = field(init=False)
@@ -67,14 +69,21 @@ class Intake:
         policy: PolicySpec,
         request_id: str | None = None,
         tenant: str = "",
+        cache_salt: str | None = None,
+        service_class: str | None = None,
+        priority: int | None = None,
     ) -> Request:
-        """A request that can be served as asked, or an InvalidRequest that says why not."""
+        """A request that can be served as asked, or an InvalidRequest that says why not.
+
+        A tenant has a share of the service, and its prompts share no prefixes with others'; a `cache_salt` separates
+        them in another way. The class is given by its name or by vLLM's `priority`, where lower is more urgent.
+        """
         token_ids = self.encode(prompt)
         sampling = self._with_bad_word_ids(sampling)
         self._check(token_ids, sampling)
         _check_targets(sampling, policy)
         self._check_grammar(sampling.grammar)
-        salt = tenant.encode()
+        salt = (tenant if cache_salt is None else cache_salt).encode()
         return Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
             token_ids,
@@ -85,6 +94,8 @@ class Intake:
             salt=salt,
             block_hashes=hash_blocks(token_ids, self.block_size, salt),
             arrival_time=self.clock(),
+            tenant=tenant,
+            service_class=find_class(self.classes, service_class, priority).name,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:

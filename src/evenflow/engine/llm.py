@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Pooling, Request, SamplingParams
@@ -12,6 +12,8 @@ from evenflow.engine.intake import Intake
 from evenflow.engine.loaded_model import GREEDY, Conversation, LoadedModel, Prompt
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput
 from evenflow.errors import InvalidRequest
+
+Kind = TypeVar("Kind")
 
 
 class LLM(LoadedModel):
@@ -39,15 +41,21 @@ class LLM(LoadedModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         on_delta: Callable[[Delta], None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. Every prompt is checked before the first one runs.
 
         A request that fails while it runs has the finish_reason "error" and the reason in `error`; the others go on.
         With `SamplingParams(grammar=Grammar.json_schema(...))` the output matches a schema: docs/structured_output.md.
+        `priority`, lower is more urgent, chooses the class of service of each prompt: docs/shares.md.
         """
         batch = as_batch(prompts)
-        params = _one_each(sampling_params, len(batch))
-        requests = [self.prepare(prompt, sampling) for prompt, sampling in zip(batch, params, strict=True)]
+        params = _one_each("sampling params", sampling_params, len(batch))
+        priorities = _one_each("priorities", priority, len(batch))
+        requests = [
+            self.prepare(prompt, sampling, priority=urgency)
+            for prompt, sampling, urgency in zip(batch, params, priorities, strict=True)
+        ]
         outputs = self._run(requests, on_delta)
         for prompt, output in zip(batch, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
@@ -59,12 +67,13 @@ class LLM(LoadedModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         on_delta: Callable[[Delta], None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Replies to conversations, each a list of messages, through the model's chat template."""
         is_one = conversations and isinstance(conversations[0], Mapping)
         batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
         prompts = [self.encode_chat(messages) for messages in batch]
-        return self.generate(prompts, sampling_params, on_delta=on_delta)
+        return self.generate(prompts, sampling_params, on_delta=on_delta, priority=priority)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[RequestOutput]:
         """Each prompt as a vector of unit length, in `embedding`: that of its last token, or the mean of all."""
@@ -88,9 +97,13 @@ class LLM(LoadedModel):
         self._outputs.add(request)
 
     def step(self) -> list[Delta]:
-        """Run one step, and return what it added to each request."""
+        """Run one step, and return what it added to each request; those whose deadlines have passed end before it."""
+        expired = [
+            self._outputs.finish(request_id, FinishReason.ERROR, str(error))
+            for request_id, error in self.engine.expire().items()
+        ]
         report = self.engine.step()
-        return [] if report is None else list(self._outputs.take(report))
+        return [*filter(None, expired), *(() if report is None else self._outputs.take(report))]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment; None if it has ended already."""
@@ -131,9 +144,10 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", [prompts] if is_one else list(prompts))
 
 
-def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * count
-    if len(sampling) != count:
-        raise InvalidRequest(f"Got {len(sampling)} sampling params for {count} prompts but expected one each.")
-    return sampling
+def _one_each(what: str, values: Kind | Sequence[Kind], count: int) -> Sequence[Kind]:
+    """As given, one for each prompt, or the same for all."""
+    if not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequest(f"Got {len(values)} {what} for {count} prompts but expected one each.")
+    return values

@@ -70,10 +70,25 @@ class LoadedModel(ABC):
         *,
         request_id: str | None = None,
         tenant: str = "",
+        cache_salt: str | None = None,
+        service_class: str | None = None,
+        priority: int | None = None,
     ) -> Request:
-        """Check and tokenise a request without running it; it arrives now. May be called on any thread."""
-        policy = self._policy
-        return self._intake.prepare(prompt, sampling_params, policy=policy, request_id=request_id, tenant=tenant)
+        """Check and tokenise a request without running it; it arrives now. May be called on any thread.
+
+        `tenant`, `service_class` and `priority`: see docs/shares.md. `cache_salt`: prompts with different salts share
+        no cached prefixes; None: the tenant's name.
+        """
+        return self._intake.prepare(
+            prompt,
+            sampling_params,
+            policy=self._policy,
+            request_id=request_id,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            service_class=service_class,
+            priority=priority,
+        )
 
     def encode_chat(self, messages: Conversation) -> list[int]:
         """The token ids of a conversation, up to where the reply begins."""

@@ -52,8 +52,10 @@ def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[
 def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
     limits, config = engine.limits, engine.scheduler.config
     sizes = config.block_size, config.num_blocks, config.max_num_seqs
-    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy)))
+    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy), config.classes))
     while _drain_commands(engine, commands, send):
+        for request_id, error in engine.expire().items():
+            send(Refused.because(request_id, error))
         report = engine.step()
         if report is not None:
             send(Stepped(report))
@@ -71,7 +73,7 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
                 try:
                     engine.add(record.request())
                 except EvenflowError as error:
-                    send(Refused(record.id, str(error)))
+                    send(Refused.because(record.id, error))
             case Abort(request_id):
                 engine.abort(request_id)
             case StopAfter(request_id, num_tokens):

@@ -11,6 +11,7 @@ from evenflow import errors
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.core.request import RequestRecord
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -47,7 +48,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The engine is built: its limits and its policy."""
+    """The engine is built: its limits, its policy and its classes of service."""
 
     max_model_len: int
     vocab_size: int
@@ -55,6 +56,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     num_blocks: int
     max_num_seqs: int
     policy: SetPolicy
+    classes: Classes = DEFAULT_CLASSES
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -62,10 +64,28 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine does not take."""
+    """A request that the engine does not take: never, or not now because it would be late; or that has expired."""
 
     id: str
     message: str
+    late: tuple[float, float, bool] | None = None  # arguments of a LateRequest
+    expired: tuple[float, int] | None = None  # arguments of a DeadlineExceeded
+
+    @classmethod
+    def because(cls, request_id: str, error: errors.EvenflowError) -> Refused:
+        match error:
+            case errors.LateRequest():
+                return cls(request_id, str(error), late=(error.expected_s, error.target_s, error.is_deadline))
+            case errors.DeadlineExceeded():
+                return cls(request_id, str(error), expired=(error.deadline_s, error.num_tokens))
+        return cls(request_id, str(error))
+
+    def error(self) -> errors.EvenflowError:
+        if self.late is not None:
+            return errors.LateRequest(*self.late)
+        if self.expired is not None:
+            return errors.DeadlineExceeded(*self.expired)
+        return errors.InvalidRequest(self.message)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -16,10 +16,11 @@ from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, RequestRecord
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.service_classes import Classes
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import EngineFailed, InvalidInput
 
-VERSION = 2
+VERSION = 3
 Record = dict[str, Any]
 Kind = TypeVar("Kind")
 
@@ -46,6 +47,7 @@ def read_header(record: Record) -> Scheduler:
         raise InvalidInput(f"Got a recording of version {record.get('version')!r} but expected {VERSION}.")
     settings = dict(record["scheduler"])
     settings["policy"] = read_policy(settings)
+    settings["classes"] = read(settings["classes"], Classes)
     del settings["max_num_batched_tokens"]
     step_time = StepTimeModel.from_record(record["step_time"])
     return Scheduler(SchedulerConfig(**settings), read(record["caps"], ExecutorCaps), step_time=step_time)

@@ -1,41 +1,24 @@
-"""API keys, and the gate that limits how many requests run and wait."""
+"""API keys: who sent a request, and as which tenant it counts."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import InvalidConfig
-from evenflow.server.errors import ApiError, overloaded
+from evenflow.server.errors import ApiError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
-    """What is refused before it costs memory. Each choice of an HTTP request counts as one request."""
-
-    max_body_bytes: int = 8 << 20
-    max_prompt_tokens: int = 0  # besides the model's context; 0: no limit
-    max_n: int = 128  # choices per HTTP request: n times its prompts
-    max_waiting: int = 1024  # requests beyond those that can run
-    max_tenant_requests: int = 0  # running or waiting; 0: no limit
-
-    def __post_init__(self) -> None:
-        lowest = {"max_body_bytes": 1, "max_prompt_tokens": 0, "max_n": 1, "max_waiting": 0, "max_tenant_requests": 0}
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
+_NAMED_KEY = re.compile(r"(.*\S)\s+name=([A-Za-z0-9._-]{1,64})")
 
 
 def cache_salt(key: str, tenant: str = "", salt: str | None = None) -> str:
     """Tenants with different keys never share a prefix cache. `key` is the one that `ApiKeys.check` returns.
 
-    What is before the slash has an equal share of the cache: `Request.cache_owner`. Keys are hexadecimal, and the
-    tenant's length separates it from the salt: no two triples give the same text.
+    Keys are hexadecimal, and the tenant's length separates it from the salt: no two triples give the same text.
     """
     return f"{key}/{len(tenant)}:{tenant}{salt or ''}"
 
@@ -45,7 +28,7 @@ class Caller:
     """Who sent a request."""
 
     key: str  # a short digest; "" if none is needed
-    name: str  # of the key, for figures: key-1, admin-1; "" if none is needed
+    name: str  # of the key: its own, or key-1, admin-1; "" if none is needed
     address: str
     is_admin: bool
 
@@ -55,29 +38,42 @@ class Caller:
         return self.key or self.address
 
     def limited_as(self, tenant: str) -> str:
-        """Who shares one limit. Only an admin's key may name tenants that are limited apart."""
-        return f"{self.key}/{tenant}" if self.key and self.is_admin else self.client
+        """Who shares one limit, and one share of the engine. Only an admin's key may name tenants apart."""
+        if not self.key:
+            return self.address
+        return f"{self.name}/{tenant}" if tenant and self.is_admin else self.name
 
 
 class ApiKeys:
     """The accepted keys, kept as digests of equal length and compared in constant time.
 
-    Without admin keys a single key is one, and of several none is. Without any key, everybody is an admin.
+    Without admin keys a single key is one, and of several none is. Without any key, everybody is an admin. A key may
+    have a name behind it, `KEY name=NAME`, by which figures and the shares file call it.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
             raise InvalidConfig("Got an empty API key but expected at least one character.")
-        if both := {key.strip() for key in keys} & {key.strip() for key in admin_keys}:
+        admins, others = _by_name(admin_keys, "admin"), _by_name(keys, "key")
+        if both := set(admins.values()) & set(others.values()):
             raise InvalidConfig(f"Got {len(both)} API key(s) as an admin key too but expected each in one place.")
-        names = {f"admin-{number}": key for number, key in enumerate(dict.fromkeys(admin_keys), 1)}
-        self._admins = set(names) or ({"key-1"} if len(set(keys)) == 1 else set())
-        names |= {f"key-{number}": key for number, key in enumerate(dict.fromkeys(keys), 1)}
-        self._digests = {name: hashlib.sha256(key.strip().encode()).digest() for name, key in names.items()}
+        if same := sorted(set(admins) & set(others)):
+            raise InvalidConfig(f"Got two API keys named {same[0]!r} but expected a name of its own for each.")
+        self._admins = set(admins) or (set(others) if len(others) == 1 else set())
+        self._digests = {name: hashlib.sha256(key.encode()).digest() for name, key in (admins | others).items()}
 
     @property
     def are_needed(self) -> bool:
         return bool(self._digests)
+
+    def check_tenants(self, tenants: Iterable[str]) -> None:
+        """Refuse settings of tenants that no key can be: NAME of a key, or NAME/TENANT of an admin's."""
+        for tenant in tenants if self._digests else ():
+            name, _, named = tenant.partition("/")
+            if name not in self._digests or (named and name not in self._admins):
+                who = f"Got settings of tenant {tenant!r} but expected the name of an API key"
+                names, admins = ", ".join(self._digests), ", ".join(sorted(self._admins)) or "none"
+                raise InvalidConfig(f"{who} ({names}), or NAME/TENANT with the name of an admin's key ({admins}).")
 
     def check(self, authorization: str | None, address: str, api_key: str | None = None) -> Caller:
         """Who sent these headers (`x-api-key` counts without the other); a 401 if the key in them is not accepted."""
@@ -96,6 +92,18 @@ class ApiKeys:
         return Caller(digest.hex()[:16], names[0], address, is_admin=names[0] in self._admins)
 
 
+def _by_name(keys: Sequence[str], kind: str) -> dict[str, str]:
+    """Keys by their names; without one, by their kind and number."""
+    found: dict[str, str] = {}
+    for number, given in enumerate(dict.fromkeys(key.strip() for key in keys), 1):
+        named = _NAMED_KEY.fullmatch(given)
+        key, name = (named[1], named[2]) if named else (given, f"{kind}-{number}")
+        if name in found or key in found.values():
+            raise InvalidConfig(f"Got two API keys named {name!r}, or one key twice, but expected each once.")
+        found[name] = key
+    return found
+
+
 def require_admin(caller: Caller) -> None:
     if not caller.is_admin:
         message = "This needs an admin's key. Start the server with --admin-api-key KEY, and use that one."
@@ -103,7 +111,7 @@ def require_admin(caller: Caller) -> None:
 
 
 def read_key_file(path: Path) -> list[str]:
-    """One key per line; empty lines and lines that start with # are skipped."""
+    """One key per line, with or without a name; empty lines and lines that start with # are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
@@ -112,54 +120,3 @@ def read_key_file(path: Path) -> list[str]:
     if not keys:
         raise InvalidConfig(f"Got the key file {str(path)!r} but it holds no key.")
     return keys
-
-
-class Gate:
-    """Admits requests while there is room and counts them until they leave. Each choice counts as one request."""
-
-    def __init__(self, limits: ServerLimits, max_running: Callable[[], int], on_refusal: Callable[[str], None]) -> None:
-        self.limits = limits
-        self._max_running = max_running
-        self._on_refusal = on_refusal
-        self.num_inside = 0  # running or waiting
-        self._inside_by_tenant: Counter[str] = Counter()
-        self.is_draining = False
-
-    @property
-    def max_tenant_running(self) -> int:
-        """Requests of one tenant that can run at a time."""
-        return min(self._max_running(), self.limits.max_tenant_requests or self._max_running())
-
-    @contextmanager
-    def enter(self, tenant: str, num_requests: int) -> Iterator[None]:
-        """Hold room for this many requests during the context; an ApiError if there is none."""
-        self._check(tenant, num_requests)
-        self.num_inside += num_requests
-        self._inside_by_tenant[tenant] += num_requests
-        try:
-            yield
-        finally:
-            self.num_inside -= num_requests
-            self._inside_by_tenant[tenant] -= num_requests
-            if not self._inside_by_tenant[tenant]:
-                del self._inside_by_tenant[tenant]
-
-    def check_num_choices(self, num_choices: int) -> None:
-        """Refuse too many choices in one HTTP request, before anything is allocated for each."""
-        if num_choices > self.limits.max_n:
-            message = f"Got {num_choices} choices to generate but this server allows {self.limits.max_n} per request."
-            raise ApiError(400, message, param="n")
-
-    def _check(self, tenant: str, num_requests: int) -> None:
-        if self.is_draining:
-            self._on_refusal("draining")
-            raise overloaded("The server is shutting down.")
-        if self.num_inside + num_requests > self._max_running() + self.limits.max_waiting:
-            self._on_refusal("queue_full")
-            raise overloaded(f"The queue is full: {self.num_inside} requests are running or waiting.")
-        inside, limit = self._inside_by_tenant.get(tenant, 0), self.limits.max_tenant_requests
-        if limit and inside + num_requests > limit:
-            self._on_refusal("tenant_limit")
-            raise overloaded(
-                f"This tenant has {inside} requests running or waiting, and {limit} are allowed.", status=429
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from evenflow.errors import EngineFailed, EvenflowError, InvalidInput
+from evenflow.errors import DeadlineExceeded, EngineFailed, EvenflowError, InvalidInput, LateRequest
 from evenflow.server.error_shapes import anthropic_error, is_anthropic, new_request_id
 
 _MAX_MESSAGE_CHARACTERS = 1000
@@ -23,9 +24,8 @@ _RETRY_AFTER_S = 1
 
 UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
 
-_DURATIONS = ("tbt_target", "ttft_target")
+_DURATIONS = ("tbt_target", "ttft_target", "deadline")
 _UNSUPPORTED = {
-    "priority": "requests have no priorities yet; leave it out",
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
     "audio": "answers are text; leave it out",
@@ -50,6 +50,7 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)  # beside the message, where the API allows it
 
     def __str__(self) -> str:
         return self.message
@@ -63,7 +64,8 @@ class ApiError(Exception):
         message = message.encode(errors="replace").decode()
         if is_anthropic(path):
             return anthropic_error(self.status, message, self.code, new_request_id())
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error | self.figures}
 
     def response(self, path: str) -> Response:
         body = self.body(path)
@@ -81,6 +83,17 @@ def overloaded(message: str, status: int = 503) -> ApiError:
 def as_api_error(error: EvenflowError | ApiError) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, LateRequest):
+        refusal = overloaded(str(error), status=429)
+        refusal.headers["Retry-After"] = str(max(_RETRY_AFTER_S, math.ceil(error.expected_s - error.target_s)))
+        limit = "deadline_s" if error.is_deadline else "ttft_target_s"
+        refusal.figures = {"expected_ttft_s": round(error.expected_s, 3), limit: error.target_s}
+        return refusal
+    if isinstance(error, DeadlineExceeded):
+        # OpenAI's clients retry a 504 unless they are told not to, and here nobody waits any more.
+        headers, figures = {"x-should-retry": "false"}, {"deadline_s": error.deadline_s}
+        about = {"kind": "server_error", "code": "deadline_exceeded"}
+        return ApiError(504, str(error), headers=headers, figures=figures, **about)
     if isinstance(error, InvalidInput):
         return ApiError(400, str(error))
     if isinstance(error, EngineFailed):

@@ -19,7 +19,7 @@ from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import ApiKeys, Gate, ServerLimits
+from evenflow.server.access import ApiKeys
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.service import ModelService, Service, fingerprint
@@ -28,12 +28,14 @@ from evenflow.server.app import make_app
 from evenflow.server.connections import bounded_protocol
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.gate import Gate, ServerLimits
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
+from evenflow.shares_file import Shares
 
 logger = logging.getLogger("evenflow")
 
@@ -58,6 +60,7 @@ class ServerSettings:
     drain_s: float = 30.0  # for open requests to finish after SIGTERM
     otlp_endpoint: str | None = None  # where traces are sent
     request_log: Path | None = None
+    shares: Shares = field(default_factory=Shares)  # its tenants are NAME of a key, or NAME/TENANT of an admin's
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     engine: str = ""  # its settings as text, for the fingerprint
 
@@ -66,7 +69,8 @@ class ServerSettings:
             raise InvalidConfig("Got an empty --served-model-name but expected at least one character.")
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
-        ApiKeys(self.api_keys, self.admin_api_keys)  # refuses bad ones before anything is loaded
+        # Refuse bad ones before anything is loaded.
+        ApiKeys(self.api_keys, self.admin_api_keys).check_tenants(self.shares.tenants)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -106,11 +110,10 @@ async def serve(
     try:
         await templates.start()
         await client.start()
-        gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected)
+        gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected, settings.shares)
         named = settings.model_names, fingerprint(settings.engine)
-        service = ModelService(
-            client, gate, LargeWork(), tokenizer, grammar_gate, templates, *named, pooling=settings.pooling
-        )
+        parts = client, gate, LargeWork(), tokenizer, grammar_gate, templates
+        service = ModelService(*parts, *named, tenants=settings.shares.tenants, pooling=settings.pooling)
         server = Server(service, observer, settings)
         on_ready(server)
         await server.serve(sockets=[listener])

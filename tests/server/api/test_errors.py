@@ -51,7 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5000}, 400, "maximum context length is 1000 tokens"),
-    (CHAT, {"messages": MESSAGES, "priority": 1}, 400, "priority"),
+    (CHAT, {"messages": MESSAGES, "priority": "high"}, 400, "priority"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"512": 1}}, 400, "token id 512"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 100.5}}, 400, "logit_bias.5: Input should be less than"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"-5": 1}}, 400, "logit_bias"),

@@ -12,6 +12,7 @@ import pytest
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
+from evenflow.server.access import Caller
 from evenflow.server.live import feed as live
 from evenflow.server.live.feed import LiveFeed, StepRow, router
 from evenflow.server.metrics.observer import EngineState
@@ -35,9 +36,9 @@ async def read_until(stream: AsyncIterator[bytes], wanted: str) -> Any:
             return data
 
 
-def read_one(feed: LiveFeed, wanted: str) -> Any:
+def read_one(feed: LiveFeed, wanted: str, caller: Caller | None = None) -> Any:
     async def reading() -> Any:
-        stream = feed.stream()
+        stream = feed.stream(caller)
         data = await read_until(stream, wanted)
         await stream.aclose()
         return data
@@ -110,6 +111,49 @@ def test_figures_are_those_of_the_last_seconds() -> None:
         observed.abort(f"chat-{number}")
     figures = read_one(feed, "figures")
     assert (figures["running"], figures["waiting"], figures["kv"]) == (0, 0, 0)
+
+
+def test_classes_have_their_own_queues_and_latencies() -> None:
+    observed = ObservedEngine(max_num_seqs=2)
+    feed = LiveFeed(observed.observer)
+    assert read_one(feed, "figures")["classes"] == []
+    observed.add("chat", 40, max_tokens=100, service_class="interactive")
+    for _ in range(20):
+        observed.step()
+    observed.add("job-1", 60, max_tokens=100, service_class="batch", token=2)
+    observed.add("job-2", 60, max_tokens=100, service_class="batch", token=3)
+    for _ in range(10):
+        observed.step()
+    urgent, patient = read_one(feed, "figures")["classes"]
+    assert (urgent["name"], urgent["running"], urgent["waiting"]) == ("interactive", 1, 0)
+    assert (patient["name"], patient["running"], patient["waiting"]) == ("batch", 1, 1)
+    assert urgent["ttft"][0] == pytest.approx(0.050, rel=0.03)
+    assert patient["ttft"][0] > urgent["ttft"][0]
+    assert urgent["tbt"][1] > patient["tbt"][1], "the chat waited while the first job's prompt ran"
+    assert observed.figure("evenflow:class_waiting_requests", service_class="batch") == 1
+    assert observed.figure("evenflow:class_tbt_seconds_count", service_class="interactive") == 29
+    assert observed.figure("evenflow:class_tbt_seconds_count", service_class="batch") == 9
+    observed.abort("job-2")
+    observed.run()
+    assert [(one["running"], one["waiting"]) for one in read_one(feed, "figures")["classes"]] == [(0, 0), (0, 0)]
+
+
+def test_tenants_are_shown_to_those_who_may_see_them() -> None:
+    observed = ObservedEngine(max_num_seqs=1)
+    feed = LiveFeed(observed.observer)
+    observed.add("a", 40, max_tokens=50, key="acme")
+    observed.add("b", 40, max_tokens=50, key="acme")
+    observed.add("c", 40, max_tokens=50, key="other", tenant="team")
+    observed.add("d", 40, max_tokens=50)
+    observed.step()
+    seen = {
+        name: read_one(feed, "figures", Caller("digest", name, "", is_admin=name == "admin"))["tenants"]
+        for name in ("acme", "other", "admin")
+    }
+    acme = {"name": "acme", "running": 1, "waiting": 1}
+    other = {"name": "other/team", "running": 0, "waiting": 1}
+    assert seen == {"acme": [acme], "other": [other], "admin": [acme, other]}
+    assert read_one(feed, "figures")["tenants"] == []
 
 
 def test_a_target_that_was_changed_is_told_before_a_step_runs() -> None:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.core.policies import PolicySpec
 from evenflow.hosts.launch import HostLaunch
-from evenflow.server.access import ServerLimits
+from evenflow.server.gate import ServerLimits
 from evenflow.server.serving import Server, ServerSettings, bind, serve_host
 from evenflow.vllm.launch import VllmLaunch
 from tests.server.serving import RunningServer

@@ -54,10 +54,11 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = self._writer
-        with self._service.gate.enter(writer.caller.limited_as(writer.tenant), writer.num_choices):
+        with self._service.gate.enter(writer.share, writer.num_choices, writer.service_class) as room:
             if writer.grammar is not None:
                 await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
             requests = await self._prepare()
+            room.take_tokens(sum(request.max_known_tokens for request in requests))
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
                 await self._respond(requests, scope, receive, send)

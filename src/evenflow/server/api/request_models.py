@@ -52,6 +52,7 @@ def as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -81,22 +82,34 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
-class TargetFields(BaseModel):
-    """evenflow's own fields, for everything that generates."""
+class ServiceFields(BaseModel):
+    """How a request is to be served: the same fields in every API."""
 
     tbt_target: Duration | None = Field(
         None, description="Target time between this stream's tokens: seconds or '50ms'."
     )
     ttft_target: Duration | None = Field(None, description="Target time to the first token.")
+    deadline: Duration | None = Field(
+        None, description="Time after its arrival at which the request ends if its answer is not complete."
+    )
     tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
+    service_class: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="The name of a class of service."
+    )
+    priority: int | None = Field(
+        None, ge=-MAX_INT, le=MAX_INT, description="Another way to name the class: lower is more urgent, 0 the default."
+    )
+    service_tier: ServiceTier | None = Field(
+        None, description="A third: flex is the least urgent class, priority the most urgent, all others the default."
+    )
 
     @property
     def targets(self) -> dict[str, Any]:
         """In seconds, for `SamplingParams`."""
-        return {"tbt_target": _seconds(self.tbt_target), "ttft_target": _seconds(self.ttft_target)}
+        return {name: _seconds(getattr(self, name)) for name in ("tbt_target", "ttft_target", "deadline")}
 
 
-class EngineBody(StrictModel, TargetFields):
+class EngineBody(StrictModel, ServiceFields):
     """The fields of everything that the engine computes."""
 
     model: str | None = Field(None, description="A name from /v1/models; by default the first.")
@@ -144,7 +157,6 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
     return_token_ids: bool | None = Field(None, description="Send the prompt's and the output's token ids too.")
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
     store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
-    service_tier: str | None = Field(None, description="Has no effect.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
     prompt_cache_key: str | None = Field(None, description="Has no effect: see tenant.")
     skip_special_tokens: OnlyTrue | None = None

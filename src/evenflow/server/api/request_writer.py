@@ -11,8 +11,10 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.outputs import RequestOutput
 from evenflow.server.access import Caller, cache_salt
+from evenflow.server.api.class_choice import chosen_class
 from evenflow.server.api.request_models import EngineBody
 from evenflow.server.api.service import ModelService
+from evenflow.shares_file import TenantSettings
 
 EngineBodyType = TypeVar("EngineBodyType", bound=EngineBody)
 
@@ -28,7 +30,10 @@ class RequestWriter(ABC, Generic[EngineBodyType]):
         self.caller = caller
         self.grammar: Grammar | None = None  # of every choice
         self.tenant = body.tenant or ""
+        self.share = caller.limited_as(self.tenant)  # whose limits and whose share of the engine count
         self.cache_salt = cache_salt(caller.key, self.tenant, body.cache_salt)
+        tenant = service.tenants.get(self.share, TenantSettings())
+        self.service_class = chosen_class(body, service.client.classes, tenant.most_urgent).name
         self.headers: dict[str, str] = {}  # of the response
         self.model = service.model_name(body.model)
         self._service = service
@@ -76,4 +81,11 @@ class RequestWriter(ABC, Generic[EngineBodyType]):
     def _request(self, prompt: list[int], sampling: SamplingParams, index: int | None) -> Request:
         """`index` is None for the only one."""
         request_id = self._id if index is None else f"{self._id}-{index}"
-        return self._service.client.prepare(prompt, sampling, request_id=request_id, tenant=self.cache_salt)
+        return self._service.client.prepare(
+            prompt,
+            sampling,
+            request_id=request_id,
+            tenant=self.share,
+            cache_salt=self.cache_salt,
+            service_class=self.service_class,
+        )

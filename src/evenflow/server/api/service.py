@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -15,13 +15,15 @@ from evenflow.bench.live_load import LoadLimits
 from evenflow.core.request import Pooling
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import Caller, Gate
+from evenflow.server.access import Caller
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
+from evenflow.server.gate import Gate
+from evenflow.shares_file import TenantSettings
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -55,6 +57,7 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     system_fingerprint: str
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)  # by `Caller.limited_as`
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 

@@ -11,6 +11,7 @@ from multiprocessing.context import SpawnProcess
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
+from evenflow.core.service_classes import Classes
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
@@ -54,16 +55,37 @@ class ServedEngine(SupervisedEngine):
         return self._intake.limits
 
     @property
+    def classes(self) -> Classes:
+        """The engine's classes of service."""
+        assert self._intake is not None
+        return self._intake.classes
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return self._client.num_open
 
     def prepare(
-        self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str, tenant: str = ""
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        service_class: str | None = None,
     ) -> Request:
         """Check, tokenise and hash a request, on any thread."""
         assert self._intake is not None
-        return self._intake.prepare(prompt, sampling, policy=self.policy, request_id=request_id, tenant=tenant)
+        return self._intake.prepare(
+            prompt,
+            sampling,
+            policy=self.policy,
+            request_id=request_id,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            service_class=service_class,
+        )
 
     def submit(
         self,
@@ -87,6 +109,7 @@ class ServedEngine(SupervisedEngine):
             key=caller.name,
             endpoint=endpoint,
             model=model,
+            service_class=request.service_class,
         )
         stream = self._client.submit(request)
         self._observer.on_request_started(record, num_choices)
@@ -133,6 +156,8 @@ class ServedEngine(SupervisedEngine):
                 self._observer.on_step(report)
                 self._client.take(event)
             case Refused():
+                if event.late or event.expired:
+                    self._observer.on_request_rejected("late" if event.late else "expired")
                 self._client.take(event)
             case Ready():
                 self._on_ready(event)
@@ -143,7 +168,9 @@ class ServedEngine(SupervisedEngine):
         self.max_num_seqs = ready.max_num_seqs
         if self._intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
-            self._intake = Intake(limits, ready.block_size, self._codec, check_grammar=_checked_before)
+            self._intake = Intake(
+                limits, ready.block_size, self._codec, check_grammar=_checked_before, classes=ready.classes
+            )
             self.policy = ready.policy.spec()
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy.spec():  # it was changed before this restart

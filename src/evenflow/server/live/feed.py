@@ -18,6 +18,8 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from evenflow.core.report import Stall, StepReport
+from evenflow.server.access import Caller
+from evenflow.server.metrics.by_class import busiest
 from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_READERS = 64
@@ -30,6 +32,7 @@ _TTFT_WINDOW_S = 30  # there are far fewer first tokens
 _HIT_RATE_WINDOW_S = 60
 _STALL_WINDOW_S = 300
 _NUM_WORST_STALLS = 6
+_NUM_TENANTS = 8  # shown, those with the most open requests
 
 _FOLDER = Path(__file__).parent / "dashboard"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -134,8 +137,11 @@ class LiveFeed(Listener):
 
     # ---- what is sent to the page ----
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        """One reader's feed: the model, then steps and figures until one side disconnects."""
+    async def stream(self, caller: Caller | None = None) -> AsyncIterator[bytes]:
+        """One reader's feed: the model, then steps and figures until one side disconnects.
+
+        A caller sees its own key's tenants; an admin all of them.
+        """
         if self.num_readers >= MAX_READERS:
             yield _message("full", {"max_readers": MAX_READERS})
             return
@@ -150,7 +156,7 @@ class LiveFeed(Listener):
                 if num_new:
                     yield _message("steps", self._columns(num_new))
                 if batch % _BATCHES_PER_FIGURES == 0:
-                    yield _message("figures", self._figures())
+                    yield _message("figures", self._figures() | {"tenants": self._tenants(caller)})
                 await asyncio.sleep(BATCH_S)
         finally:
             self.num_readers -= 1
@@ -181,9 +187,18 @@ class LiveFeed(Listener):
             "running": report.num_running if report is not None else 0,
             "waiting": report.num_waiting if report is not None else 0,
             "kv": report.kv_cache_usage if report is not None else 0.0,
+            "classes": list(observer.classes.rows(now, _TBT_WINDOW_S, _TTFT_WINDOW_S)),
             "hits": sum(cached for _, cached in lookups) / looked_up if looked_up else None,
             "stalls": [stall for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
         }
+
+    def _tenants(self, caller: Caller | None) -> list[dict[str, Any]]:
+        if caller is None:
+            return []
+        records = self._observer.requests.values()
+        seen = [one for one in records if caller.is_admin or one.key == caller.name]
+        named = [("/".join(filter(None, (one.key, one.tenant))), one.admitted_at is not None) for one in seen]
+        return busiest([(name, has_begun) for name, has_begun in named if name], _NUM_TENANTS)
 
 
 def _message(event: str, data: object) -> bytes:
@@ -204,8 +219,9 @@ def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
         return Response(files[name].read_bytes(), media_type=_MEDIA_TYPES[files[name].suffix], headers=_HEADERS)
 
     @routes.get("/live/feed", dependencies=list(feed_dependencies))
-    async def live_feed() -> StreamingResponse:
+    async def live_feed(request: Request) -> StreamingResponse:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(feed.stream(), media_type="text/event-stream", headers=headers)
+        caller = getattr(request.state, "caller", None)
+        return StreamingResponse(feed.stream(caller), media_type="text/event-stream", headers=headers)
 
     return routes

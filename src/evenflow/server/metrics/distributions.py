@@ -33,12 +33,40 @@ class BulkHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterator[Metric]:
-        bounds = [*(str(float(bound)) for bound in self._bounds[:-1]), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         for name, documentation in self._names.items():
             family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), buckets, self._sum)
+            self.add_to(family)
             yield family
+
+    def add_to(self, family: HistogramMetricFamily) -> None:
+        """Add its figures, with its labels, to a family."""
+        bounds = [*(str(float(bound)) for bound in self._bounds[:-1]), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+
+
+class SplitBulkHistogram(Collector):
+    """One histogram for each value of a label."""
+
+    def __init__(self, name: str, text: str, label: str, buckets: Sequence[float], labels: dict[str, str]) -> None:
+        self._name = name
+        self._text = text
+        self._label = label
+        self._buckets = buckets
+        self._labels = labels
+        self._histograms: dict[str, BulkHistogram] = {}
+
+    def __call__(self, value: str) -> BulkHistogram:
+        """The histogram of this value."""
+        if value not in self._histograms:
+            self._histograms[value] = BulkHistogram({}, self._buckets, self._labels | {self._label: value})
+        return self._histograms[value]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=[*self._labels, self._label])
+        for histogram in self._histograms.values():
+            histogram.add_to(family)
+        yield family
 
 
 class RecentQuantiles:

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evenflow.core.plan import ChunkReason
 from evenflow.core.report import CauseKind
 from evenflow.core.request import FinishReason
-from evenflow.server.metrics.distributions import BulkHistogram
+from evenflow.server.metrics.distributions import BulkHistogram, SplitBulkHistogram
 from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
-REFUSALS = ("queue_full", "tenant_limit", "draining")
+REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "expired", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TTFT_S = (
@@ -64,6 +64,16 @@ class MetricFactory:
 
     def bulk_histogram(self, names: dict[str, str], buckets: tuple[float, ...]) -> BulkHistogram:
         metric = BulkHistogram(names, buckets, self._labels)
+        self._collectors.register(metric)
+        return metric
+
+    def split_gauge(self, name: str, text: str, label: str) -> Callable[[str], Gauge]:
+        """The gauge of a label's value."""
+        return cache(partial(self._create(Gauge, name, text, [*self._labels, label]).labels, *self._labels.values()))
+
+    def split_histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> SplitBulkHistogram:
+        """The histogram of a label's value."""
+        metric = SplitBulkHistogram(name, text, label, buckets, self._labels)
         self._collectors.register(metric)
         return metric
 
@@ -170,3 +180,17 @@ class EvenflowMetrics:
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")
         self.ttft_p99 = gauge("evenflow:ttft_p99_seconds", "99th percentile of the same.")
+
+
+class ClassMetrics:
+    """Metrics by class of service. There are only as many classes as the engine's settings have."""
+
+    def __init__(self, factory: MetricFactory) -> None:
+        label = "service_class"
+        self.open_requests = factory.split_gauge("evenflow:class_open_requests", "Requests that run or wait.", label)
+        self.waiting = factory.split_gauge("evenflow:class_waiting_requests", "Those that have not begun.", label)
+        self.ttft = factory.split_histogram("evenflow:class_ttft_seconds", "Arrival to first token.", label, _TTFT_S)
+        self.tbt = factory.split_histogram("evenflow:class_tbt_seconds", "Time between tokens.", label, _TBT_S)
+        self.requests = factory.split_counter("evenflow:class_requests", "Finished requests.", label)
+        self.prompt_tokens = factory.split_counter("evenflow:class_prompt_tokens", "Their prompt tokens.", label)
+        self.tokens = factory.split_counter("evenflow:class_generation_tokens", "Their generated tokens.", label)

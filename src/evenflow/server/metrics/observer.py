@@ -19,8 +19,15 @@ from prometheus_client.registry import Collector
 
 from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.access import Caller
+from evenflow.server.metrics.by_class import ClassFigures
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.instruments import EvenflowMetrics, MetricFactory, VllmMetrics, token_histograms
+from evenflow.server.metrics.instruments import (
+    ClassMetrics,
+    EvenflowMetrics,
+    MetricFactory,
+    VllmMetrics,
+    token_histograms,
+)
 
 WINDOW_S = 60  # of the recent quantiles
 
@@ -50,6 +57,7 @@ class RequestRecord:
     key: str = ""  # the name of the API key that sent it; "" if there are none, or a host reported it
     endpoint: str = ""  # the path that it was sent to; "" if a host reported it
     model: str = ""  # as the response names it; likewise
+    service_class: str = ""  # likewise
     admitted_at: float | None = None  # the start of the first step that it was part of
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -94,6 +102,7 @@ class Observer:
         self._factory = MetricFactory(self.collectors, model_name)
         self._vllm = VllmMetrics(self._factory)
         self._own = EvenflowMetrics(self._factory)
+        self.classes = ClassFigures(ClassMetrics(self._factory), WINDOW_S)
         self._token_histograms: list[tuple[str, Histogram]] = []  # empty until the model's context is known
         self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
         self.tenants = self._factory.tenant_figures()
@@ -140,6 +149,7 @@ class Observer:
         An API call for several choices is several requests: the first has their number, the others None.
         """
         self.requests[record.request_id] = record
+        self.classes.on_started(record.service_class)
         if num_choices is not None:
             self._vllm.params_n.observe(num_choices)
 
@@ -173,6 +183,7 @@ class Observer:
             record.num_preemptions += admission.was_preempted
             if record.admitted_at is None:
                 record.admitted_at = max(report.started_at, record.started_at)
+                self.classes.on_begun(record.service_class)
                 record.num_cached_tokens = admission.num_cached_tokens
         for chunk in report.chunks:
             self._own.chunk_tokens.observe(chunk.length)
@@ -195,6 +206,7 @@ class Observer:
         record.first_token_at = self._last_token_at[record.request_id] = now
         ttft = now - record.started_at
         self._vllm.ttft.observe(ttft)
+        self.classes.on_first_token(record.service_class, ttft, now)
         self.recent_ttft.observe(ttft, 1, now)
         cached = min(record.num_cached_tokens, record.num_prompt_tokens)
         self._vllm.prompt_tokens.inc(record.num_prompt_tokens)
@@ -205,9 +217,14 @@ class Observer:
     def _record_gaps(self, request_ids: Iterable[str], now: float) -> None:
         last = self._last_token_at
         known = [request_id for request_id in request_ids if request_id in last]
-        for gap, count in Counter([now - last[request_id] for request_id in known]).items():
+        if (only := self.classes.only) is not None:  # as a rule, and it spares a look at each request
+            gaps = {(only, gap): count for gap, count in Counter([now - last[one] for one in known]).items()}
+        else:
+            gaps = Counter([(self.requests[one].service_class, now - last[one]) for one in known])
+        for (service_class, gap), count in gaps.items():
             self._vllm.inter_token.observe(gap, count)
             self.recent_tbt.observe(gap, count, now)
+            self.classes.on_gap(service_class, gap, count, now)
         last.update(dict.fromkeys(known, now))
 
     def _observe_step(self, report: StepReport) -> None:
@@ -238,7 +255,14 @@ class Observer:
         self._vllm.request_success(record.finish_reason).inc()
         self._vllm.request_preemptions.observe(record.num_preemptions)
         self._own.request_chunks.observe(len(record.chunks))
-        self.tenants.count(record.key, record.tenant, record.num_prompt_tokens, record.num_output_tokens)
+        queue_s = (record.finished_at if record.admitted_at is None else record.admitted_at) - record.started_at
+        self.tenants.count(record.key, record.tenant, record.num_prompt_tokens, record.num_output_tokens, queue_s)
+        self.classes.on_finished(
+            record.service_class,
+            has_begun=record.admitted_at is not None,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_output_tokens=record.num_output_tokens,
+        )
         for field_name, histogram in self._token_histograms:
             histogram.observe(getattr(record, field_name))
         for start, end, histogram in self._vllm.phases:  # those that the request completed

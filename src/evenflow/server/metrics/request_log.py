@@ -54,6 +54,7 @@ class RequestLog(Listener):
             "time": arrived.isoformat(timespec="milliseconds"),
             "key": record.key,
             "tenant": record.tenant,
+            "service_class": record.service_class,
             "endpoint": record.endpoint,
             "model": record.model,
             "prompt_tokens": record.num_prompt_tokens,

@@ -15,6 +15,7 @@ _FAMILIES = {
     "evenflow:tenant_requests": "Finished requests.",
     "evenflow:tenant_prompt_tokens": "Their prompt tokens.",
     "evenflow:tenant_generation_tokens": "Their generated tokens.",
+    "evenflow:tenant_queue_seconds": "Seconds that they waited for their first step.",
 }
 
 
@@ -23,15 +24,15 @@ class TenantFigures(Collector):
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
-        self._by_key: dict[str, dict[str, list[int]]] = {}  # requests, prompt tokens, generated tokens
+        self._by_key: dict[str, dict[str, list[float]]] = {}  # by key and tenant, in the order of the families
 
-    def count(self, key: str, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def count(self, key: str, tenant: str, num_prompt_tokens: int, num_output_tokens: int, queue_s: float) -> None:
         figures = self._by_key.setdefault(key, {})
         label = tenant[:MAX_TENANT_CHARACTERS]
         if label not in figures and len(figures) - (OTHER_TENANTS in figures) >= MAX_TENANTS:
-            smallest = min((one for one in figures if one != OTHER_TENANTS), key=lambda one: sum(figures[one][1:]))
-            _add(figures.setdefault(OTHER_TENANTS, [0, 0, 0]), figures.pop(smallest))
-        _add(figures.setdefault(label, [0, 0, 0]), [1, num_prompt_tokens, num_output_tokens])
+            smallest = min((one for one in figures if one != OTHER_TENANTS), key=lambda one: sum(figures[one][1:3]))
+            _add(figures.setdefault(OTHER_TENANTS, [0] * len(_FAMILIES)), figures.pop(smallest))
+        _add(figures.setdefault(label, [0] * len(_FAMILIES)), [1, num_prompt_tokens, num_output_tokens, queue_s])
 
     def collect(self) -> Iterator[Metric]:
         return self.collect_for(None)
@@ -47,6 +48,6 @@ class TenantFigures(Collector):
             yield family
 
 
-def _add(figures: list[int], more: list[int]) -> None:
+def _add(figures: list[float], more: list[float]) -> None:
     for place, number in enumerate(more):
         figures[place] += number

@@ -46,6 +46,7 @@ class RequestTracer(Listener):
                 "evenflow.cached_tokens": record.num_cached_tokens,
                 "evenflow.preemptions": record.num_preemptions,
                 "evenflow.tenant": record.tenant,
+                "evenflow.service_class": record.service_class,
             },
         )
         self._add_events(span, record)

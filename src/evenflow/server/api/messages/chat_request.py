@@ -18,13 +18,13 @@ from evenflow.server.api.messages.request import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from evenflow.server.api.request_models import ChatBody, ChatMessage
+from evenflow.server.api.request_models import ChatBody, ChatMessage, ServiceFields
 from evenflow.server.api.tools import FunctionDefinition, NamedFunction, NamedToolChoice, Tool
 
 # Coding agents put a line with a new hash before their system prompt: no prompt would ever share a prefix with another.
 _BILLING_LINE = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAME_FIELDS = ("temperature", "top_p", "top_k", "stream", "tbt_target", "ttft_target", "tenant")
+_SAME_FIELDS = ("temperature", "top_p", "top_k", "stream", *ServiceFields.model_fields)
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:

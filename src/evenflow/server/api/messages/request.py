@@ -13,7 +13,7 @@ from evenflow.server.api.request_models import (
     MAX_INT,
     MAX_MESSAGES,
     MAX_STOPS,
-    Duration,
+    ServiceFields,
     StopText,
 )
 from evenflow.server.api.response_format import StrictModel
@@ -205,7 +205,7 @@ class CountTokensBody(StrictModel):
         return self
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, ServiceFields):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1, le=MAX_INT, description="An upper bound; the output also ends with the context.")
@@ -215,15 +215,8 @@ class MessagesBody(CountTokensBody):
     top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0 keeps all tokens.")
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description=_NO_EFFECT)
     inference_geo: str | None = Field(None, description=_NO_EFFECT)
     diagnostics: dict[str, Any] | None = Field(None, description=_NO_EFFECT)
-    tbt_target: Duration | None = Field(
-        None, description="Target time between this stream's tokens: seconds or '50ms'."
-    )
-    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
-    tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
-
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Must be empty.")
     container: None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from evenflow.errors import InvalidRequest
-from evenflow.server.api.request_models import MAX_MESSAGES, ChatBody, ChatMessage
+from evenflow.server.api.request_models import MAX_MESSAGES, ChatBody, ChatMessage, ServiceFields
 from evenflow.server.api.response_format import JsonObjectFormat, JsonSchemaFormat, TextFormat
 from evenflow.server.api.responses.items import FunctionCall, FunctionCallOutput, Item, MessageItem, text_of
 from evenflow.server.api.responses.request import (
@@ -38,9 +38,7 @@ def chat_request(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_response_format(body),
-        tbt_target=body.tbt_target,
-        ttft_target=body.ttft_target,
-        tenant=body.tenant,
+        **{name: getattr(body, name) for name in ServiceFields.model_fields},
         **_tool_fields(body),
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, LiteralString
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from evenflow.server.api.request_models import FEW, MAX_INT, NumLogprobs, OnlyFalse, TargetFields
+from evenflow.server.api.request_models import FEW, MAX_INT, NumLogprobs, OnlyFalse, ServiceFields
 from evenflow.server.api.response_format import JsonObjectFormat, NamedSchema, StrictModel, TextFormat
 from evenflow.server.api.responses.items import LIST_TAG, TEXT_TAG, Items, text_or_list
 from evenflow.server.api.tools import MAX_TOOLS, FunctionDefinition, FunctionName
@@ -100,7 +100,7 @@ Metadata = Annotated[
 Label = Annotated[str, Field(max_length=1024)]  # returned in several events
 
 
-class ResponsesBody(StrictModel, TargetFields):
+class ResponsesBody(StrictModel, ServiceFields):
     """POST /v1/responses"""
 
     input: Annotated[
@@ -143,7 +143,6 @@ class ResponsesBody(StrictModel, TargetFields):
     )
     background: OnlyFalse | None = None
     user: Label | None = Field(None, description=_NO_EFFECT)
-    service_tier: Label | None = Field(None, description=_NO_EFFECT)
     safety_identifier: Label | None = Field(None, description=_NO_EFFECT)
     prompt_cache_key: Label | None = Field(None, description="Has no effect: see tenant.")
     prompt_cache_retention: Label | None = Field(None, description=_NO_EFFECT)

@@ -14,6 +14,7 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.server.access import Caller
 from evenflow.server.api.chat import ChatWriter
+from evenflow.server.api.class_choice import served_tier
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import encode_json, named_event
 from evenflow.server.api.responses.chat_request import chat_request
@@ -47,7 +48,8 @@ class ResponsesWriter(ChatWriter):
         self._reason: str | None = None  # why the output ended
         self._num_events = 0
         self._items = encode_json([as_stored(item) for item in items]) if asked.is_stored else b""
-        self._settings = _settings(asked)
+        tier = served_tier(asked.service_tier, self.service_class, service.client.classes)
+        self._settings = _settings(asked, tier)
 
     # ---- whole ----
 
@@ -119,7 +121,7 @@ class ResponsesWriter(ChatWriter):
             stored = StoredResponse(
                 owner=self.caller.client,
                 tenant=self.tenant,
-                share=self.caller.limited_as(self.tenant),
+                share=self.share,
                 response=encode_json(response),
                 input_items=self._items,
                 output_items=encode_json(self._output.items),
@@ -159,7 +161,7 @@ def _conversation(asked: ResponsesBody, previous: StoredResponse | None) -> list
     return [*read_items(previous.input_items), *read_items(previous.output_items), *new]
 
 
-def _settings(asked: ResponsesBody) -> dict[str, Any]:
+def _settings(asked: ResponsesBody, tier: str) -> dict[str, Any]:
     """What a response repeats of its request, with the defaults filled in."""
     choice = asked.tool_choice or "auto"
     text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text else {}
@@ -174,7 +176,7 @@ def _settings(asked: ResponsesBody) -> dict[str, Any]:
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
         "safety_identifier": asked.safety_identifier,
-        "service_tier": "default",
+        "service_tier": tier,
         "store": asked.is_stored,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
         "text": _raw({"format": {"type": "text"}, **text}, "text"),

@@ -5,6 +5,7 @@ import { Feed } from "./feed.js";
 import { askForKey } from "./key.js";
 import { LineChart } from "./lines.js";
 import { Load } from "./load.js";
+import { showShares } from "./shares.js";
 import { StepPicture } from "./steps.js";
 import { StepStore } from "./store.js";
 import { TargetControl } from "./target.js";
@@ -69,6 +70,7 @@ function showFigures(figures) {
   setText("rate", count(store.rate(figures.now, RATE_WINDOW_S)));
   setText("kv-use", share(figures.kv));
   setText("hits", share(figures.hits));
+  showShares(figures);
   showStalls(figures.stalls);
   charts.tbt.add(figures.tbt);
   charts.ttft.add(figures.ttft);

@@ -1,0 +1,46 @@
+"""What each account is charged for a step: its part of the seconds that the step is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from evenflow.core.account import Account
+from evenflow.core.plan import ExecutorCaps
+from evenflow.core.step_time import StepTimeModel
+
+# Seconds of a row before the first step was measured: only the ratios of prices matter.
+_NOMINAL_ROW_S = 1e-4
+
+
+def prefill_price(step_time: StepTimeModel, caps: ExecutorCaps, start: int, length: int) -> float:
+    """Seconds of a chunk by itself."""
+    return step_time.predict(caps.prefill_shape(start, length)) or _NOMINAL_ROW_S * length
+
+
+def step_prices(
+    step_time: StepTimeModel,
+    caps: ExecutorCaps,
+    decodes: Iterable[tuple[Account, int]],  # with the positions that each attends to
+    chunks: Sequence[tuple[Account, int, int]],  # with start and length
+    predicted: float,
+) -> dict[Account, float]:
+    """Seconds charged to each account; they add up to the step's.
+
+    Those that depend on context are charged to who has it, and the rest by rows: all rows share the reading of weights.
+    """
+    rows: dict[Account, int] = {}
+    contexts: dict[Account, int] = {}
+    for account, context in decodes:
+        rows[account] = rows.get(account, 0) + 1
+        contexts[account] = contexts.get(account, 0) + context
+    num_decodes, all_context = sum(rows.values()), sum(contexts.values())
+    whole, plain = (caps.step_shape(num_decodes=num_decodes, decode_context=size) for size in (all_context, 0))
+    of_position = max(0.0, step_time.predict(whole) - step_time.predict(plain)) / max(1, all_context)
+    prices = {account: of_position * context for account, context in contexts.items()}
+    for account, start, length in chunks:
+        rows[account] = rows.get(account, 0) + length
+        whole, plain = caps.prefill_shape(start, length), caps.prefill_shape(0, length)
+        prices[account] = prices.get(account, 0.0) + max(0.0, step_time.predict(whole) - step_time.predict(plain))
+    num_rows = sum(rows.values())
+    of_row = max(0.0, predicted - sum(prices.values())) / num_rows or _NOMINAL_ROW_S
+    return {account: prices[account] + of_row * count for account, count in rows.items()}

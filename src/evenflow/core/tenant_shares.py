@@ -1,0 +1,59 @@
+"""Fair shares of one class by tenant: counters of virtual time, which grow with the service that a tenant gets.
+
+A tenant's counter grows by its service in seconds over its weight, and the lowest counter goes first. So tenants that
+always have prompts waiting get service in proportion to their weights, within one chunk each, however long their
+prompts are. A tenant that returns starts level with the others: what it left unused was lent, not saved, except for
+`LENT_S`, which lets a short burst of a light tenant go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+LENT_S = 1.0  # seconds of service, for weight 1, that a tenant gets back of what it lent
+_MAX_KNOWN = 1024  # tenants whose counters are kept; those that nothing depends on go first
+
+
+@dataclass(slots=True)
+class TenantShares:
+    """The counters of one class."""
+
+    weights: Mapping[str, float]  # of tenants; 1 if not listed
+    _counters: dict[str, float] = field(default_factory=dict)
+    _served_at: dict[str, int] = field(default_factory=dict)  # number of the step that last served it
+    _floor: float = 0.0  # no tenant with prompts waiting has been below it
+
+    def weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
+
+    def standing(self, tenant: str) -> tuple[float, int]:
+        """The lowest goes first; of equals, the one that was not served for longest."""
+        return self._counters.get(tenant, self._floor), self._served_at.get(tenant, -1)
+
+    def enter(self, tenant: str, others: Iterable[str]) -> None:
+        """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed."""
+        lowest = min((self.standing(other)[0] for other in others), default=None)
+        start = self._floor if lowest is None else max(self._floor, lowest) - LENT_S
+        self._counters[tenant] = max(self._counters.get(tenant, start), start)
+
+    def charge(self, seconds_of: Mapping[str, float], waiting: Iterable[str], step: int) -> None:
+        """A step gave these tenants so much service, while others, or the same, had prompts waiting."""
+        for tenant, seconds in seconds_of.items():
+            self._counters[tenant] = self.standing(tenant)[0] + seconds / self.weight(tenant)
+            self._served_at[tenant] = step
+        self._floor = max(self._floor, min((self.standing(tenant)[0] for tenant in waiting), default=self._floor))
+        if len(self._counters) > _MAX_KNOWN:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Counters so low that a tenant that returns starts no lower anyway."""
+        for tenant in [tenant for tenant, counter in self._counters.items() if counter <= self._floor - LENT_S]:
+            del self._counters[tenant]
+            self._served_at.pop(tenant, None)
+
+    def clear(self) -> None:
+        """Nobody of the class is left: nobody owes anything."""
+        self._counters.clear()
+        self._served_at.clear()
+        self._floor = 0.0

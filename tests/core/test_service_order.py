@@ -1,0 +1,448 @@
+"""Classes and tenants in plans: who goes first, who yields, what nobody loses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenflow.core.account import PROMOTED
+from evenflow.core.plan import ExecutorCaps, StepShape
+from evenflow.core.request import Request, Status
+from evenflow.core.service_classes import DEFAULT_CLASSES
+from evenflow.errors import LateRequest
+from tests.core.driving import Driver, layout
+
+INTERACTIVE, STANDARD, BATCH = DEFAULT_CLASSES
+ROW_S = 0.001
+
+
+def by_rows(shape: StepShape) -> float:
+    return ROW_S * shape.total_rows
+
+
+def decoding(driver: Driver, number: int, **who: str) -> list[Request]:
+    """Requests that have begun to decode, and go on for long."""
+    requests = [driver.add(16, max_tokens=400, **who) for _ in range(number)]
+    while any(not request.num_output_tokens for request in requests):
+        driver.step()
+    return requests
+
+
+# ---- classes ----
+
+
+def test_a_long_prefill_yields_between_chunks_and_keeps_what_it_computed() -> None:
+    driver = Driver("fixed:64")
+    long = driver.add(200, name="long", service_class="batch")
+    driver.step()
+    driver.add(100, name="urgent", service_class="interactive")
+    driver.run()
+    assert [layout(plan)[1] for plan in driver.plans[:5]] == [
+        [("long", 0, 64)],
+        [("urgent", 0, 64)],
+        [("urgent", 64, 36), ("long", 64, 28)],
+        [("long", 92, 63)],
+        [("long", 155, 45)],
+    ]
+    assert long.epoch == 1  # it never left its slot
+    driver.check_output(long)
+
+
+def test_an_urgent_request_takes_the_slot_of_a_patient_one_which_goes_on_later() -> None:
+    driver = Driver("fixed:64", max_num_seqs=3)
+    patient = decoding(driver, 2, service_class="batch")
+    usual = decoding(driver, 1)
+    urgent = driver.add(20, max_tokens=2, service_class="interactive")
+    driver.step()
+    assert urgent.status is Status.RUNNING
+    assert [one.status for one in (*patient, *usual)] == [Status.RUNNING, Status.PREEMPTED, Status.RUNNING]
+    driver.run()
+    for request in (*patient, *usual, urgent):
+        driver.check_output(request)
+    assert patient[1].num_cached_tokens > 0  # its KV was still there
+
+
+def test_an_urgent_request_takes_memory_of_prompts_first_and_then_of_streams() -> None:
+    driver = Driver("fixed:32", num_blocks=16)
+    stream = driver.add(40, max_tokens=60, service_class="batch")
+    while not stream.num_output_tokens:
+        driver.step()
+    prompt = driver.add(130, service_class="batch")
+    driver.step()
+    assert (stream.status, prompt.status) == (Status.RUNNING, Status.RUNNING)
+    urgent = driver.add(100, max_tokens=4, service_class="interactive")
+    driver.step()
+    assert (urgent.status, stream.status, prompt.status) == (Status.RUNNING, Status.RUNNING, Status.PREEMPTED)
+    driver.run()
+    for request in (stream, prompt, urgent):
+        driver.check_output(request)
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    driver = Driver("fixed:32", num_blocks=12, max_num_seqs=4)
+    usual = driver.add(110, max_tokens=40)
+    driver.step()
+    patient = driver.add(16, max_tokens=30, service_class="batch")
+    while not patient.num_output_tokens:
+        driver.step()
+    urgent = driver.add(150, max_tokens=2, service_class="standard")
+    for _ in range(5):
+        driver.step()
+    assert patient.status is Status.RUNNING  # its blocks would not have been enough
+    assert urgent.status is Status.WAITING
+    driver.run()
+    driver.check_output(usual)
+
+
+def test_equals_do_not_take_each_others_slots() -> None:
+    driver = Driver("fixed:64", max_num_seqs=2)
+    running = decoding(driver, 2, service_class="interactive")
+    driver.add(20, service_class="interactive")
+    driver.add(20, service_class="batch")
+    for _ in range(5):
+        driver.step()
+    assert all(one.status is Status.RUNNING for one in running)
+
+
+def test_batch_work_leaves_its_reserve_of_slots_and_blocks() -> None:
+    classes = (INTERACTIVE, STANDARD, replace(BATCH, reserve=0.25))
+    driver = Driver("fixed:256", max_num_seqs=8, num_blocks=100, classes=classes)
+    for _ in range(10):
+        driver.add(16, max_tokens=50, service_class="batch")
+    for _ in range(10):
+        driver.step()
+    assert driver.scheduler.num_running == 6
+    driver.run()
+    whole = driver.add(1500, service_class="batch")  # more than the reserve leaves: it runs when nothing else does
+    driver.run()
+    driver.check_output(whole)
+
+
+def test_a_class_has_targets_for_requests_without_their_own() -> None:
+    classes = (replace(INTERACTIVE, tbt_target=0.02, ttft_target=0.5), STANDARD, replace(BATCH, tbt_target=2.0))
+    driver = Driver("target:50", classes=classes, cost=by_rows)
+    urgent = driver.add(10, service_class="interactive")
+    own = driver.add(10, service_class="interactive", tbt_target=0.03, ttft_target=0.7)
+    usual, patient = driver.add(10), driver.add(10, service_class="batch")
+    assert [one.deadline.own_target for one in (urgent, own, usual, patient)] == [0.02, 0.03, None, 2.0]
+    assert [one.place.ttft_target for one in (urgent, own, usual, patient)] == [0.5, 0.7, None, None]
+
+
+def test_a_prompt_that_is_late_anyway_makes_way_for_those_that_are_not() -> None:
+    classes = (replace(INTERACTIVE, ttft_target=0.3), STANDARD, BATCH)
+    driver = Driver("fixed:50", classes=classes, cost=by_rows)
+    driver.add(50, max_tokens=1)
+    driver.run()  # the price of a row is known
+    late = driver.add(400, name="late", service_class="interactive")
+    usual = driver.add(100, name="usual")
+    on_time = driver.add(200, name="on time", service_class="interactive")
+    driver.run()
+    firsts = {}
+    for plan in driver.plans:
+        for chunk in plan.chunks:
+            firsts.setdefault(chunk.request_id, plan.step_id)
+    assert firsts["on time"] < firsts["late"] < firsts["usual"]
+    for request in (late, usual, on_time):
+        driver.check_output(request)
+
+
+def test_an_urgent_request_does_not_wait_for_a_prefix_that_a_patient_one_computes() -> None:
+    driver = Driver("fixed:32")
+    prompt = list(range(200))
+    patient = driver.add(prompt, name="patient", service_class="batch")
+    driver.step()
+    urgent = driver.add(prompt, name="urgent", service_class="interactive")
+    driver.step()
+    assert layout(driver.plans[1])[1] == [("urgent", 32, 32)]
+    driver.run()
+    driver.check_output(patient)
+    driver.check_output(urgent)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@settings(max_examples=6, deadline=None)
+@given(
+    prompt=st.integers(10, 300),
+    patient_prompt=st.integers(10, 600),
+    output=st.integers(1, 20),
+    slots=st.integers(2, 8),
+    share=st.sampled_from((0.05, 0.2)),
+    target=st.booleans(),
+)
+def test_no_class_starves(
+    depth: int, prompt: int, patient_prompt: int, output: int, slots: int, share: float, target: bool
+) -> None:
+    """However much urgent work waits, a class that waits too gets its share of the time.
+
+    The bound: its share of all seconds, less those of one request and the one second that it saves before a promotion;
+    and less its share of the time in which running streams took every slot, until they ended by their `max_tokens`.
+    """
+    row_s = 0.01
+    classes = (INTERACTIVE, STANDARD, replace(BATCH, share=share, reserve=0.0))
+    driver = Driver(
+        "target:500" if target else "fixed:96",
+        num_blocks=4000,
+        max_num_seqs=slots,
+        classes=classes,
+        cost=lambda shape: row_s * shape.total_rows,
+        caps=ExecutorCaps(max_steps_in_flight=depth),
+    )
+    driver.add(96, max_tokens=8)
+    driver.run()  # step times are known
+    begin, first = driver.executor.clock.now, len(driver.plans)
+    for _ in range(40):
+        driver.add(patient_prompt, max_tokens=output, service_class="batch")
+    patient = [one for one in driver.requests.values() if one.service_class == "batch"]
+    unfinished = driver.scheduler.requests
+    while driver.executor.clock.now - begin < 30.0 and any(not one.is_finished for one in patient):
+        while sum(one.service_class == "interactive" for one in unfinished.values()) < 12:
+            driver.add(prompt, max_tokens=output, service_class="interactive")
+        driver.step()
+    rows = Counter[str]()
+    for plan in driver.plans[first:]:
+        for name in plan.decodes.request_ids:
+            rows[driver.requests[name].service_class] += 1
+        for chunk in plan.chunks:
+            rows[driver.requests[chunk.request_id].service_class] += chunk.length
+    if all(one.is_finished for one in patient):
+        return
+    one_request = patient_prompt + output
+    waits_for_slots = share * output * slots * (1 + rows.total() / max(1, prompt + output) / slots)
+    bound = share * rows.total() - one_request - 1 / row_s - waits_for_slots - 2 * 96
+    assert rows["batch"] >= bound
+
+
+def test_a_promoted_request_pays_for_its_promotion() -> None:
+    driver = Driver("fixed:100", cost=by_rows, max_num_seqs=8)
+    driver.add(100, max_tokens=1)
+    driver.run()
+    patient = [driver.add(500, max_tokens=1, service_class="batch") for _ in range(8)]
+    promotions = 0
+    was_promoted: set[str] = set()
+    begin = driver.executor.clock.now
+    while driver.executor.clock.now - begin < 20:
+        while sum(not one.is_finished for one in driver.requests.values() if one.service_class == "interactive") < 3:
+            driver.add(200, max_tokens=1, service_class="interactive")
+        driver.step()
+        was_promoted |= {one.id for one in patient if one.account.level == PROMOTED}
+        now_promoted = [one for one in patient if one.account.level == PROMOTED and not one.is_finished]
+        assert len(now_promoted) <= 1
+        promotions = len(was_promoted)
+    assert 1 <= promotions <= 2  # 5% of 20 seconds, at half a second each
+
+
+# ---- tenants ----
+
+
+def served_rows(driver: Driver, first: int = 0) -> Counter[str]:
+    rows = Counter[str]()
+    for plan in driver.plans[first:]:
+        for name in plan.decodes.request_ids:
+            rows[driver.requests[name].tenant] += 1
+        for chunk in plan.chunks:
+            rows[driver.requests[chunk.request_id].tenant] += chunk.length
+    return rows
+
+
+def test_tenants_take_turns_by_chunks_however_long_their_prompts_are() -> None:
+    driver = Driver("fixed:64")
+    driver.add(640, max_tokens=1, name="long", tenant="greedy")
+    driver.step()
+    for number in range(3):
+        driver.add(64, max_tokens=1, name=f"short{number}", tenant="modest")
+    driver.run()
+    served = [chunk.request_id for plan in driver.plans for chunk in plan.chunks]
+    assert served[:4] == ["long", "short0", "short1", "short2"]  # what it lent before lets its burst go first
+    assert served[4:] == ["long"] * 9
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    sizes=st.lists(st.integers(20, 800), min_size=2, max_size=5),
+    weights=st.lists(st.sampled_from((1.0, 2.0, 0.5)), min_size=5, max_size=5),
+    budget=st.sampled_from((32, 100, 200)),
+    depth=st.sampled_from((1, 2)),
+)
+def test_backlogged_tenants_get_service_by_weight_within_a_chunk(
+    sizes: list[int], weights: list[float], budget: int, depth: int
+) -> None:
+    tenants = [f"t{number}" for number in range(len(sizes))]
+    of_tenant = dict(zip(tenants, weights, strict=False))
+    driver = Driver(
+        f"fixed:{budget}",
+        num_blocks=10_000,
+        max_num_seqs=64,
+        tenant_weights=of_tenant,
+        caps=ExecutorCaps(max_steps_in_flight=depth),
+        cost=lambda shape: 0.01 * shape.total_rows,
+    )
+
+    def top_up() -> None:
+        waiting = Counter(one.tenant for one in driver.scheduler.requests.values() if one.is_prompt)
+        for tenant, size in zip(tenants, sizes, strict=True):
+            for _ in range(waiting[tenant], 2 + budget // size):
+                driver.add(size, max_tokens=1, tenant=tenant)
+
+    for _ in range(20):  # what was lent before the start is given back
+        top_up()
+        driver.step()
+    first = len(driver.plans)
+    for _ in range(30):
+        top_up()
+        driver.step()
+    rows = served_rows(driver, first)
+    shares = [rows[tenant] / of_tenant[tenant] for tenant in tenants]
+    most_in_a_step = 2 * depth * budget / min(of_tenant[tenant] for tenant in tenants)
+    assert max(shares) - min(shares) <= most_in_a_step
+
+
+def test_what_a_tenant_leaves_unused_is_lent_and_not_saved() -> None:
+    driver = Driver("fixed:100", cost=by_rows, num_blocks=10_000)
+    away = driver.add(100, max_tokens=1, tenant="away")
+    busy = [driver.add(1000, max_tokens=1, tenant="busy") for _ in range(40)]
+    for _ in range(200):  # twenty seconds
+        driver.step()
+    assert away.is_finished
+    assert sum(one.is_finished for one in busy) >= 18
+    first = len(driver.plans)
+    for _ in range(20):
+        driver.add(1000, max_tokens=1, tenant="away")
+    for _ in range(60):
+        driver.step()
+    rows = served_rows(driver, first)
+    assert rows["busy"] >= 60 * 100 / 2 - 1000 / 2 - 200  # half, but for the second that was lent
+
+
+def test_a_tenant_without_a_slot_takes_one_of_a_tenant_that_has_more() -> None:
+    driver = Driver("fixed:64", max_num_seqs=4)
+    greedy = decoding(driver, 4, tenant="greedy")
+    modest = driver.add(20, max_tokens=3, tenant="modest")
+    driver.step()
+    assert modest.status is Status.RUNNING
+    assert [one.status for one in greedy] == [Status.RUNNING] * 3 + [Status.PREEMPTED]
+    for _ in range(3):
+        driver.add(20, max_tokens=300, tenant="modest")
+    for _ in range(40):
+        driver.step()
+    running = Counter(one.tenant for one in driver.scheduler.requests.values() if one.status is Status.RUNNING)
+    assert running == {"greedy": 2, "modest": 2}
+    assert max(one.epoch for one in driver.scheduler.requests.values()) <= 1  # nobody yields twice
+    driver.run()
+    for request in driver.requests.values():
+        driver.check_output(request)
+
+
+def test_a_prompt_that_waits_for_memory_of_its_own_tenant_holds_up_no_other() -> None:
+    driver = Driver("fixed:64", num_blocks=40)
+    greedy = [driver.add(280, max_tokens=30, tenant="greedy") for _ in range(3)]
+    for _ in range(12):
+        driver.step()
+    assert [one.status for one in greedy] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
+    modest = driver.add(16, max_tokens=2, tenant="modest")
+    driver.step()
+    assert modest.status is Status.RUNNING
+    driver.run()
+
+
+def test_the_decode_that_finds_no_block_takes_one_of_the_tenant_with_most() -> None:
+    driver = Driver("fixed:64", num_blocks=12)
+    greedy = [driver.add(40, max_tokens=40, tenant="greedy") for _ in range(3)]
+    for _ in range(3):
+        driver.step()
+    modest = driver.add(20, max_tokens=40, tenant="modest")
+    while not modest.is_finished:
+        driver.step()
+    assert modest.epoch == 1  # the youngest of all, but it never yielded
+    assert max(one.epoch for one in greedy) > 1 or any(one.is_finished for one in greedy)
+    driver.run()
+    for request in (*greedy, modest):
+        driver.check_output(request)
+
+
+def test_one_tenant_or_many_alone_plan_the_same() -> None:
+    """A single class and tenant is the plain scheduler, whatever their names."""
+    plans = []
+    for tenant, service_class in (("", ""), ("acme", "interactive")):
+        driver = Driver("target:50", num_blocks=60, max_num_seqs=4, cost=by_rows)
+        for number in range(12):
+            driver.add(20 + 37 * number % 200, max_tokens=5 + number, tenant=tenant, service_class=service_class)
+            driver.step()
+        driver.run()
+        plans.append([layout(plan) for plan in driver.plans])
+    assert plans[0] == plans[1]
+
+
+# ---- what would be late ----
+
+
+def refusing(share: float = 0.5, **settings: object) -> Driver:
+    """One row takes a millisecond, and urgent prompts have a second to their first token."""
+    urgent = replace(INTERACTIVE, ttft_target=1.0, refuse_late=True)
+    driver = Driver("fixed:100", cost=by_rows, num_blocks=10_000, classes=(urgent, STANDARD, BATCH), **settings)
+    for length in (40, 700, 90, 1300, 260) * 2:
+        driver.add(length, max_tokens=5)
+        driver.run()  # step times are known
+    return driver
+
+
+def test_a_request_that_would_miss_its_target_is_refused_and_what_is_taken_meets_it() -> None:
+    driver = refusing()
+    begin = driver.executor.clock.now
+    taken = [driver.add(400, max_tokens=1, service_class="interactive") for _ in range(2)]
+    with pytest.raises(LateRequest, match="retry later") as refusal:
+        driver.add(400, max_tokens=1, service_class="interactive")
+    assert refusal.value.expected_s == pytest.approx(1.2, rel=0.1)
+    assert refusal.value.target_s == 1.0
+    assert len(driver.scheduler.requests) == 2
+    driver.add(150, max_tokens=1, service_class="interactive")  # there is room for a short one
+    driver.add(5000, max_tokens=1, service_class="standard")  # nobody asked when it would come
+    while not all(one.is_finished for one in taken):
+        driver.step()
+    assert driver.executor.clock.now - begin <= 1.0
+    driver.add(400, max_tokens=1, service_class="interactive")
+
+
+def test_what_goes_after_a_request_does_not_count_against_it() -> None:
+    driver = refusing()
+    for tenant in ("a", "b"):
+        driver.add(3000, max_tokens=1, service_class="batch", tenant=tenant)
+    driver.step()
+    assert driver.add(800, max_tokens=1, service_class="interactive") is not None
+
+
+def test_tenants_take_turns_in_the_estimate_too() -> None:
+    driver = refusing(tenant_weights={"heavy": 2.0})
+    for _ in range(2):
+        driver.add(450, max_tokens=1, service_class="interactive", tenant="heavy")
+    with pytest.raises(LateRequest):
+        driver.add(450, max_tokens=1, service_class="interactive", tenant="heavy")
+    driver.add(450, max_tokens=1, service_class="interactive", tenant="light")  # it goes before the second
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    plans = []
+    for is_refused in (False, True):
+        driver = refusing()
+        for tenant in ("a", "b"):
+            driver.add(450, max_tokens=3, service_class="interactive", tenant=tenant)
+            if is_refused:
+                with pytest.raises(LateRequest):
+                    driver.add(3000, max_tokens=1, service_class="interactive", tenant=tenant, name="late")
+        driver.run()
+        plans.append([layout(plan) for plan in driver.plans])
+    assert plans[0] == plans[1]
+
+
+def test_decodes_slow_prefill_down_in_the_estimate() -> None:
+    driver = refusing(max_num_seqs=80)
+    decoding(driver, 60)
+    for _ in range(30):  # steps of 100 rows, of which 60 are decodes
+        driver.add(40, max_tokens=1)
+        driver.step()
+    with pytest.raises(LateRequest) as refusal:
+        driver.add(700, max_tokens=1, service_class="interactive")  # 0.7 s by itself, with two rows in five 1.75 s
+    assert 1.2 < refusal.value.expected_s < 2.0
