@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, StepPlan
 from evenflow.core.policies import PolicySpec
@@ -14,11 +19,14 @@ from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
+from evenflow.engine.llm import LLM
+from evenflow.engine.outputs import RequestOutput
 from evenflow.engine.watchdog import Pulse
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 from evenflow.executors.faulty import MOMENTS, Fault, FaultKind, FaultyExecutor, Moment
 from tests.engine.fakes import VOCAB, fake_async_llm, prepare
+from tests.models import tiny_llama
 
 PROMPTS = {"a": list(range(100)), "b": list(range(200, 240)), "c": list(range(300, 310))}
 MAX_TOKENS = 12
@@ -280,3 +288,60 @@ def test_rows_that_a_fault_concerns() -> None:
     rows = {moment: Fault("raise", moment).rows(plan) for moment in MOMENTS}
     assert rows == {"prefill": [0], "decode": [], "restore": [], "commit": [0]}
     assert Fault("raise", "commit", request_id="b").rows(plan) == []
+
+
+# ---- a real model ----
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[LLM]:
+    settings: dict[str, Any] = {"policy": "fixed:16", "kv_cache_memory": 16 << 20, "threads": 1}
+    with LLM(tiny_llama(), **settings) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["raise", "nan", "out-of-memory"])
+def test_a_real_model_gives_the_same_answers_after_a_fault(model: LLM, kind: FaultKind, moment: Moment) -> None:
+    prompts = [[5, 6, 7, *range(40)], [9, 8], list(range(60, 90))]
+    sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+    expected = [output.token_ids for output in model.generate(prompts, sampling)]
+    executor = model.engine.executor
+    faulty = FaultyExecutor(executor, [Fault(kind, moment, after=2 * (moment in ("decode", "commit")))])
+    model.engine.executor = faulty
+    try:
+        outputs = model.generate(prompts, sampling)
+    finally:
+        model.engine.executor = executor
+    assert faulty.num_raised == 1
+    assert [output.error for output in outputs] == [None] * 3
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_logits_that_are_nan_are_found_and_computed_again(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One NaN in a row of a real model's logits, at the fifth sample."""
+    prompts = [[5, 6, 7], [9, 8, 3]]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    expected = [output.token_ids for output in model.generate(prompts, sampling)]
+    decoder: Any = model.engine.executor._decoder  # type: ignore[attr-defined]
+    logits_of, calls = decoder.logits, itertools.count()
+
+    def broken(hidden: Tensor) -> Tensor:
+        found: Tensor = logits_of(hidden)
+        if next(calls) == 4:
+            found[1, 7] = torch.nan
+        return found
+
+    monkeypatch.setattr(decoder, "logits", broken)
+    retried = []
+    for prompt in prompts:
+        model.add(model.prepare(prompt, sampling))
+    outputs: dict[str, RequestOutput] = {}
+    while model.engine.has_work:
+        report = model.engine.step()
+        assert report is not None
+        retried += report.retried
+        for delta in model._outputs.take(report):
+            outputs[delta.request_id] = delta.output
+    assert len(retried) == 1
+    assert [output.token_ids for output in outputs.values()] == expected
