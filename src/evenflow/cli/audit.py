@@ -14,7 +14,7 @@ from evenflow.cli.output import engine_imports, text_console, write_json
 
 def audit(
     logs: Annotated[
-        list[Path], Argument(metavar="LOG...", help="Files of `serve --request-log`, from the oldest to the newest.")
+        list[Path], Argument(metavar="LOG", help="Files of `serve --request-log`, from the oldest to the newest.")
     ],
     *,
     json: JsonTarget = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import multiprocessing
 import socket
@@ -26,6 +27,8 @@ from evenflow.server.engine.link import Link
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer, RequestRecord
+
+logger = logging.getLogger("evenflow")
 
 _EXIT_TIMEOUT_S = 5.0
 _CHECK_S = 0.5
@@ -151,6 +154,7 @@ class ServedEngine(SupervisedEngine):
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
         start_without_interrupts(process)
         theirs.close()
+        logger.info("The engine starts in process %d.", process.pid)
         self._exit_error = None
         link = self._link = Link(self._on_event)
         try:
