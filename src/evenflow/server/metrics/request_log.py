@@ -74,7 +74,8 @@ class RequestLog(Listener):
         self._write("first_token", id=record.request_id, ttft_s=_since(record.started_at, record.first_token_at))
 
     def on_request_retried(self, record: RequestRecord) -> None:
-        self._gaps.pop(record.request_id, None)
+        if record.first_token_at is None:  # it begins again
+            self._gaps.pop(record.request_id, None)
         self._write("retried", id=record.request_id)
 
     def on_request_finished(self, record: RequestRecord) -> None:
