@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -65,13 +65,21 @@ class Memory:
 # ---- the server and its metrics ----
 
 
+class Served(NamedTuple):
+    """A server that runs."""
+
+    pid: int
+    address: str
+    log: Path  # its own
+
+
 @contextmanager
-def running_server(model: str, kv_cache_memory: str) -> Iterator[tuple[int, str]]:
-    """Run `evenflow serve`; yields its process id and address."""
+def running_server(model: str, kv_cache_memory: str, *more: str) -> Iterator[Served]:
+    """Run `evenflow serve`, with more options."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         program = Path(sys.executable).with_name("evenflow")
-        options = ["--model", model, "--port", "0", "--kv-cache-memory", kv_cache_memory]
+        options = ["--model", model, "--port", "0", "--kv-cache-memory", kv_cache_memory, *more]
         with log.open("wb") as output:
             process = subprocess.Popen([str(program), "serve", *options], stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -79,7 +87,7 @@ def running_server(model: str, kv_cache_memory: str) -> Iterator[tuple[int, str]
                 if process.poll() is not None:
                     sys.exit(f"the server did not start:\n{log.read_text()}")
                 time.sleep(0.1)
-            yield process.pid, found[1]
+            yield Served(process.pid, found[1], log)
         finally:
             process.terminate()
             process.wait(60)
@@ -300,8 +308,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=5000)
     options = parser.parse_args()
-    with running_server(options.model, options.kv_cache_memory) as (pid, address):
-        wrong = asyncio.run(soak(options, pid, address))
+    with running_server(options.model, options.kv_cache_memory) as server:
+        wrong = asyncio.run(soak(options, server.pid, server.address))
     print("\n".join(f"FAILED {line}" for line in wrong) or "Nothing was lost or leaked.")
     sys.exit(bool(wrong))
 

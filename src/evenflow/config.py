@@ -42,6 +42,7 @@ class EngineConfig:
     threads: int | None = None  # None: torch's choice
     max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2
     block_size: int = 16  # tokens of a KV block
+    step_timeout: float = 60.0  # seconds; a step that takes longer, and far longer than predicted, counts as hung
     seed: int | None = None  # for requests without one; None: drawn anew for each
     classes: Classes = DEFAULT_CLASSES  # of service, each with its urgency, targets and share: see docs/shares.md
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of shares; a tenant that is not listed has 1
@@ -57,6 +58,8 @@ class EngineConfig:
             raise InvalidConfig(
                 f"Got gpu_memory_utilization={self.gpu_memory_utilization!r} but expected a number in (0, 1]."
             )
+        if not self.step_timeout > 0:
+            raise InvalidConfig(f"Got step_timeout={self.step_timeout!r} but expected seconds above 0.")
         self._check_device()
         object.__setattr__(self, "classes", check_classes(self.classes))
         object.__setattr__(self, "tenant_weights", check_weights(self.tenant_weights))

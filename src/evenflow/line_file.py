@@ -16,6 +16,8 @@ class LineFile:
     def __init__(self, path: str | Path, mode: Literal["wb", "ab"]) -> None:
         self._file = open(path, mode, buffering=0, opener=_open_privately)  # noqa: SIM115 (closed by close)
         self.num_bytes = os.fstat(self._file.fileno()).st_size
+        if mode == "ab" and self.num_bytes and not _ends_a_line(path):
+            self.write(b"")  # a process or machine died in its last line
 
     def write(self, line: bytes) -> None:
         """Write a line and its end; on an OSError nothing of it is left."""
@@ -39,6 +41,12 @@ class LineFile:
     def close(self) -> None:
         with suppress(OSError):
             self._file.close()
+
+
+def _ends_a_line(path: str | Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def _open_privately(path: str, flags: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, RequestRecord, SamplingParams
 from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
+from evenflow.engine.engine import failed_result
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 from evenflow.executors.recorded import Record, header_record, policy_record, read, read_header, read_policy, write_line
 
@@ -67,6 +69,7 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[StepPlan] = deque()
         self._remembers = remembers
+        self.lost_rows: set[int] = set()  # of the oldest step in flight
         self._names = (f"r{number}" for number in count())
 
     def add(
@@ -130,10 +133,12 @@ class Driver:
     def _wait(self) -> StepResult:
         plan = self.in_flight.popleft()
         try:
-            return self.executor.wait()
+            result = self.executor.wait()
         except StepFailed as failure:  # the engine does the same
-            errors = dict.fromkeys(range(plan.num_sequences), str(failure))
-            return StepResult(plan.step_id, ((),) * plan.num_sequences, 0.0, errors=errors)
+            return failed_result(plan, str(failure), out_of_memory="memory" in str(failure))
+        lost, self.lost_rows = self.lost_rows, set()
+        tokens = tuple(() if row in lost else given for row, given in enumerate(result.tokens))
+        return replace(result, tokens=tokens, faults=dict.fromkeys(lost, "a row is NaN")) if lost else result
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if not self._remembers:

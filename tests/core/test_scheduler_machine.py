@@ -80,16 +80,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.slowness = 1.0
         self.kept: dict[str, int] = {}
         self.touched: deque[set[int]] = deque()  # blocks of each step in flight
-        self.device_is_lost = False
+        self.device_fault = ""
         self.failing_rows: set[int] = set()  # of the oldest step in flight
 
     def seconds_of(self, shape: StepShape) -> float:
         return self.slowness * ROW_SECONDS * shape.total_rows
 
     def disturb(self, plan: StepPlan) -> Mapping[int, str]:
-        if self.device_is_lost:
-            raise StepFailed("the device is lost")
-        return dict.fromkeys(self.failing_rows, "a row is NaN")
+        if self.device_fault:
+            raise StepFailed(self.device_fault)
+        return dict.fromkeys(self.failing_rows, "the rules leave no token")
 
     # ---- requests and settings change ----
 
@@ -157,6 +157,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_rows <= bound or (policy.name == "unchunked" and len(plan.chunks) == 1)
         assert len(plan.chunks) <= self.scheduler.caps.max_prefill_sequences
         assert all(chunk.length >= 1 for chunk in plan.chunks)
+        assert self.suspects.isdisjoint(names_in(plan)) or plan.num_sequences == 1, "a suspect runs with others"
+        assert {change.slot for change in plan.block_changes} <= {
+            *plan.decodes.slots,
+            *(chunk.slot for chunk in plan.chunks),
+        }, "a step that fails would lose the change of another's table"
         slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
         assert len(set(slots)) == len(slots)
         assert {admission.request_id for admission in plan.admissions} <= set(waiting)
@@ -181,8 +186,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.touched.popleft()
+        seen_before = {one.id for one in self.driver.requests.values() if one.has_failed} | self.suspects
         outcome = self.driver.commit()
         failed = self.check_errors(outcome)
+        self.check_faults(outcome, failed, seen_before)
         for request in outcome.finished:
             if request not in failed:
                 self.check_ended(request)
@@ -196,14 +203,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.commit()
 
     @precondition(lambda self: self.scheduler.num_in_flight)
-    @rule()
-    def commit_failed_steps(self) -> None:
+    @rule(data=st.data())
+    def commit_lost_rows(self, data: st.DataObject) -> None:
+        plan = self.driver.plans[len(self.driver.outcomes)]
+        self.driver.lost_rows = data.draw(st.sets(st.integers(0, plan.num_sequences - 1), min_size=1))
+        self.commit()
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule(fault=st.sampled_from(("the device is lost", "the device is lost", "out of memory")))
+    def commit_failed_steps(self, fault: str) -> None:
         """A device that is lost loses every step in flight: those behind the first build on tokens that never came."""
-        self.device_is_lost = True
+        self.device_fault = fault
         while self.scheduler.num_in_flight:
             self.commit()
             self.check_all()
-        self.device_is_lost = False
+        self.device_fault = ""
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -218,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_errors(self, outcome: Committed) -> list[Request]:
         """A failed sequence ends its request, unless that left its slot meanwhile; and nothing else ends in error."""
-        names, errors = names_in(outcome.plan), outcome.result.errors
+        names, errors = names_in(outcome.plan), {**outcome.result.faults, **outcome.result.errors}
         epochs = [*outcome.plan.decodes.epochs, *(chunk.epoch for chunk in outcome.plan.chunks)]
         assert not {index for _, index, _ in outcome.emissions} & set(errors)
         failed = [request for request in outcome.finished if request.finish_reason is FinishReason.ERROR]
@@ -232,10 +246,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {request.id for request in failed} <= {names[index] for index in errors}
         return failed
 
+    @property
+    def suspects(self) -> set[str]:
+        return set(self.scheduler._recovery.suspects)
+
+    def check_faults(self, outcome: Committed, failed: list[Request], seen_before: set[str]) -> None:
+        """A lost row is computed again, or ends its request if that has failed before; it gives no token."""
+        names, faults = names_in(outcome.plan), outcome.result.faults
+        assert not {index for _, index, _ in outcome.emissions} & set(faults)
+        lost = {names[index] for index in faults}
+        assert all(request.status is Status.PREEMPTED and request.id in lost for request in outcome.retried)
+        ended = {request.id for request in failed if request.id in lost}
+        assert ended.isdisjoint(request.id for request in outcome.retried)
+        assert ended <= seen_before, "a request ended at its first fault"
+        if not outcome.result.out_of_memory:
+            assert seen_before.isdisjoint(request.id for request in outcome.retried), "a request was retried twice"
+
     @invariant()
     def check_all(self) -> None:
         if not hasattr(self, "driver"):
             return
+        assert self.scheduler.admission_failure() is None
+        assert self.suspects <= set(self.scheduler.requests)
         check_scheduler(self.scheduler, self.touched)
         for request in self.driver.requests.values():
             assert not (request.is_finished and request.block_ids)
@@ -256,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_output(request)
             if name in self.kept:
                 assert request.num_output_tokens == self.kept[name]
-        assert self.scheduler.pool.num_free == NUM_BLOCKS
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks >= NUM_BLOCKS // 2
         self.check_all()
         self.check_all_slots_are_free()
         check_replay(self.driver.header, self.driver.calls)

@@ -111,6 +111,7 @@ def test_a_failed_step_answers_those_in_it_and_the_others_go_on(caplog: pytest.L
     outputs, _ = run(llm)
     assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "the device is on fire")
     assert "step 0 failed" in caplog.text
+    assert "step 1 failed" in caplog.text
     add(llm, list(range(10)), "good", max_tokens=4)
     outputs, _ = run(llm)
     assert outputs["good"].token_ids == fake_continuation(list(range(10)), 4, VOCAB)

@@ -208,10 +208,10 @@ def test_a_sequence_without_usable_logits_fails_alone(make_executor: MakeExecuto
     executor.submit(plan(1, decoding=decodes((0, len(good)), (1, len(good) + 1))))
     first, second = executor.wait(), executor.wait()
     assert first.tokens == ((), (expected[0],))
-    assert list(first.errors) == [0]
-    assert "nan" in first.errors[0]
+    assert list(first.faults) == [0]
+    assert "nan" in first.faults[0]
     assert second.tokens == ((expected[1],), ())
-    assert list(second.errors) == [1]
+    assert list(second.faults) == [1]
 
 
 def test_a_prompt_without_usable_logits_has_no_logprobs(make_executor: MakeExecutor) -> None:
@@ -232,8 +232,8 @@ def test_a_prompt_without_usable_logits_has_no_logprobs(make_executor: MakeExecu
             ),
         ),
     )
-    assert list(result.errors) == [0]
-    assert "no usable logits" in result.errors[0]
+    assert list(result.faults) == [0]
+    assert "no usable logits" in result.faults[0]
     assert list(result.prompt_logprobs) == [1]
     assert len(result.prompt_logprobs[1]) == len(good) - 1
 

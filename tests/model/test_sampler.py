@@ -149,8 +149,8 @@ def test_a_row_without_a_usable_logit_is_an_error_of_that_row(broken: float) -> 
     logits[1] = broken
     rows = [sequence(temperature=0.0), sequence(temperature=1.0, logprobs=1), sequence(temperature=0.0)]
     samples = sample(logits, rows)
-    assert list(samples.errors) == [1]
-    assert str(broken) in samples.errors[1]
+    assert list(samples.faults) == [1]
+    assert str(broken) in samples.faults[1]
     assert (samples.tokens[0], samples.tokens[2]) == (0, 0)
     assert samples.logprobs == {}
 

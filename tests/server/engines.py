@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.policies import PolicySpec
@@ -10,7 +12,9 @@ from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
+from evenflow.engine.watchdog import Pulse
 from evenflow.executors.fake import FakeExecutor
+from evenflow.executors.faulty import Fault, FaultyExecutor
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 1000
@@ -20,7 +24,7 @@ class ScriptedExecutor(FakeExecutor):
     """Takes real time, and where a script is given answers with its tokens, over and over, instead of made-up ones."""
 
     def __init__(self, step_s: float, script: tuple[int, ...], poison: int | None) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE)
+        super().__init__(vocab_size=VOCAB_SIZE, cost=lambda shape: step_s)
         self._prompt_lengths: dict[int, int] = {}
         self._step_s = step_s
         self._script = script
@@ -61,8 +65,16 @@ def scripted_engine(
     poison: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     classes: Classes = DEFAULT_CLASSES,
+    faults: Sequence[Fault] = (),
+    marker: str = "",
 ) -> Engine:
+    """`faults` happen in the first process alone, which leaves this file behind; without a file, in each."""
     sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
     config = SchedulerConfig(**sizes, policy=PolicySpec.parse(policy), classes=classes)
-    executor = ScriptedExecutor(step_s, script, poison)
-    return Engine(Scheduler(config, executor.caps), executor, Limits(max_model_len, VOCAB_SIZE))
+    if marker and Path(marker).exists():
+        faults = ()
+    if marker:
+        Path(marker).touch()
+    executor = FaultyExecutor(ScriptedExecutor(step_s, script, poison), faults)
+    limits = Limits(max_model_len, VOCAB_SIZE)
+    return Engine(Scheduler(config, executor.caps), executor, limits, pulse=Pulse(step_timeout_s=0.5))

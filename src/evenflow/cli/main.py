@@ -17,6 +17,7 @@ import typer
 from evenflow import __version__
 from evenflow.cli.ab import ab
 from evenflow.cli.analyze import analyze
+from evenflow.cli.audit import audit
 from evenflow.cli.bench import bench
 from evenflow.cli.chat import chat
 from evenflow.cli.demo import demo
@@ -32,7 +33,7 @@ from evenflow.cli.serve import serve
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, demo, serve, analyze, explain, pull, doctor):
+for command in (generate, chat, demo, serve, audit, analyze, explain, pull, doctor):
     app.command()(command)
 app.command(epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
 app.command("eval")(evaluate)

@@ -101,7 +101,12 @@ class ServeOptions:
     shares: Path | None = option("File of classes and tenants, with their shares: docs/shares.md.", metavar="PATH")
     drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
     otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
-    request_log: Path | None = option("Append a JSON line for each request, without its text.", metavar="PATH")
+    request_log: Path | None = option(
+        "Append JSON lines that account for each request, without its text: evenflow audit.", metavar="PATH"
+    )
+    step_timeout: float | None = duration_option(
+        "A step that takes longer, and far longer than predicted, hangs: the engine is restarted.", show_default="60s"
+    )
     record: RecordTarget = None
 
     @property
@@ -167,7 +172,8 @@ def serve(
     docs/server.md describes the endpoints, limits and errors.
     """
     shares = Shares() if options.shares is None else read_shares(options.shares)
-    config = EngineConfig(**engine_settings(model, scheduling), **shares.engine_settings)
+    given: dict[str, Any] = {} if options.step_timeout is None else {"step_timeout": options.step_timeout}
+    config = EngineConfig(**engine_settings(model, scheduling), **shares.engine_settings, **given)
     if options.engine == "evenflow":
         options.check_own_engine(engine_flags or ())
     with engine_imports("the server"):

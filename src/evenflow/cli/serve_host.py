@@ -36,7 +36,7 @@ _POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
     *("device", "weights", "load_format", "deterministic", "threads", "kv_cache_memory"),
     *("max_prompt_tokens", "max_n", "max_open_tokens", "shares", "allow_special_tokens", "pooling"),
-    *("otlp_endpoint", "request_log", "record"),
+    *("otlp_endpoint", "request_log", "step_timeout", "record"),
 )
 
 

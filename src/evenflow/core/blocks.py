@@ -16,12 +16,13 @@ KEEP_S = 600.0
 
 
 class BlockPool:
-    """Every block is in exactly one of four states:
+    """Every block is in exactly one of five states:
 
     clean      no useful content; allocated first
     idle       unreferenced, but holds a published prefix; a tenant's least recently used is evicted first
     held       referenced by one or more requests
     settling   unreferenced, but a step in flight may still touch it
+    retired    out of service, because memory ran out; not counted in `num_blocks`
     """
 
     def __init__(self, num_blocks: int, weights: Mapping[str, float] | None = None) -> None:
@@ -35,6 +36,7 @@ class BlockPool:
         self._newest = 0.0  # of these
         self._references = [0] * num_blocks
         self._settling: deque[tuple[int, list[int]]] = deque()  # (last step that may touch them, blocks)
+        self._retired: list[int] = []
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -148,6 +150,20 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._tenant_of[block] = tenant
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Publish these held blocks no more: what they contain may be wrong."""
+        for block in blocks:
+            if (block_hash := self._hash_of.pop(block, None)) is not None:
+                del self._block_of[block_hash], self._tenant_of[block]
+
+    def retire(self, count: int) -> None:
+        """Take this many blocks out of service for good, as far as they are free."""
+        blocks = self.allocate(min(count, self.num_free))
+        for block in blocks:
+            self._references[block] = 0
+        self._retired += blocks
+        self.num_blocks -= len(blocks)
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest run of leading hashes that are published and not settling."""
         found = []
@@ -179,8 +195,9 @@ class BlockPool:
         settling = [block for _, blocks in self._settling for block in blocks]
         held = [block for block, count in enumerate(self._references) if count > 0]
         idle = [block for blocks in self._idle.values() for block in blocks]
-        states = self._clean + idle + settling + held
-        assert sorted(states) == list(range(self.num_blocks)), "a block is lost or in two states"
+        states = self._clean + idle + settling + held + self._retired
+        assert sorted(states) == list(range(len(self._references))), "a block is lost or in two states"
+        assert self.num_blocks == len(states) - len(self._retired), "the number of blocks is wrong"
         assert min(self._references, default=0) >= 0, "a block was released too often"
         assert {block: h for h, block in self._block_of.items()} == self._hash_of, "the hash index is one-sided"
         assert not any(block in self._hash_of for block in self._clean), "a clean block is published"

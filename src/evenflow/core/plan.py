@@ -221,7 +221,9 @@ class StepResult:
     step_id: int
     tokens: tuple[tuple[int, ...], ...]  # new tokens of each sequence: none for a chunk that does not sample
     seconds: float  # end - max(submitted, end of the previous step): the step's own time
-    errors: Mapping[int, str] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)  # the request itself cannot go on
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)  # for tokens start+1 .. end
     embeddings: Mapping[int, bytes] = field(default_factory=dict)  # float32 values, of unit length
+    faults: Mapping[int, str] = field(default_factory=dict)  # the machine lost the result: computing it again may help
+    out_of_memory: bool = False  # is that why?

@@ -99,6 +99,8 @@ class StepReport(NamedTuple):
     prompt_logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (by place among the chunks)
     embeddings: dict[int, bytes] = {}  # noqa: RUF012 (by row; float32 values, of unit length)
     is_own_time: bool = True  # False: `seconds` may include part of another step's
+    retried: tuple[str, ...] = ()  # requests that are computed again after a fault
+    admission_failure: str | None = None  # what is wrong if nothing is admitted although it could be
 
     @property
     def started_at(self) -> float:

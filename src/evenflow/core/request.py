@@ -232,6 +232,7 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
+    has_failed: bool = False  # a fault that was its own, or may have been: a second one ends it
     epoch: int = 0
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)

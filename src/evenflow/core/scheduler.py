@@ -38,6 +38,7 @@ from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.prices import prefill_price, step_prices
+from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
 from evenflow.core.service_order import ServiceOrder, Start
@@ -46,6 +47,10 @@ from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
 # Waiting requests that are looked at behind one that does not fit.
 _MAX_TRIED = 32
+# When memory runs out, this share of the KV blocks goes out of service, down to half of them in all.
+_RETIRED_SHARE = 1 / 8
+# Steps without prefill, and with a prompt that fits, after which something is wrong: policies wait for 8 at most.
+_MAX_STEPS_WITHOUT_PREFILL = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,7 @@ Emission = tuple[Request, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The outcome of a step: which requests got tokens, and which ended."""
+    """The outcome of a step: which requests got tokens, which ended, and which are computed again after a fault."""
 
     plan: StepPlan
     result: StepResult
@@ -77,6 +82,7 @@ class Committed:
     shape: StepShape
     predicted_seconds: float
     late: list[LateToken] = field(default_factory=list)
+    retried: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,9 @@ class Scheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
+        self._recovery = Recovery()
+        self._table_changes: list[BlockTableChange] = []  # not sent yet
+        self._steps_without_prefill = 0  # in a row, while requests wait
 
     # ---- requests come and go ----
 
@@ -214,6 +223,7 @@ class Scheduler:
     def set_policy(self, policy: PolicySpec) -> None:
         """Use another policy from the next step on. Requests and steps in flight are unaffected."""
         self.policy = policy.build()
+        self._bound_steps()
         for request in self.requests.values():
             request.deadline.restart(self.policy.pacing)
         self.config = replace(self.config, policy=policy)
@@ -236,6 +246,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def upper_seconds_in_flight(self) -> float:
+        """Seconds that the steps in flight rarely exceed together; 0: nothing is known."""
+        return sum([self.step_time.upper(step.shape) for step in self._in_flight])
+
+    @property
     def can_schedule(self) -> bool:
         return len(self._in_flight) < self.caps.max_steps_in_flight
 
@@ -250,36 +265,39 @@ class Scheduler:
         """Plan the next step; None if nothing can run before the next commit or arrival."""
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
-        changes: list[BlockTableChange] = []
         yielded: set[str] = set()
         if self.order:
             self.order.demote_late(now)
             yielded = self._make_way()
-        decodes = self._secure_decodes(changes)
-        positions = [request.num_scheduled for request in decodes]
+        decodes = self._secure_decodes()
         has_prompts = bool(self._prefilling or self.order)
         heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
-        candidates = self._candidates(yielded)
+        candidates, is_alone = self._candidates(yielded), False
+        if self._recovery.suspects:
+            decodes, candidates, is_alone = self._recovery.turn(decodes, candidates)
+        positions = [request.num_scheduled for request in decodes]
         quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
-        if not quotas.run_decodes:
+        if not quotas.run_decodes or (is_alone and quotas.chunks):
             decodes, positions = [], []
         if not decodes and not quotas.chunks:
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
         released, self._released_slots = tuple(self._released_slots), []
+        left_out = len(self._decoding) - len(decodes)
         columns = self._take_decodes(decodes, positions)
         admissions: list[Admission] = []
         prefills = [self.requests[candidates[quota.candidate].request_id] for quota in quotas.chunks]
         chunks = [
-            self._take_chunk(request, quota, admissions, changes)
-            for request, quota in zip(prefills, quotas.chunks, strict=True)
+            self._take_chunk(request, quota, admissions) for request, quota in zip(prefills, quotas.chunks, strict=True)
         ]
         plan = StepPlan(
             step_id=step_id,
             released_slots=released,
             admissions=tuple(admissions),
-            block_changes=tuple(changes),
+            block_changes=self._take_table_changes(
+                {*columns.slots, *(one.slot for one in chunks)} if left_out else None
+            ),
             decodes=columns,
             chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
@@ -290,6 +308,7 @@ class Scheduler:
             self._charge_overtaking(heads, prefills, chunks, predicted)
         if self.order.is_shared:
             self._charge(decodes, positions, prefills, chunks, predicted)
+        self._steps_without_prefill = 0 if chunks or not self.order else self._steps_without_prefill + 1
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
 
@@ -312,6 +331,22 @@ class Scheduler:
             free_tokens=self.pool.num_free * self.block_size,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             caps=self.caps,
+        )
+
+    def admission_failure(self) -> str | None:
+        """What is wrong if nothing is admitted although it could be; None if all is well."""
+        if self._steps_without_prefill < _MAX_STEPS_WITHOUT_PREFILL:
+            return None
+        first = next(iter(self.order), None)
+        if first is None:
+            return None
+        slots_kept, blocks_kept = self._reserve(first, self.num_running)
+        needed, _ = self._blocks_to_admit(first)
+        if len(self._free_slots) <= slots_kept or needed + self.num_running + blocks_kept > self.pool.num_free:
+            return None  # it does not fit
+        return (
+            f"no prompt was computed in {self._steps_without_prefill} steps although the next one fits: "
+            f"{len(self._free_slots)} slots and {self.pool.num_free} KV blocks are free, {len(self.order)} wait"
         )
 
     def _charge_overtaking(
@@ -341,7 +376,13 @@ class Scheduler:
         parts = [(one.account, chunk.start, chunk.length) for one, chunk in zip(prefills, chunks, strict=True)]
         self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
 
-    def _secure_decodes(self, changes: list[BlockTableChange]) -> list[Request]:
+    def _take_table_changes(self, slots: Set[int] | None) -> tuple[BlockTableChange, ...]:
+        """Those of these slots, None: of all. A step that fails may not apply them, so it gets no others."""
+        changes = self._table_changes
+        self._table_changes = [] if slots is None else [change for change in changes if change.slot not in slots]
+        return tuple(changes if slots is None else [change for change in changes if change.slot in slots])
+
+    def _secure_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self.block_size
         full = [r for r in self._decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
@@ -351,7 +392,7 @@ class Scheduler:
             if request.status is not Status.RUNNING or request.num_unscheduled == 0:
                 continue
             if self._make_room(request, secured):
-                changes.append(self._append_blocks(request, 1))
+                self._append_blocks(request, 1)
                 secured.add(request.id)
             else:
                 without_block.add(request.id)
@@ -521,11 +562,9 @@ class Scheduler:
         self._decode_columns = columns if all_decode else None
         return replace(columns, positions=tuple(positions))
 
-    def _take_chunk(
-        self, request: Request, quota: Quota, admissions: list[Admission], changes: list[BlockTableChange]
-    ) -> Chunk:
+    def _take_chunk(self, request: Request, quota: Quota, admissions: list[Admission]) -> Chunk:
         if request.status is not Status.RUNNING:
-            admissions.append(self._admit(request, changes))
+            admissions.append(self._admit(request))
         start = request.num_scheduled
         request.num_scheduled = end = start + quota.tokens
         samples = end == request.num_known
@@ -545,20 +584,18 @@ class Scheduler:
             prompt_logprobs=request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0,
         )
 
-    def _admit(self, request: Request, changes: list[BlockTableChange]) -> Admission:
+    def _admit(self, request: Request) -> Admission:
         """Give a waiting request a slot and blocks for all its known tokens."""
         if (passed := self._passing.get(request.id)) is not None and passed.account == request.account:
             passed.place.passed_tokens += request.max_known_tokens
         self.order.remove(request)
         cached = self.prefix_cache.find(request)
         self.pool.hold(cached)
-        request.block_ids = cached
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.num_cached_tokens = request.place.num_cached_tokens = len(cached) * self.block_size
         request.num_scheduled = request.num_committed = request.num_cached_tokens
-        self._append_blocks(request, self._num_blocks(request.num_known) - len(cached))
-        changes.append(BlockTableChange(request.slot, 0, tuple(request.block_ids)))
+        self._append_blocks(request, self._num_blocks(request.num_known) - len(cached), cached)
         self._prefilling[request.id] = request
         self.prefix_cache.start_computing(request)
         return Admission(
@@ -574,11 +611,11 @@ class Scheduler:
             stop_token_ids=request.stop_token_ids,
         )
 
-    def _append_blocks(self, request: Request, count: int) -> BlockTableChange:
-        first = len(request.block_ids)
-        blocks = self.pool.allocate(count)
+    def _append_blocks(self, request: Request, count: int, cached: Sequence[int] = ()) -> None:
+        """New blocks at the end of its table, after the cached ones that it starts with."""
+        blocks = [*cached, *self.pool.allocate(count)]
+        self._table_changes.append(BlockTableChange(request.slot, len(request.block_ids), tuple(blocks)))
         request.block_ids += blocks
-        return BlockTableChange(request.slot, first, tuple(blocks))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -599,13 +636,19 @@ class Scheduler:
                 request.error = message
                 self._end(request, FinishReason.ERROR)  # starts an epoch: `_advance` drops the row
                 outcome.finished.append(request)
+        if result.faults:
+            self._take_faults(step.sequences, epochs, outcome)
         self._advance(step.sequences, epochs, outcome)
+        if self._recovery.suspects:
+            for request, _, tokens in outcome.emissions:
+                if tokens:
+                    self._recovery.gave_token(request.id)
         self.pool.settle(plan.step_id)
         if (pacing := self.policy.pacing) is not None:
             for request, _, tokens in outcome.emissions:
                 if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
                     outcome.late.append(late)
-        if not result.errors:
+        if not result.errors and not result.faults:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
             if self._is_paced and plan.chunks and step.predicted_seconds:
@@ -615,6 +658,37 @@ class Scheduler:
         self._overheads.append(max(0.0, now - began - result.seconds))
         self._committed_at = now
         return outcome
+
+    def _take_faults(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
+        """Compute again the requests whose rows were lost, or end them if they have failed before."""
+        result, num_rows = outcome.result, outcome.plan.num_rows
+        has_shrunk = result.out_of_memory and self._recovery.shrink(min(num_rows, self.policy.max_step_tokens))
+        is_shared = len(sequences) > 1 and len(result.faults) == len(sequences)
+        for index, message in result.faults.items():
+            request = sequences[index]
+            if request.epoch != epochs[index]:
+                continue
+            if not result.out_of_memory:
+                self.pool.forget(request.block_ids)  # other prompts must not build on what may be wrong
+            if has_shrunk or self._recovery.is_retried(request, is_shared):
+                self._preempt(request)
+                outcome.retried.append(request)
+            else:
+                request.error = message
+                self._end(request, FinishReason.ERROR)
+                outcome.finished.append(request)
+        if has_shrunk:
+            self._bound_steps()
+            self._retire_blocks()
+
+    def _bound_steps(self) -> None:
+        self.policy.max_step_tokens = min(self.policy.max_step_tokens, self._recovery.most_step_tokens)
+
+    def _retire_blocks(self) -> None:
+        """As far as every unfinished request still fits."""
+        needed = max((self._num_blocks(one.max_known_tokens) for one in self.requests.values()), default=0)
+        spare = self.pool.num_blocks - max(needed, self.config.num_blocks // 2)
+        self.pool.retire(max(0, min(int(_RETIRED_SHARE * self.config.num_blocks), spare)))
 
     def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
         """Flat, because every token passes this loop: with 1,000 streams each call in it counts."""
@@ -664,6 +738,7 @@ class Scheduler:
             self.order.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self._recovery.discard(request.id)
         self.order.discard(request)
         del self.requests[request.id]
         self._expiring.pop(request.id, None)
@@ -676,6 +751,8 @@ class Scheduler:
         request.block_ids = []
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
+        if self._table_changes:
+            self._table_changes = [change for change in self._table_changes if change.slot != request.slot]
         request.slot = -1
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)

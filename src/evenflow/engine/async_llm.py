@@ -6,6 +6,7 @@ Tokenising and hashing happen on the caller's side, so that a long prompt delays
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
@@ -20,7 +21,12 @@ from evenflow.engine.loaded_model import GREEDY, LoadedModel, Prompt
 from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Event, Failed, Refused, SetPolicy, Stepped, Stop
 from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.engine.watchdog import Watchdog
 from evenflow.errors import EngineFailed, EvenflowError
+
+logger = logging.getLogger("evenflow")
+
+_JOIN_S = 0.5
 
 
 class AsyncLLM(LoadedModel):
@@ -39,9 +45,11 @@ class AsyncLLM(LoadedModel):
         self._client = EngineClient(intake.codec, self._commands.put)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
         self._failure: EvenflowError | None = None
+        self._is_hung = False
         arguments = (lambda: engine, self._commands, self._deliver)
         self._thread = threading.Thread(target=run_engine, args=arguments, name="evenflow-engine", daemon=True)
         self._thread.start()
+        self._watchdog = Watchdog(engine.pulse, self._on_hang, engine.clock)
 
     async def stream(
         self,
@@ -107,9 +115,11 @@ class AsyncLLM(LoadedModel):
         self._commands.put(SetPolicy.of(policy))
 
     async def close(self) -> None:
-        """End every request and the engine's thread."""
+        """End every request and the engine's thread, unless that hangs."""
         self._commands.put(Stop())
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive() and not self._is_hung:
+            await asyncio.to_thread(self._thread.join, _JOIN_S)
+        self._watchdog.close()
         self._fail(EngineFailed("the engine was closed"))
 
     async def __aenter__(self) -> AsyncLLM:
@@ -129,8 +139,15 @@ class AsyncLLM(LoadedModel):
         self._failure = self._failure or failure
         self._client.fail_all(self._failure)
 
+    def _on_hang(self) -> None:
+        """A thread cannot be ended: it keeps its memory until the process ends, and this object serves no more."""
+        self._is_hung = True
+        message = "a step hangs, which this process cannot end: start it again. evenflow's server does so by itself"
+        logger.error("The engine has failed: %s.", message)
+        self._deliver(Failed("EngineFailed", message))
+
     def _deliver(self, event: Event) -> None:
-        """Called on the engine's thread."""
+        """Called on the engine's thread, or on the watchdog's."""
         if isinstance(event, Failed):  # also for callers that come later
             self._failure = event.error()
         if self._loop is not None:

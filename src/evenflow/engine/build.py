@@ -22,6 +22,7 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.placement import Placement, on_this_machine, place
 from evenflow.engine.recorder import Recorder
+from evenflow.engine.watchdog import Pulse
 from evenflow.errors import MissingDependency
 from evenflow.log_output import STAGE, ensure_logging
 from evenflow.model.locate import find_model
@@ -78,7 +79,8 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     scheduler = Scheduler(_scheduler_config(config, policy, placement.num_blocks), executor.caps, step_time=step_time)
     limits = Limits(placement.max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
-    engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper)
+    pulse = Pulse(config.step_timeout)
+    engine = Engine(scheduler, executor, limits, recorder, has_grammars=True, keeper=keeper, pulse=pulse)
     intake = Intake(
         limits,
         config.block_size,

@@ -21,9 +21,11 @@ _STREAMS_AT_ONCE = 8  # get their tokens before the loop may write them out
 class Stream:
     """An async iterator of deltas. Deltas that nobody has awaited yet are merged."""
 
-    def __init__(self, request: Request, output: RequestOutput) -> None:
+    def __init__(self, request: Request, output: RequestOutput, is_shown: bool = True) -> None:
         self.request = request
         self.output = output
+        self.is_shown = is_shown  # token by token; else nobody sees it before it is whole
+        self.was_restarted = False
         self._delta: Delta | None = None  # pushed, but not awaited yet
         self._failure: EvenflowError | None = None
         self._is_exhausted = False
@@ -43,6 +45,10 @@ class Stream:
         """Raise this after the deltas pushed so far."""
         self._failure = failure
         self._wake()
+
+    def restart(self, output: RequestOutput) -> None:
+        """Begin again: another engine computes it from the start."""
+        self.output, self._delta, self.was_restarted = output, None, True
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -88,11 +94,11 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request, is_shown: bool = True) -> Stream:
         if request.id in self._streams:  # its stream must not be taken over
             raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
         self._send(Add(request.record()))  # fails before anything is registered, if it cannot be sent
-        stream = self._streams[request.id] = Stream(request, self._outputs.add(request))
+        stream = self._streams[request.id] = Stream(request, self._outputs.add(request), is_shown)
         return stream
 
     def abort(self, stream: Stream) -> None:
@@ -108,6 +114,26 @@ class EngineClient:
         for stream in list(self._streams.values()):
             self._send(Abort(stream.request.id))
             self._fail(stream, failure)
+
+    def lose_engine(self, failure: EvenflowError) -> list[Stream]:
+        """The engine is gone. What it had not shown yet waits for the next one, once; the rest ends with this error.
+
+        Returns the streams that wait: `resend` sends their requests.
+        """
+        self._drain_backlog()
+        waiting = []
+        for stream in list(self._streams.values()):
+            if stream.was_restarted or (stream.is_shown and stream.output.token_ids):
+                self._fail(stream, failure)
+            else:
+                stream.restart(self._outputs.add(stream.request))
+                waiting.append(stream)
+        return waiting
+
+    def resend(self) -> None:
+        """Give the open requests to an engine that has just started."""
+        for stream in self._streams.values():
+            self._send(Add(stream.request.record()))
 
     def take(self, event: Stepped | Refused) -> None:
         if isinstance(event, Stepped):

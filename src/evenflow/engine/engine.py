@@ -20,13 +20,17 @@ from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
-from evenflow.errors import DeadlineExceeded, EngineFailed, InvalidRequest
+from evenflow.engine.watchdog import Pulse
+from evenflow.errors import DeadlineExceeded, EngineFailed, InvalidRequest, OutOfMemory
 from evenflow.executors.base import Executor
 from evenflow.step_time_store import StepTimeKeeper
 
 Value = TypeVar("Value")
 
 logger = logging.getLogger("evenflow")
+
+# Whole steps that fail in a row, after which the executor is taken for broken: a GPU is, after some errors.
+_MAX_FAILED_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -41,10 +45,13 @@ class Engine:
     has_grammars: bool = False  # can the executor constrain output?
     keeper: StepTimeKeeper | None = None  # of what the scheduler learns
     stats: Stats = field(default_factory=Stats)
+    pulse: Pulse = field(default_factory=Pulse)  # when the current step counts as hung, for a watchdog
     gc_timer: GcTimer = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
     _attribution: Attribution = field(init=False)
     _gc_seconds: float = 0.0  # at the last commit
+    _num_failed_steps: int = 0  # in a row
+    _admission_failure: str | None = None
 
     def __post_init__(self) -> None:
         self.gc_timer = GcTimer(self.clock)
@@ -103,6 +110,10 @@ class Engine:
 
     def step(self) -> StepReport | None:
         """Keep the executor busy, wait for the oldest step and report it; None if there is no work."""
+        with self.pulse.beat(self.clock):
+            return self._step()
+
+    def _step(self) -> StepReport | None:
         while self.scheduler.can_schedule and (plan := self._schedule()) is not None:
             self._plans[plan.step_id] = plan
             self.executor.submit(plan)
@@ -110,6 +121,7 @@ class Engine:
             if self.scheduler.requests:
                 raise EngineFailed(f"no step can be planned for {len(self.scheduler.requests)} unfinished requests")
             return None
+        self.pulse.extend(self.scheduler.upper_seconds_in_flight)
         report = self._commit(self._wait())
         if not self.has_work:
             self.stats.idle()
@@ -132,12 +144,18 @@ class Engine:
     def _wait(self) -> StepResult:
         plan = self._plans.pop(next(iter(self._plans)))
         try:
-            return self.executor.wait()
-        except Exception as error:  # the step is lost; its requests fail, the others go on
+            result = self.executor.wait()
+            if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
+                raise EngineFailed(f"the executor gave {len(result.tokens)} results for {plan.num_sequences} sequences")
+        except Exception as error:  # the step is lost: its requests are computed again, the others go on
+            self._num_failed_steps += not isinstance(error, OutOfMemory)
             logger.exception("step %d failed", plan.step_id)
             message = str(error) or type(error).__name__
-            tokens = ((),) * plan.num_sequences
-            return StepResult(plan.step_id, tokens, 0.0, errors=dict.fromkeys(range(plan.num_sequences), message))
+            if self._num_failed_steps == _MAX_FAILED_STEPS:
+                raise EngineFailed(f"{_MAX_FAILED_STEPS} steps failed in a row, the last by: {message}") from error
+            return failed_result(plan, message, out_of_memory=isinstance(error, OutOfMemory))
+        self._num_failed_steps = 0
+        return result
 
     def _commit(self, result: StepResult) -> StepReport:
         now = self.clock()
@@ -146,9 +164,21 @@ class Engine:
             self.recorder.committed(committed.plan, result, now)
         if self.keeper is not None:
             self.keeper.after_step(now)
+        if result.out_of_memory and committed.retried:
+            scheduler = self.scheduler
+            logger.warning(
+                "Memory ran out. From now on a step has at most %d tokens, and the KV cache %d blocks.",
+                *(scheduler.policy.max_step_tokens, scheduler.pool.num_blocks),
+            )
+        self._check_admission()
         report = self._report(committed, now)
         self.stats.observe(report)
         return report
+
+    def _check_admission(self) -> None:
+        before, self._admission_failure = self._admission_failure, self.scheduler.admission_failure()
+        if self._admission_failure is not None and before is None:
+            logger.error("The scheduler is stuck: %s. Please report this as a bug.", self._admission_failure)
 
     def _report(self, committed: Committed, now: float) -> StepReport:
         plan, result, scheduler = committed.plan, committed.result, self.scheduler
@@ -192,6 +222,8 @@ class Engine:
             logprobs=_by_row(given, result.logprobs),
             embeddings=_by_row(given, result.embeddings),
             prompt_logprobs={place - num_decodes: rows for place, rows in result.prompt_logprobs.items()},
+            retried=tuple([request.id for request in committed.retried]),
+            admission_failure=self._admission_failure,
         )
 
     def _split_time(self, committed: Committed, now: float) -> StepTimes:
@@ -212,6 +244,13 @@ class Engine:
             self.recorder.close()
         if self.keeper is not None:
             self.keeper.save()
+
+
+def failed_result(plan: StepPlan, message: str, *, out_of_memory: bool = False) -> StepResult:
+    """The result of a step that was lost as a whole."""
+    faults = dict.fromkeys(range(plan.num_sequences), message)
+    tokens = ((),) * plan.num_sequences
+    return StepResult(plan.step_id, tokens, 0.0, faults=faults, out_of_memory=out_of_memory)
 
 
 def _by_row(given: Sequence[tuple[str, int, tuple[int, ...]]], found: Mapping[int, Value]) -> dict[int, Value]:

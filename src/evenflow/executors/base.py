@@ -11,8 +11,9 @@ class Executor(Protocol):
     """Runs steps in the order they were submitted.
 
     `submit` returns at once if the executor runs beside its caller; `wait` returns the oldest submitted step's
-    result. An error of one sequence goes into `StepResult.errors`; an exception from `wait` fails the whole step and
-    leaves the executor able to run the next.
+    result. What is wrong with one sequence goes into `StepResult.errors` or `faults`. An exception from `wait` fails
+    the whole step and leaves the executor able to run the next: it has released the plan's slots, and lets later plans
+    release slots that this one did not get to fill.
     """
 
     @property

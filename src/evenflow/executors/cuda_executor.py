@@ -19,14 +19,14 @@ from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
-from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
+from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
 from evenflow.model.cuda.decoder import PagedDecoder, RowInputs
 from evenflow.model.cuda.graphs import Graphs, graph_sizes, mixed_graph_sizes, size_for
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan, StepRows
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
 from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence, PendingSamples
-from evenflow.model.sampler import logit_errors
+from evenflow.model.sampler import logit_faults
 
 if TYPE_CHECKING:
     from evenflow.model.grammar import Grammars
@@ -76,38 +76,32 @@ class _Launched:
         return self.result
 
     def _read(self) -> StepResult:
-        tokens: list[tuple[int, ...]] = [()] * len(self.parts)
-        prompt_logprobs, errors = self._read_prompts()
-        logprobs: dict[int, tuple[RowLogprobs, ...]] = {}
+        prompt_logprobs, faults = self._read_prompts()
+        found = SampledParts([()] * len(self.parts))
         if self.samples is not None:
             samples = self.samples.read()
             for number, token in zip(self.sampled, samples.tokens, strict=True):
                 part = self.parts[number]
                 if part.end < len(part.slot.sampled.tokens):  # else a later step failed and dropped it
                     part.slot.sampled.tokens[part.end] = token
-                tokens[number] = (token,)
-            sample_errors = {self.sampled[row]: message for row, message in samples.errors.items()}
-            logprobs = {self.sampled[row]: (found,) for row, found in samples.logprobs.items()}
-            for number in sample_errors:
-                tokens[number] = ()
-            errors |= sample_errors
+            found.take(self.sampled, samples)
         embeddings = {number: to_bytes(values) for number, values in self.embeddings.items()}
-        seconds = self.timer.seconds
-        return StepResult(self.plan.step_id, tuple(tokens), seconds, errors, logprobs, prompt_logprobs, embeddings)
+        rows = tuple(found.tokens), self.timer.seconds, found.errors, found.logprobs
+        return StepResult(self.plan.step_id, *rows, prompt_logprobs, embeddings, faults | found.faults)
 
     def _read_prompts(self) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
-        """Prompt logprobs and errors by the part's number."""
+        """Prompt logprobs and faults by the part's number."""
         found: dict[int, tuple[RowLogprobs, ...]] = {}
-        errors: dict[int, str] = {}
+        faults: dict[int, str] = {}
         for number, groups in self.prompt_rows.items():
             num_top = self.parts[number].slot.sampled.params.prompt_logprobs
-            unusable = logit_errors([value for group in groups for value in group.largest.tolist()])
+            unusable = logit_faults([value for group in groups for value in group.largest.tolist()])
             if unusable:
-                errors[number] = next(iter(unusable.values()))
+                faults[number] = next(iter(unusable.values()))
             else:
                 rows = [row for group in groups for row in group.logprobs.rows([num_top] * len(group.largest))]
                 found[number] = tuple(rows)
-        return found, errors
+        return found, faults
 
 
 class _Piece(NamedTuple):

@@ -107,7 +107,7 @@ class FakeExecutor:
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for slot in plan.released_slots:
-            del self._slots[slot]
+            self._slots.pop(slot, None)
         for admission in plan.admissions:
             if admission.slot in self._slots:
                 raise RuntimeError(f"slot {admission.slot} is taken")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from evenflow.core.plan import Admission, StepPlan
+from evenflow.core.plan import Admission, RowLogprobs, StepPlan
 from evenflow.core.request import Pooling
 from evenflow.errors import OutOfMemory
-from evenflow.model.sampler import SampledSequence
+from evenflow.model.sampler import SampledSequence, Samples
 from evenflow.model.token_rules import TokenRules
 
 if TYPE_CHECKING:
@@ -70,6 +70,25 @@ class Part(Generic[SlotT]):
     def drop_unreturned(self) -> None:
         """A failed step may have left a sample that was never returned."""
         del self.slot.sampled.tokens[self.end :]
+
+
+@dataclass(slots=True)
+class SampledParts:
+    """What sampling gave, by the number of the part."""
+
+    tokens: list[tuple[int, ...]]  # none for a part that does not sample, or failed
+    errors: dict[int, str] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
+
+    def take(self, numbers: Sequence[int], samples: Samples) -> None:
+        """Rows of samples, for the parts of these numbers."""
+        self.errors |= {numbers[row]: message for row, message in samples.errors.items()}
+        self.faults |= {numbers[row]: message for row, message in samples.faults.items()}
+        self.logprobs |= {numbers[row]: (found,) for row, found in samples.logprobs.items()}
+        for number, token in zip(numbers, samples.tokens, strict=True):
+            if number not in self.errors and number not in self.faults:
+                self.tokens[number] = (token,)
 
 
 def parts_of(plan: StepPlan, slots: Mapping[int, SlotT]) -> Iterator[Part[SlotT]]:

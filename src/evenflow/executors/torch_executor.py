@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
-from evenflow.errors import InvalidConfig, InvalidRequest
+from evenflow.errors import InvalidConfig
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
-from evenflow.executors.sequences import Part, new_sampled, out_of_memory, parts_of
+from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.cpu import runs_natively
 from evenflow.model.attention.native import Span
@@ -30,7 +30,7 @@ from evenflow.model.decoder import Decoder, MakeLinear
 from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
-from evenflow.model.sampler import SampledSequence, logit_errors, row_logprobs, sample
+from evenflow.model.sampler import SampledSequence, logit_faults, row_logprobs, sample
 from evenflow.model.weights import needed_shapes
 from evenflow.native.build import why_unavailable
 
@@ -124,19 +124,19 @@ class TorchExecutor:
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         hidden = self._hidden(parts)
-        prompt_logprobs, prompt_errors = self._all_prompt_logprobs(parts, hidden)
+        prompt_logprobs, faults = self._all_prompt_logprobs(parts, hidden)
         embeddings = {
             number: values
             for number, part in enumerate(parts)
             if part.pooling is not None and (values := self._embedding(part, hidden[number])) is not None
         }
-        tokens, errors, logprobs = self._sample(parts, hidden)
-        errors = prompt_errors | errors
+        samples = self._sample(parts, hidden)
         if self._store is not None:
             for part in parts:
                 self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
         seconds = time.perf_counter() - began
-        return StepResult(plan.step_id, tokens, seconds, errors, logprobs, prompt_logprobs, embeddings)
+        rows = tuple(samples.tokens), seconds, samples.errors, samples.logprobs
+        return StepResult(plan.step_id, *rows, prompt_logprobs, embeddings, faults | samples.faults)
 
     def _admit(self, admission: Admission) -> _Slot:
         sampled = new_sampled(admission, self._config.vocab_size, self._grammars)
@@ -153,38 +153,35 @@ class TorchExecutor:
         hidden = self._decoder.hidden(token_ids, spans, wanted)
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
-    def _sample(
-        self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
-    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, str], dict[int, tuple[RowLogprobs, ...]]]:
-        """Tokens, errors and logprobs by the part's number; appends each token to its slot's."""
+    def _sample(self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]) -> SampledParts:
+        """By the part's number; appends each token to its slot's."""
         numbers = [number for number, part in enumerate(parts) if part.samples]
-        tokens: list[tuple[int, ...]] = [()] * len(parts)
+        found = SampledParts([()] * len(parts))
         if not numbers:
-            return tuple(tokens), {}, {}
+            return found
         for number in numbers:
             parts[number].drop_unreturned()
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
-        for row, number in enumerate(numbers):
+        for number, token in zip(numbers, samples.tokens, strict=True):
             # Appended even for a failed row: a step in flight reads it before the failure is known.
-            parts[number].slot.sampled.tokens.append(samples.tokens[row])
-            tokens[number] = () if row in samples.errors else (samples.tokens[row],)
-        errors = {numbers[row]: message for row, message in samples.errors.items()}
-        return tuple(tokens), errors, {numbers[row]: (found,) for row, found in samples.logprobs.items()}
+            parts[number].slot.sampled.tokens.append(token)
+        found.take(numbers, samples)
+        return found
 
     def _all_prompt_logprobs(
         self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
     ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
-        """Prompt logprobs and errors by the part's number."""
+        """Prompt logprobs and faults by the part's number."""
         found: dict[int, tuple[RowLogprobs, ...]] = {}
-        errors: dict[int, str] = {}
+        faults: dict[int, str] = {}
         for number, part in enumerate(parts):
             if part.prompt_logprobs:
                 try:
                     found[number] = self._prompt_logprobs(part, hidden[number])
-                except InvalidRequest as error:
-                    errors[number] = str(error)
-        return found, errors
+                except ArithmeticError as error:
+                    faults[number] = str(error)
+        return found, faults
 
     def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> tuple[RowLogprobs, ...]:
         predicted, num_top = part.predicted, part.slot.sampled.params.prompt_logprobs
@@ -192,8 +189,8 @@ class TorchExecutor:
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first : first + len(targets)])
-            if unusable := logit_errors(logits.amax(-1).tolist()):
-                raise InvalidRequest(next(iter(unusable.values())))
+            if unusable := logit_faults(logits.amax(-1).tolist()):
+                raise ArithmeticError(next(iter(unusable.values())))
             logprobs = logits.log_softmax(-1)
             found += [row_logprobs(row, token, num_top) for row, token in zip(logprobs, targets, strict=True)]
         return tuple(found)

@@ -51,25 +51,27 @@ class SampledSequence:
 
 @dataclass(slots=True)
 class Samples:
-    """A token per row; errors and logprobs by row number. The token of a failed row is meaningless."""
+    """A token per row; errors, faults and logprobs by row number. The token of a failed row is meaningless."""
 
     tokens: list[int]
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # the request's rules leave no token
+    faults: dict[int, str] = field(default_factory=dict)  # the logits are not numbers
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     """One token for each row of `logits`, which it overwrites."""
-    errors = logit_errors(logits.amax(-1).tolist())
+    faults = logit_faults(logits.amax(-1).tolist())
+    errors: dict[int, str] = {}
     raw = {
         row: logits[row].log_softmax(-1)
         for row, sequence in enumerate(sequences)
-        if sequence.params.logprobs is not None and row not in errors
+        if sequence.params.logprobs is not None and row not in faults
     }
     # Shares memory: over one vocabulary, numpy's argmax and partitions are several times as fast as torch's.
     rows: NDArray[np.float32] = logits.numpy()
     for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-        if (sequence.constraint is not None or sequence.rules is not None) and number not in errors:
+        if (sequence.constraint is not None or sequence.rules is not None) and number not in faults:
             try:
                 _constrain(row, sequence)
             except InvalidRequest as error:
@@ -79,10 +81,10 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
         _penalise(row, sequence)
     tokens: list[int] = rows.argmax(-1).tolist()
     for number, sequence in enumerate(sequences):
-        if sequence.params.temperature > 0 and number not in errors:
+        if sequence.params.temperature > 0 and number not in errors and number not in faults:
             tokens[number] = _draw(rows[number], sequence)
     logprobs = {row: row_logprobs(logprob, tokens[row], sequences[row].params.logprobs) for row, logprob in raw.items()}
-    return Samples(tokens, errors, logprobs)
+    return Samples(tokens, errors, faults, logprobs)
 
 
 def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogprobs:
@@ -93,8 +95,8 @@ def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogpro
     return RowLogprobs(TokenLogprob(token, float(logprobs[token])), top)
 
 
-def logit_errors(largest: Sequence[float]) -> dict[int, str]:
-    """Rows whose largest logit is not finite."""
+def logit_faults(largest: Sequence[float]) -> dict[int, str]:
+    """Rows whose largest logit is not finite: a single NaN in a row makes it NaN."""
     return {
         row: f"The model gave no usable logits: their largest value is {value}."
         for row, value in enumerate(largest)

@@ -132,9 +132,9 @@ def test_rows_without_usable_logits_or_allowed_tokens_fail_alone(device: str) ->
     logits[0, 5] = torch.nan
     logits[1, 9] = torch.inf
     found = on_device(logits, rows, device)
-    assert found.errors.keys() == {0, 1, 2}
-    assert "nan" in found.errors[0]
-    assert "inf" in found.errors[1]
+    assert (found.faults.keys(), found.errors.keys()) == ({0, 1}, {2})
+    assert "nan" in found.faults[0]
+    assert "inf" in found.faults[1]
     assert "leave no token" in found.errors[2]
     assert found.logprobs.keys() == {3, 4}
     assert all(0 <= token < VOCAB for token in found.tokens)

@@ -17,6 +17,7 @@ import pytest
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
 from evenflow.server.metrics.observer import Observer
+from evenflow.server.metrics.request_accounts import read_accounts
 from evenflow.server.metrics.request_log import RequestLog
 from tests.server.serving import RunningServer, scripted_server
 from tests.server.stepping import ObservedEngine
@@ -37,11 +38,17 @@ def server(path: Path) -> Iterator[RunningServer]:
 
 
 def lines(server: RunningServer, path: Path, count: int) -> list[dict[str, Any]]:
-    """The lines, once there are that many: a thread writes them."""
-    server.until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    """The ends of requests, once there are that many: a thread writes them."""
+    server.until(lambda: path.exists() and path.read_bytes().count(b'"event":"ended"') >= count)
+    server.until(lambda: path.read_bytes().endswith(b"\n"))
+    found = events(path, "ended")
     assert len(found) == count
     return found
+
+
+def events(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in found if line["event"] in kinds]
 
 
 def start_over(path: Path) -> None:
@@ -63,6 +70,12 @@ def test_each_choice_has_a_line_without_text(server: RunningServer, path: Path) 
     assert 0 < first["ttft_s"] < first["duration_s"]
     assert abs(datetime.fromisoformat(first["time"]).timestamp() - time.time()) < 60
     assert "secret" not in path.read_text()
+    told = [(line["event"], line["id"]) for line in events(path, "accepted", "first_token", "ended")]
+    for name in (first["id"], second["id"]):
+        assert [event for event, one in told if one == name] == ["accepted", "first_token", "ended"]
+    [accepted, _] = events(path, "accepted")
+    assert (accepted["prompt_tokens"], accepted["max_tokens"], accepted["time"]) == (80, 5, first["time"])
+    assert events(path, "first_token")[0]["ttft_s"] in (first["ttft_s"], second["ttft_s"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -86,7 +99,9 @@ def test_a_renamed_log_is_followed_by_a_new_one(server: RunningServer, path: Pat
     server.post(COMPLETION, {"prompt": [5], "max_tokens": 2})
     [after] = lines(server, path, 1)
     assert after["output_tokens"] == 2
-    assert len(path.with_suffix(".1").read_text().splitlines()) == 1
+    assert len(events(path.with_suffix(".1"), "ended")) == 1
+    accounts = read_accounts([path.with_suffix(".1"), path])
+    assert (accounts.num_accepted, accounts.ended["length"], accounts.adds_up) == (2, 2, True)
 
 
 def test_a_full_disk_loses_lines_and_no_request(
@@ -100,9 +115,12 @@ def test_a_full_disk_loses_lines_and_no_request(
     start_over(path)
     server.post(COMPLETION, {"prompt": [5], "max_tokens": 3})
     server.until(lambda: path.exists() and '"output_tokens":3' in path.read_text())
-    num_lost = 3 - path.read_text().count('"output_tokens":2')  # the thread may be late
-    server.until(lambda: f"{num_lost} lines were lost" in caplog.text)
+    [lost] = events(path, "lost")
+    written = events(path, "accepted", "first_token", "ended")  # the thread may have been late
+    assert lost["lines"] + len(written) == 4 * 3
+    server.until(lambda: f"{lost['lines']} lines were lost" in caplog.text)
     assert caplog.text.count("No space left") == 1
+    assert not read_accounts([path]).adds_up
 
 
 def test_a_file_keeps_only_whole_lines(tmp_path: Path) -> None:
@@ -141,7 +159,7 @@ def test_the_longest_gap_is_the_one_beside_a_long_prompt(tmp_path: Path) -> None
     run.add("b", 300, max_tokens=1)
     reports += run.run()
     log.close()
-    of_a, of_b = sorted(map(json.loads, (tmp_path / "log").read_text().splitlines()), key=lambda line: line["id"])
+    of_a, of_b = sorted(events(tmp_path / "log", "ended"), key=lambda line: line["id"])
     times = [report.at for report in reports if "a" in report.ids]
     assert of_a["longest_gap_s"] == pytest.approx(max(after - before for before, after in pairwise(times)))
     assert of_a["longest_gap_s"] > 0.3

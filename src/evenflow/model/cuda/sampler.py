@@ -18,7 +18,7 @@ from torch import Tensor
 from evenflow.core.plan import RowLogprobs
 from evenflow.errors import InvalidRequest
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
-from evenflow.model.sampler import MIN_TEMPERATURE, SampledSequence, Samples, allowed_next, logit_errors, uniform
+from evenflow.model.sampler import MIN_TEMPERATURE, SampledSequence, Samples, allowed_next, logit_faults, uniform
 
 ToDevice = Callable[[NDArray[np.generic]], Tensor]
 
@@ -69,11 +69,13 @@ class PendingSamples:
     def read(self) -> Samples:
         """Once the device has come so far."""
         tokens, bits = self.numbers
-        errors = logit_errors(bits.view(torch.float32).tolist()) | self.errors
+        faults = logit_faults(bits.view(torch.float32).tolist())
+        failed = faults.keys() | self.errors.keys()
         found: dict[int, RowLogprobs] = {}
         for rows, num_top, logprobs in self.logprobs:
             found |= dict(zip(rows, logprobs.rows(num_top), strict=True))
-        return Samples(tokens.tolist(), errors, {row: found[row] for row in found if row not in errors})
+        logprobs_of_rows = {row: found[row] for row in found if row not in failed}
+        return Samples(tokens.tolist(), self.errors, faults, logprobs_of_rows)
 
 
 class DeviceSampler:

@@ -35,6 +35,8 @@ class EngineResponse(Response):
     It holds room for `num_choices` of them, and as many run or wait at a time.
     """
 
+    _is_shown = False  # token by token
+
     def __init__(self, service: ModelService, writer: RequestWriter[Any], num_bytes: int) -> None:
         super().__init__()
         self._service = service
@@ -89,7 +91,10 @@ class EngineResponse(Response):
         names = {"tenant": writer.tenant, "endpoint": path, "model": writer.model}
         for index, request in enumerate(requests):
             num_choices = None if index else len(requests)
-            self._streams.append(client.submit(request, caller=writer.caller, num_choices=num_choices, **names))
+            sent = client.submit(
+                request, caller=writer.caller, num_choices=num_choices, is_shown=self._is_shown, **names
+            )
+            self._streams.append(sent)
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         await client_disconnected(receive)

@@ -30,6 +30,7 @@ class GenerationResponse(EngineResponse):
     def __init__(self, service: ModelService, writer: ResponseWriter[Any], num_bytes: int) -> None:
         super().__init__(service, writer, num_bytes)
         self._has_started = False
+        self._is_shown = writer.body.streaming is not None
 
     async def _respond(self, requests: Sequence[Request], scope: Scope, receive: Receive, send: Send) -> None:
         if (options := self._writer.body.streaming) is None:

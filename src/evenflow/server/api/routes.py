@@ -87,6 +87,8 @@ def health_routes(service: Service) -> APIRouter:
             raise overloaded("The server accepts no requests now: it is shutting down.")
         if not service.client.is_up:
             raise overloaded(f"The server accepts no requests now: {service.client.failure}.")
+        if (stuck := service.client.admission_failure) is not None:
+            raise overloaded(f"The server accepts requests but serves none: {stuck}.")
         return _json({"status": "ready"})
 
     @routes.get("/version", summary="evenflow's version", **described(models.Version))

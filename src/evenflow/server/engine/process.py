@@ -18,6 +18,7 @@ from evenflow.config import EngineConfig
 from evenflow.engine.engine import Engine
 from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Event, Stop, read_command
+from evenflow.engine.watchdog import Cell
 from evenflow.framing import FrameReader, frame
 
 logger = logging.getLogger("evenflow")
@@ -38,13 +39,19 @@ def build_served_engine(config: EngineConfig, record: Path | None = None) -> Eng
     return build_engine(config, record).engine
 
 
-def run_engine_process(connection: socket.socket, factory: EngineFactory) -> None:
-    """The main function of the process, which ends when the front does."""
+def run_engine_process(connection: socket.socket, factory: EngineFactory, pulse: Cell) -> None:
+    """The main function of the process, which ends when the front does. The front watches its pulse."""
+
+    def build() -> Engine:
+        engine = factory()
+        engine.pulse.share(pulse)
+        return engine
+
     commands: Commands = Commands()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     events = EventWriter(connection)
     try:
-        run_engine(factory, commands, events.send)
+        run_engine(build, commands, events.send)
     finally:
         events.close()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import multiprocessing
 import socket
+import time
 from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
 
@@ -16,6 +19,7 @@ from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
 from evenflow.engine.outputs import TextCodec
+from evenflow.engine.watchdog import Cell, is_overdue
 from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.host import start_without_interrupts
 from evenflow.server.access import Caller
@@ -24,7 +28,11 @@ from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer, RequestRecord
 
+logger = logging.getLogger("evenflow")
+
 _EXIT_TIMEOUT_S = 5.0
+_CHECK_S = 0.5
+_MAX_IDLE_CHECKS = 20  # in a row, of an engine that does nothing with requests open
 
 
 class ServedEngine(SupervisedEngine):
@@ -45,6 +53,7 @@ class ServedEngine(SupervisedEngine):
         self._link: Link | None = None
         self._exit_error: EvenflowError | None = None  # of the current process
         self._intake: Intake | None = None
+        self._num_idle_checks = 0
         self.max_num_seqs = 0  # until the engine is ready
 
     # ---- what routes use ----
@@ -96,8 +105,12 @@ class ServedEngine(SupervisedEngine):
         endpoint: str = "",
         model: str = "",
         num_choices: int | None = 1,
+        is_shown: bool = True,
     ) -> Stream:
-        """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them."""
+        """Send a prepared request to the engine. `num_choices` of its API call goes with the first of them.
+
+        If it is not shown token by token, it can begin again when the engine dies.
+        """
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
@@ -111,7 +124,7 @@ class ServedEngine(SupervisedEngine):
             model=model,
             service_class=request.service_class,
         )
-        stream = self._client.submit(request)
+        stream = self._client.submit(request, is_shown)
         self._observer.on_request_started(record, num_choices)
         return stream
 
@@ -127,20 +140,26 @@ class ServedEngine(SupervisedEngine):
     def fail_all(self, failure: EvenflowError) -> None:
         self._client.fail_all(failure)
 
+    def _lose_requests(self, failure: EvenflowError) -> None:
+        for stream in self._client.lose_engine(failure):
+            self._observer.on_request_retried(stream.request.id)
+
     # ---- the process ----
 
     async def _run_process(self) -> None:
         ours, theirs = socket.socketpair()
-        arguments = (theirs, self._factory)
         context = multiprocessing.get_context("spawn")
+        pulse = context.Value("d", math.inf, lock=False)
+        arguments = (theirs, self._factory, pulse)
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
         start_without_interrupts(process)
         theirs.close()
+        logger.info("The engine starts in process %d.", process.pid)
         self._exit_error = None
         link = self._link = Link(self._on_event)
         try:
             await link.connect(ours)
-            await link.lost
+            await self._watch(process, link, pulse)
             self._go_down(self._exit_error or EngineFailed("the engine process died"))
         except asyncio.CancelledError:
             if not self.is_up:  # it is still loading, and would finish that first
@@ -150,9 +169,26 @@ class ServedEngine(SupervisedEngine):
             link.close()
             await asyncio.to_thread(_end_process, process)
 
+    async def _watch(self, process: SpawnProcess, link: Link, pulse: Cell) -> None:
+        """Wait for the end of the process. If it hangs, or does nothing although requests are open, kill it."""
+        while not (await asyncio.wait([link.lost], timeout=_CHECK_S))[0]:
+            is_idle = self.is_up and self.num_open > 0 and math.isinf(pulse.value)
+            self._num_idle_checks = self._num_idle_checks + 1 if is_idle else 0
+            problem = None
+            if is_overdue(pulse, time.perf_counter()):
+                problem = "hung in a step"
+            elif self._num_idle_checks >= _MAX_IDLE_CHECKS:
+                problem = f"did nothing with {self.num_open} requests open"
+            if problem is not None:
+                self._exit_error = EngineFailed(f"the engine {problem} and was killed")
+                process.kill()
+                await link.lost
+                return
+
     def _on_event(self, content: bytes) -> None:
         match event := read_event(content):
             case Stepped(report):
+                self._num_idle_checks = 0
                 self._observer.on_step(report)
                 self._client.take(event)
             case Refused():
@@ -175,11 +211,13 @@ class ServedEngine(SupervisedEngine):
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy.spec():  # it was changed before this restart
             self._send(SetPolicy.of(self.policy))
+        self._client.resend()
 
     def _on_end(self, stream: Stream) -> None:
         output = stream.output
         assert output.finish_reason is not None
-        self._observer.on_request_finished(stream.request.id, output.finish_reason, len(output.token_ids))
+        num_tokens = len(output.token_ids)
+        self._observer.on_request_finished(stream.request.id, output.finish_reason, num_tokens, error=output.error)
 
     def _send(self, command: Command) -> None:
         if self.is_up and self._link is not None:  # a process that is gone has no requests

@@ -15,13 +15,14 @@ logger = logging.getLogger("evenflow")
 
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
-_STABLE_S = 60.0  # a process that ran this long is restarted after the first delay
+_STABLE_S = 10.0  # a process that ran this long is restarted after the first delay
 
 
 class SupervisedEngine(ABC):
     """An engine for the routes to use. Call it on the event loop's thread.
 
-    When its process dies, every open request fails at once; requests are refused until the next process is ready.
+    When its process dies, open requests fail, except those that the next process can compute again; new ones are
+    refused until that is ready.
     """
 
     def __init__(self, name: str, policy: PolicySpec | None, observer: Observer) -> None:
@@ -40,6 +41,11 @@ class SupervisedEngine(ABC):
         """The lowest feasible target, while steps show that the current one is infeasible."""
         return self._observer.feasible_target_s
 
+    @property
+    def admission_failure(self) -> str | None:
+        """What is wrong if the engine admits nothing although it could."""
+        return self._observer.admission_failure
+
     @abstractmethod
     def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""
@@ -47,6 +53,10 @@ class SupervisedEngine(ABC):
     @abstractmethod
     def fail_all(self, failure: EvenflowError) -> None:
         """End every open request with this error, after the tokens that it has."""
+
+    def _lose_requests(self, failure: EvenflowError) -> None:
+        """The process has died with requests open."""
+        self.fail_all(failure)
 
     def start(self) -> asyncio.Future[None]:
         """Start the process in the background. The future ends when it is ready, or with the error it failed with."""
@@ -94,8 +104,10 @@ class SupervisedEngine(ABC):
         self.failure = failure
         if self.is_up:
             self.is_up = False
-            self.fail_all(failure)
+            self._lose_requests(failure)
             self._publish_state()
+        else:  # it did not even start: requests that waited for it have waited long enough
+            self.fail_all(failure)
 
     def _publish_state(self) -> None:
         policy = NO_TARGET if self.policy is None else str(self.policy)

@@ -16,6 +16,7 @@ from evenflow.server.metrics.tenants import TenantFigures
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
+FAULTS = ("step", "engine")
 REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "expired", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -155,6 +156,8 @@ class EvenflowMetrics:
         counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
         self.up = gauge("evenflow:up", "1 while the engine is up.")
         self.restarts = counter("evenflow:engine_restarts", "Restarts of the engine process.")
+        self.retries = split("evenflow:retries", "Requests computed again after a fault of this.", "fault", FAULTS)
+        self.stuck = gauge("evenflow:stuck", "1 while no request is admitted although one fits: a bug.")
         self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
         self.chunks = split("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)

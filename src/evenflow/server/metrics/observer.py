@@ -63,9 +63,11 @@ class RequestRecord:
     last_token_at: float | None = None
     num_cached_tokens: int = 0  # at its first admission
     num_preemptions: int = 0
+    num_retries: int = 0  # after faults
     chunks: list[tuple[float, ChunkReport]] = field(default_factory=list)  # each with the time of its commit
     num_output_tokens: int = 0
     finish_reason: str = ""
+    error: str | None = None
     finished_at: float = 0.0
 
     @property
@@ -79,6 +81,15 @@ class Listener:
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed."""
+
+    def on_request_started(self, record: RequestRecord) -> None:
+        """A request was accepted."""
+
+    def on_first_token(self, record: RequestRecord) -> None:
+        """A request got its first token; again, if it was retried since."""
+
+    def on_request_retried(self, record: RequestRecord) -> None:
+        """A request is computed again after a fault."""
 
     def on_request_finished(self, record: RequestRecord) -> None:
         """A request ended, whatever the reason."""
@@ -96,6 +107,7 @@ class Observer:
         self.target_s: float | None = None
         self.feasible_target_s: float | None = None
         self.last_report: StepReport | None = None  # None: nothing runs
+        self.admission_failure: str | None = None  # what is wrong if nothing is admitted although it could be
         self.recent_tbt = RecentQuantiles(WINDOW_S)
         self.recent_ttft = RecentQuantiles(WINDOW_S)
         self.requests: dict[str, RequestRecord] = {}  # that have not ended
@@ -127,13 +139,14 @@ class Observer:
             sizes = {"block_size": str(state.block_size), "num_gpu_blocks": str(state.num_blocks)}
             self._factory.info("vllm:cache_config_info", "The KV cache's sizes.", sizes)
         if not state.is_up:
-            self.last_report = None
+            self.last_report = self.admission_failure = None
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed. Call this before `on_request_finished` of the requests that it ended."""
         self.policy, self.target_s, self.feasible_target_s = report.policy, report.target_s, report.feasible_target_s
         if self.requests:  # else all were aborted while this step ran
             self.last_report = report
+        self._record_faults(report)
         self._record_admissions(report)
         self._record_tokens(report)
         self._observe_step(report)
@@ -152,12 +165,16 @@ class Observer:
         self.classes.on_started(record.service_class)
         if num_choices is not None:
             self._vllm.params_n.observe(num_choices)
+        for listener in self._listeners:
+            listener.on_request_started(record)
 
-    def on_request_finished(self, request_id: str, reason: str, num_tokens: int, now: float | None = None) -> None:
+    def on_request_finished(
+        self, request_id: str, reason: str, num_tokens: int, now: float | None = None, error: str | None = None
+    ) -> None:
         """A request ended: by stop, length, abort or error. Call this once for every request that was started."""
         record = self.requests.pop(request_id)
         record.last_token_at = self._last_token_at.pop(request_id, None)
-        record.finish_reason, record.num_output_tokens = reason, num_tokens
+        record.finish_reason, record.num_output_tokens, record.error = reason, num_tokens, error
         record.finished_at = self.clock() if now is None else now
         self._observe_request(record)
         if not self.requests:  # no further step may come
@@ -165,11 +182,30 @@ class Observer:
         for listener in self._listeners:
             listener.on_request_finished(record)
 
+    def on_request_retried(self, request_id: str) -> None:
+        """The engine died before anybody saw a token of this request: the next one computes it from the start."""
+        record = self.requests[request_id]
+        record.num_retries += 1
+        record.first_token_at = None
+        self._last_token_at.pop(request_id, None)
+        self._own.retries("engine").inc()
+        for listener in self._listeners:
+            listener.on_request_retried(record)
+
     def on_request_rejected(self, reason: str) -> None:
         """A request was refused for lack of capacity; `reason` is one of REFUSALS."""
         self._own.rejected(reason).inc()
 
     # ---- steps ----
+
+    def _record_faults(self, report: StepReport) -> None:
+        self.admission_failure = report.admission_failure
+        for request_id in report.retried:
+            self._own.retries("step").inc()
+            if (record := self.requests.get(request_id)) is not None:
+                record.num_retries += 1
+                for listener in self._listeners:
+                    listener.on_request_retried(record)
 
     def _record_admissions(self, report: StepReport) -> None:
         """Record which requests were admitted and which chunks they got."""
@@ -204,6 +240,8 @@ class Observer:
 
     def _record_first_token(self, record: RequestRecord, now: float) -> None:
         record.first_token_at = self._last_token_at[record.request_id] = now
+        for listener in self._listeners:
+            listener.on_first_token(record)
         ttft = now - record.started_at
         self._vllm.ttft.observe(ttft)
         self.classes.on_first_token(record.service_class, ttft, now)
@@ -286,6 +324,7 @@ class Observer:
         self._vllm.running.set_function(last(lambda report: report.num_running))
         self._vllm.waiting.set_function(last(lambda report: report.num_waiting))
         self._vllm.kv_cache_usage.set_function(last(lambda report: report.kv_cache_usage))
+        self._own.stuck.set_function(lambda: self.admission_failure is not None)
         self._own.target.set_function(lambda: _or_nan(self.target_s))
         self._own.feasible_target.set_function(lambda: _or_nan(self.feasible_target_s))
         self._own.tbt_p50.set_function(quantile(self.recent_tbt, 0.5))

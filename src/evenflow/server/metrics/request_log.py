@@ -1,4 +1,12 @@
-"""The request log: a JSON line for each request that ended, without its text.
+"""The request log: JSON lines that account for each request, without its text. `request_accounts` reads them.
+
+    {"event": "opened", ...}         the server starts; requests of a run before are over
+    {"event": "accepted", ...}       a request was accepted
+    {"event": "first_token", ...}    it got its first token
+    {"event": "retried", ...}        it is computed again after a fault
+    {"event": "ended", ...}          it ended, with its figures
+    {"event": "lost", "lines": N}    lines that the disk did not take
+    {"event": "closed", ...}         the server ends
 
 A thread writes the lines, so a slow disk delays no stream. If it is full, lines are lost and serving goes on.
 """
@@ -15,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from evenflow import __version__
 from evenflow.core.report import StepReport
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
@@ -37,6 +46,7 @@ class RequestLog(Listener):
         self._writer = _Writer(path, self._lines)
         self._thread = threading.Thread(target=self._writer.run, name="evenflow-request-log", daemon=True)
         self._thread.start()
+        self._write("opened", time=_text(time.time()), version=__version__)
         observer.listen(self)
 
     def on_step(self, report: StepReport) -> None:
@@ -46,32 +56,62 @@ class RequestLog(Listener):
                 last, longest = gaps.get(request_id, (now, 0.0))
                 gaps[request_id] = now, max(longest, now - last)
 
+    def on_request_started(self, record: RequestRecord) -> None:
+        self._write(
+            "accepted",
+            id=record.request_id,
+            time=_text(self._wall_time(record.started_at)),
+            key=record.key,
+            tenant=record.tenant,
+            service_class=record.service_class,
+            endpoint=record.endpoint,
+            model=record.model,
+            prompt_tokens=record.num_prompt_tokens,
+            max_tokens=record.max_tokens,
+        )
+
+    def on_first_token(self, record: RequestRecord) -> None:
+        self._write("first_token", id=record.request_id, ttft_s=_since(record.started_at, record.first_token_at))
+
+    def on_request_retried(self, record: RequestRecord) -> None:
+        if record.first_token_at is None:  # it begins again
+            self._gaps.pop(record.request_id, None)
+        self._write("retried", id=record.request_id)
+
     def on_request_finished(self, record: RequestRecord) -> None:
         _, longest_gap = self._gaps.pop(record.request_id, (0.0, 0.0))
-        arrived = datetime.fromtimestamp(time.time() + record.started_at - self._clock(), UTC)
-        line = {
-            "id": record.request_id,
-            "time": arrived.isoformat(timespec="milliseconds"),
-            "key": record.key,
-            "tenant": record.tenant,
-            "service_class": record.service_class,
-            "endpoint": record.endpoint,
-            "model": record.model,
-            "prompt_tokens": record.num_prompt_tokens,
-            "cached_tokens": record.num_cached_tokens,
-            "output_tokens": record.num_output_tokens,
-            "ttft_s": _since(record.started_at, record.first_token_at),
-            "longest_gap_s": round(longest_gap, 6) if record.num_output_tokens > 1 else None,
-            "duration_s": _since(record.started_at, record.finished_at),
-            "finish_reason": record.finish_reason,
-        }
+        self._write(
+            "ended",
+            id=record.request_id,
+            time=_text(self._wall_time(record.started_at)),
+            key=record.key,
+            tenant=record.tenant,
+            service_class=record.service_class,
+            endpoint=record.endpoint,
+            model=record.model,
+            prompt_tokens=record.num_prompt_tokens,
+            cached_tokens=record.num_cached_tokens,
+            output_tokens=record.num_output_tokens,
+            ttft_s=_since(record.started_at, record.first_token_at),
+            longest_gap_s=round(longest_gap, 6) if record.num_output_tokens > 1 else None,
+            duration_s=_since(record.started_at, record.finished_at),
+            retries=record.num_retries,
+            finish_reason=record.finish_reason,
+            error=record.error,
+        )
+
+    def _wall_time(self, at: float) -> float:
+        return time.time() + at - self._clock()
+
+    def _write(self, event: str, **fields: object) -> None:
         try:
-            self._lines.put_nowait(msgspec.json.encode(line))
+            self._lines.put_nowait(msgspec.json.encode({"event": event, **fields}))
         except queue.Full:
             self._writer.num_dropped += 1
 
     def close(self) -> None:
         """Write what is left, unless the disk hangs."""
+        self._write("closed", time=_text(time.time()))
         with suppress(queue.Full):
             self._lines.put(None, timeout=_CLOSE_S)
         self._thread.join(_CLOSE_S)
@@ -109,11 +149,16 @@ class _Writer:
         if not self._file.is_at(self._path):
             moved, self._file = self._file, LineFile(self._path, "ab")
             moved.close()
-        self._file.write(line)
         if num_lost := self.num_dropped + self._num_failed - self._num_reported:
+            self._file.write(msgspec.json.encode({"event": "lost", "lines": num_lost}))
             logger.warning("The request log %s is written again; %d lines were lost.", self._path, num_lost)
             self._num_reported += num_lost
             self._is_failing = False
+        self._file.write(line)
+
+
+def _text(wall_time: float) -> str:
+    return datetime.fromtimestamp(wall_time, UTC).isoformat(timespec="milliseconds")
 
 
 def _since(start: float, at: float | None) -> float | None:

@@ -1,0 +1,64 @@
+"""After a fault: which requests are computed again, and how the next steps keep it from harming the others.
+
+When a whole step fails, any of its requests may be the cause. Each is computed again in steps of its own, so the one
+that fails again fails alone. Knows requests and candidates, no blocks and no slots.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from evenflow.core.policy import FLOOR_TOKENS, Candidate
+from evenflow.core.request import Request
+
+# Tokens after which a suspect is innocent: one of its chunk and one of a decode.
+_PROOFS = 2
+
+
+class Recovery:
+    """The suspects of failed steps, and the bound on a step's tokens since memory ran out."""
+
+    def __init__(self) -> None:
+        self.suspects: dict[str, int] = {}  # requests that run in steps of their own, with the tokens still to give
+        self.most_step_tokens = sys.maxsize
+        self._ran_alone = False
+
+    def is_retried(self, request: Request, is_shared: bool) -> bool:
+        """Is a request computed again after this fault? If others were part of what failed, it may be innocent."""
+        if request.has_failed or request.id in self.suspects:
+            return False
+        if is_shared:
+            self.suspects[request.id] = _PROOFS
+        else:
+            request.has_failed = True
+        return True
+
+    def gave_token(self, request_id: str) -> None:
+        if (left := self.suspects.pop(request_id, 0)) > 1:
+            self.suspects[request_id] = left - 1
+
+    def discard(self, request_id: str) -> None:
+        self.suspects.pop(request_id, None)
+
+    def turn(self, decodes: list[Request], candidates: list[Candidate]) -> tuple[list[Request], list[Candidate], bool]:
+        """Who may take part in the next step, and whether that is one suspect alone. Others get every other step."""
+        suspects = self.suspects
+        decode = next((one for one in decodes if one.id in suspects), None)
+        candidate = next((one for one in candidates if one.request_id in suspects), None)
+        others = [one for one in decodes if one.id not in suspects]
+        other_candidates = [one for one in candidates if one.request_id not in suspects]
+        has_turn = not self._ran_alone or not (others or other_candidates)
+        self._ran_alone = has_turn and (decode is not None or candidate is not None)
+        if self._ran_alone and decode is not None:
+            return [decode], [], True
+        if self._ran_alone and candidate is not None:
+            return others, [candidate], True  # the others' pace bounds the chunk, but they do not take part
+        return others, other_candidates, False
+
+    def shrink(self, num_rows: int) -> bool:
+        """Memory ran out in a step of this many rows: later ones get half of it. False: they have the least already."""
+        least = max(FLOOR_TOKENS, num_rows // 2)
+        if least >= self.most_step_tokens:
+            return False
+        self.most_step_tokens = least
+        return True

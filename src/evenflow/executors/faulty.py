@@ -1,0 +1,114 @@
+"""An executor that fails on purpose, around any other: to test what an engine promises for each fault at each moment.
+
+FaultyExecutor(executor, [Fault("raise", "decode", after=3), Fault("nan", "prefill", request_id="a")])
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from evenflow.core.plan import Decodes, ExecutorCaps, StepPlan, StepResult
+from evenflow.errors import InvalidConfig, OutOfMemory
+from evenflow.executors.base import Executor
+
+FaultKind = Literal["raise", "nan", "hang", "out-of-memory"]
+Moment = Literal["prefill", "decode", "restore", "commit"]
+FAULT_KINDS: tuple[FaultKind, ...] = ("raise", "nan", "hang", "out-of-memory")
+MOMENTS: tuple[Moment, ...] = ("prefill", "decode", "restore", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens, and when.
+
+    prefill, decode    before the rows of a step with such rows are computed
+    restore            the same, in a step that brings back KV: of a cached prefix, or of a request computed again
+    commit             after the step ran: its KV is written and its tokens are sampled, but the result is lost
+    """
+
+    kind: FaultKind
+    moment: Moment
+    after: int = 0  # such moments that pass before the first fault
+    count: int = 1  # such moments in a row that fail
+    request_id: str | None = None  # only moments of this request; None: of any
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", FAULT_KINDS), ("moment", MOMENTS)):
+            if getattr(self, name) not in allowed:
+                raise InvalidConfig(f"Got {name}={getattr(self, name)!r} but expected one of: {', '.join(allowed)}.")
+        if self.after < 0 or self.count < 1:
+            raise InvalidConfig(f"Got after={self.after} and count={self.count} but expected >= 0 and >= 1.")
+
+    def rows(self, plan: StepPlan) -> list[int]:
+        """The sequences of a plan that it concerns."""
+        num_decodes = len(plan.decodes)
+        names = [*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.chunks)]
+        restored = {one.request_id for one in plan.admissions if one.num_cached_tokens or one.epoch}
+        rows = {
+            "prefill": range(num_decodes, len(names)),
+            "decode": range(num_decodes),
+            "restore": [row for row, name in enumerate(names) if name in restored],
+            "commit": range(len(names)),
+        }[self.moment]
+        return [row for row in rows if self.request_id in (None, names[row])]
+
+
+class FaultyExecutor:
+    """Implements `Executor`. A hung step hangs until `close`."""
+
+    def __init__(self, executor: Executor, faults: Iterable[Fault]) -> None:
+        self._executor = executor
+        self._faults = list(faults)
+        self._num_seen = [0] * len(self._faults)
+        self._in_flight: deque[tuple[StepPlan, Fault | None]] = deque()
+        self._is_closed = threading.Event()
+        self.num_raised = 0  # faults so far
+
+    @property
+    def caps(self) -> ExecutorCaps:
+        return self._executor.caps
+
+    def submit(self, plan: StepPlan) -> None:
+        fault = self._due(plan)
+        is_computed = fault is None or fault.kind == "nan" or fault.moment == "commit"
+        # Even a step that fails has applied its releases and admissions.
+        self._executor.submit(plan if is_computed else replace(plan, decodes=Decodes(), chunks=()))
+        self._in_flight.append((plan, fault))
+
+    def wait(self) -> StepResult:
+        plan, fault = self._in_flight.popleft()
+        result = self._executor.wait()
+        if fault is None:
+            return result
+        self.num_raised += 1
+        where = f"injected in step {plan.step_id} at {fault.moment}"
+        match fault.kind:
+            case "raise":
+                raise RuntimeError(f"a fault was {where}")
+            case "out-of-memory":
+                raise OutOfMemory(f"memory ran out: {where}")
+            case "hang":
+                self._is_closed.wait()
+                raise RuntimeError(f"a hang was {where}")
+            case "nan":
+                rows = fault.rows(plan)
+                tokens = tuple(() if row in rows else given for row, given in enumerate(result.tokens))
+                return replace(result, tokens=tokens, faults=dict.fromkeys(rows, f"the logits are NaN: {where}"))
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._executor.close()
+
+    def _due(self, plan: StepPlan) -> Fault | None:
+        """The first fault whose turn it is. All of them count the moment."""
+        due: Fault | None = None
+        for number, fault in enumerate(self._faults):
+            if fault.rows(plan):
+                self._num_seen[number] += 1
+                if fault.after < self._num_seen[number] <= fault.after + fault.count:
+                    due = due or fault
+        return due

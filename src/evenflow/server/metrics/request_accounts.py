@@ -1,0 +1,122 @@
+"""Reads request logs and says whether the accounts add up: each request that was accepted has one end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evenflow.errors import InvalidInput
+
+_MAX_PROBLEMS = 20  # listed
+
+
+@dataclass(slots=True)
+class Accounts:
+    """What became of the requests in a log."""
+
+    num_accepted: int = 0
+    num_first_tokens: int = 0  # requests that gave a token
+    num_retries: int = 0
+    ended: Counter[str] = field(default_factory=Counter)  # by finish reason
+    num_ended_only: int = 0  # accepted before the first line of this log, which was rotated
+    cut_off: list[str] = field(default_factory=list)  # open when a server died
+    still_open: list[str] = field(default_factory=list)  # at the end of the log, of a server that did not close it
+    num_torn_lines: int = 0
+    num_lost_lines: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def adds_up(self) -> bool:
+        """Every accepted request has exactly one end, or was open when its server died or the log ended."""
+        others = len(self.cut_off) + len(self.still_open) - self.num_ended_only
+        return not self.problems and self.num_accepted == sum(self.ended.values()) + others
+
+    def as_json(self) -> dict[str, Any]:
+        return {**msgspec.to_builtins(self), "adds_up": self.adds_up}
+
+
+def read_accounts(paths: Iterable[str | Path]) -> Accounts:
+    """The accounts of a log, given as its files from the oldest to the newest."""
+    reader = _Reader()
+    for path in paths:
+        reader.read(Path(path))
+    return reader.finish()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._accounts = Accounts()
+        self._open: dict[str, bool] = {}  # whether each has given a token
+        self._is_whole: bool | None = None  # does the log begin with the server? None: no line yet
+
+    def read(self, path: Path) -> None:
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise InvalidInput(f"Got the log {str(path)!r} but it cannot be read: {error.strerror}.") from error
+        for line in _parsed(lines, self._accounts):
+            self._take(line, path)
+
+    def finish(self) -> Accounts:
+        self._accounts.still_open = list(self._open)
+        return self._accounts
+
+    def _take(self, line: dict[str, Any], path: Path) -> None:
+        event, accounts = line.get("event"), self._accounts
+        if self._is_whole is None:
+            self._is_whole = event == "opened"
+        match event:
+            case "opened":
+                accounts.cut_off += self._open
+                self._open = {}
+            case "closed":
+                for request_id in self._open:
+                    self._add_problem(f"the server ended and request {request_id} had not")
+                self._open = {}
+            case "lost":
+                accounts.num_lost_lines += line["lines"]
+                self._add_problem(f"{line['lines']} lines are missing: the disk did not take them")
+            case "accepted" | "first_token" | "retried" | "ended":
+                self._take_request(event, line)
+            case _:
+                raise InvalidInput(f"Got {str(path)!r} but it is no request log: a line has the event {event!r}.")
+
+    def _take_request(self, event: str, line: dict[str, Any]) -> None:
+        accounts, request_id = self._accounts, line["id"]
+        if event == "accepted":
+            accounts.num_accepted += 1
+            if request_id in self._open:
+                self._add_problem(f"request {request_id} was accepted twice")
+            self._open[request_id] = False
+        elif request_id not in self._open:
+            if self._is_whole:
+                self._add_problem(f"request {request_id} has the event {event} but is not open")
+            elif event == "ended":
+                accounts.num_ended_only += 1
+                accounts.ended[line["finish_reason"]] += 1
+        elif event == "first_token":
+            accounts.num_first_tokens += not self._open[request_id]
+            self._open[request_id] = True
+        elif event == "retried":
+            accounts.num_retries += 1
+        else:
+            del self._open[request_id]
+            accounts.ended[line["finish_reason"]] += 1
+
+    def _add_problem(self, text: str) -> None:
+        if len(self._accounts.problems) < _MAX_PROBLEMS:
+            self._accounts.problems.append(text)
+
+
+def _parsed(lines: list[bytes], accounts: Accounts) -> Iterator[dict[str, Any]]:
+    """A line that is not JSON was torn when a machine died."""
+    for line in filter(None, lines):
+        try:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            accounts.num_torn_lines += 1
