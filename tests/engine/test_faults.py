@@ -53,8 +53,8 @@ class Run:
         limits = Limits(400, VOCAB)
         self.engine = Engine(Scheduler(config, caps), self.executor, limits, clock=clock, pulse=Pulse(0.2))
 
-    def add(self, name: str, prompt: list[int] | None = None) -> None:
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    def add(self, name: str, prompt: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.requests[name] = prepare(self.engine, prompt or PROMPTS[name], sampling, name)
         self.engine.add(self.requests[name])
 
@@ -205,6 +205,21 @@ def test_a_suspect_delays_streams_by_no_more_than_every_other_step() -> None:
     assert kinds[-1] == 1, "the last suspect decodes alone"
     run.run()
     for name in PROMPTS:
+        run.check_answer(name)
+
+
+def test_suspects_recover_beside_more_streams_than_a_step_has_room_for() -> None:
+    run = Run([Fault("raise", "decode")], policy="fixed:2")
+    run.add("a", [1, 2])
+    run.add("b", [3])
+    while not run.engine.scheduler._recovery.suspects:
+        run.engine.step()
+    for number in range(4):
+        run.add(f"stream-{number}", [number], max_tokens=200)
+    while not all(run.requests[name].is_finished for name in "ab"):
+        run.engine.step()
+    assert not any(run.requests[f"stream-{number}"].is_finished for number in range(4))
+    for name in "ab":
         run.check_answer(name)
 
 

@@ -40,20 +40,18 @@ class Recovery:
     def discard(self, request_id: str) -> None:
         self.suspects.pop(request_id, None)
 
-    def turn(self, decodes: list[Request], candidates: list[Candidate]) -> tuple[list[Request], list[Candidate], bool]:
-        """Who may take part in the next step, and whether that is one suspect alone. Others get every other step."""
+    def turn(self, decodes: list[Request], candidates: list[Candidate]) -> tuple[list[Request], list[Candidate]]:
+        """Who may take part in the next step: one suspect alone, or the others, in turn."""
         suspects = self.suspects
-        decode = next((one for one in decodes if one.id in suspects), None)
-        candidate = next((one for one in candidates if one.request_id in suspects), None)
         others = [one for one in decodes if one.id not in suspects]
         other_candidates = [one for one in candidates if one.request_id not in suspects]
+        decode = next((one for one in decodes if one.id in suspects), None)
+        candidate = next((one for one in candidates if one.request_id in suspects), None)
         has_turn = not self._ran_alone or not (others or other_candidates)
         self._ran_alone = has_turn and (decode is not None or candidate is not None)
-        if self._ran_alone and decode is not None:
-            return [decode], [], True
-        if self._ran_alone and candidate is not None:
-            return others, [candidate], True  # the others' pace bounds the chunk, but they do not take part
-        return others, other_candidates, False
+        if not self._ran_alone:
+            return others, other_candidates
+        return ([decode], []) if decode is not None else ([], [candidate] if candidate is not None else [])
 
     def shrink(self, num_rows: int) -> bool:
         """Memory ran out in a step of this many rows: later ones get half of it. False: they have the least already."""

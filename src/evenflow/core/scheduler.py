@@ -272,12 +272,12 @@ class Scheduler:
         decodes = self._secure_decodes()
         has_prompts = bool(self._prefilling or self.order)
         heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
-        candidates, is_alone = self._candidates(yielded), False
+        candidates = self._candidates(yielded)
         if self._recovery.suspects:
-            decodes, candidates, is_alone = self._recovery.turn(decodes, candidates)
+            decodes, candidates = self._recovery.turn(decodes, candidates)
         positions = [request.num_scheduled for request in decodes]
         quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
-        if not quotas.run_decodes or (is_alone and quotas.chunks):
+        if not quotas.run_decodes:
             decodes, positions = [], []
         if not decodes and not quotas.chunks:
             return None
