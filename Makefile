@@ -82,7 +82,7 @@ $(DOCS_STAMP): $(STAMP) .ci/docs-requirements.txt
 	$(BIN)/python -m pip install --quiet -r .ci/docs-requirements.txt
 	@touch $@
 
-pictures: $(STAMP)  ## Draw the pictures of docs/chunked_prefill.md
+pictures: $(STAMP)  ## Draw the pictures of the docs
 	$(BIN)/python docs/scripts/pictures.py
 
 bench: $(STAMP)  ## What planning costs, and raw speed beside other engines

@@ -1,6 +1,6 @@
 """evenflow's own engine on one GPU: decode and prefill against the device's limits, and loads as vLLM is given them.
 
-    python benchmarks/gpu/engine.py decode prefill --json steps.json
+    python benchmarks/gpu/engine.py decode prefill mixed --json steps.json
     python benchmarks/gpu/engine.py 32k,65k=target:50ms,target:25ms random:7=target:50ms --json loads.json
 
 Random weights in the shape of Llama 3.1 8B, no prefix caching, the settings of `vllm_loads`. The first run is that of a

@@ -1,11 +1,12 @@
-"""Draws the pictures of docs/chunked_prefill.md: `make pictures`, or `python docs/scripts/pictures.py FOLDER`.
+"""Draws the pictures of docs/chunked_prefill.md and docs/performance.md: `make pictures`, or with a folder to write to.
 
-The steps are those of evenflow's scheduler, on an executor without a model, in virtual time: a step takes 15 ms, 1 ms
-for each token of prefill or decode, and a little for each position that they attend to.
+The steps of the former are those of evenflow's scheduler, on an executor without a model, in virtual time: a step takes
+15 ms, 1 ms for each token of prefill or decode, and a little for each position that they attend to.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -30,6 +31,7 @@ DECODE, CHUNK, LATE = "#9aa5b1", "#009485", "#d64545"
 CHUNK_COLOURS = ("#009485", "#e08e2b", "#6a5acd")
 CONTEXT = 40_000
 IMAGES = Path(__file__).resolve().parents[1] / "images"
+GPU_RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "runs" / "h200_engine.json"
 
 
 def cost(shape: StepShape) -> float:
@@ -145,6 +147,31 @@ def draw_attention(folder: Path) -> None:
     _save(figure, folder / "chunk_attention.svg")
 
 
+def draw_gpu_curves(folder: Path) -> None:
+    """On a GPU: how late tokens come beside long prompts, and how long those wait, by engine and setting."""
+    runs = json.loads(GPU_RUNS.read_text())
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    kinds = (
+        ("evenflow", "evenflow", "target", CHUNK, "o"),
+        ("vllm 0.26", "vLLM with evenflow", "new+target", CHUNK_COLOURS[1], "s"),
+        ("vllm 0.26", "vLLM, fixed budget", "fixed", DECODE, "x"),
+    )
+    for axis, load in zip(axes, ("32k", "65k"), strict=True):
+        for engine, label, mode, colour, marker in kinds:
+            points = [one for one in runs[engine]["loads"] if one["load"] == load and mode in one["mode"]]
+            points.sort(key=lambda one: one["beside_p99_s"])
+            late = [1000 * one["beside_p99_s"] for one in points]
+            waits = [one["long_ttft_p50_s"] for one in points]
+            axis.plot(late, waits, color=colour, marker=marker, label=label)
+            for one, x, y in zip(points, late, waits, strict=True):
+                name = one["mode"].partition("+")[2] or one["mode"]
+                axis.annotate(name.partition(":")[2], (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axis.set(xlabel="p99 of the chats' gaps, ms", ylabel="TTFT of the long prompts, s", ylim=(0, None))
+        axis.set_title(f"64 chats and {load.upper()} prompts", fontsize=10)
+    axes[0].legend(frameon=False, fontsize=8)
+    _save(figure, folder / "gpu_curves.svg")
+
+
 def _draw_mask(axis: Any, cells: Any, title: str) -> None:
     colours = matplotlib.colors.ListedColormap(CHUNK_COLOURS)
     axis.pcolormesh(cells, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=1)
@@ -166,6 +193,7 @@ def main(folder: Path = IMAGES) -> None:
     draw_steps(folder)
     draw_chunk_sizes(folder)
     draw_attention(folder)
+    draw_gpu_curves(folder)
 
 
 if __name__ == "__main__":
