@@ -85,4 +85,5 @@ def test_metrics_in_the_operations_page_exist() -> None:
 def test_the_pictures_can_be_drawn_again(tmp_path: object) -> None:
     subprocess.run([sys.executable, str(SCRIPTS / "pictures.py"), str(tmp_path)], check=True)
     drawn = {path.name for path in tmp_path.iterdir()}  # type: ignore[attr-defined]
-    assert drawn == set(re.findall(r"images/(\w+\.svg)", PAGES["docs/chunked_prefill.md"]))
+    shown = PAGES["docs/chunked_prefill.md"] + PAGES["docs/performance.md"]
+    assert drawn == set(re.findall(r"images/(\w+\.svg)", shown))
