@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
-from evenflow.core.account import PROMOTED, Account
+from evenflow.core.account import PROMOTED
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
     LateToken,
     Place,
     Urgency,
-    charge_overtaking,
     rank_time,
     urgency,
 )
@@ -286,7 +285,8 @@ class Scheduler:
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
-            self._charge_overtaking(heads, prefills, chunks, predicted)
+            lengths = [(request, chunk.length) for request, chunk in zip(prefills, chunks, strict=True)]
+            self.order.charge_overtaking(heads, lengths, predicted)
         if self.order.is_shared:
             self._charge(decodes, positions, prefills, chunks, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
@@ -312,21 +312,6 @@ class Scheduler:
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             caps=self.caps,
         )
-
-    def _charge_overtaking(
-        self, heads: Sequence[Sequence[Request]], prefills: Sequence[Request], chunks: Sequence[Chunk], seconds: float
-    ) -> None:
-        """Patience is a matter within one account: what others get is for the order of service to say."""
-        lengths = {chunk.request_id: chunk.length for chunk in chunks}
-        of_account: dict[Account, int] = {}
-        for request, chunk in zip(prefills, chunks, strict=True):
-            of_account[request.account] = of_account.get(request.account, 0) + chunk.length
-        step_tokens = sum(lengths.values())
-        for head in heads:
-            tokens = of_account.get(head[0].account, 0) if head else 0
-            if tokens:
-                in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
-                charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
 
     def _charge(
         self,
