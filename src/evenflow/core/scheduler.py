@@ -36,7 +36,7 @@ from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.prices import prefill_price, step_prices
+from evenflow.core.prices import nominal_price, prefill_price, step_prices
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
 from evenflow.core.service_order import ServiceOrder, Start
@@ -289,6 +289,8 @@ class Scheduler:
             self.order.charge_overtaking(heads, lengths, predicted)
         if self.order.is_shared:
             self._charge(decodes, positions, prefills, chunks, predicted)
+        else:
+            self.order.charge_only(predicted or nominal_price(plan.num_rows))
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
 

@@ -261,6 +261,13 @@ class ServiceLines(Generic[RequestType]):
             if of_class.credit > 0 and of_class.level > 0:
                 self._promote(of_class)
 
+    def charge_only(self, seconds: float) -> None:
+        """A step gives these seconds to the only account. A tenant that comes later has lent its part of them."""
+        self._num_steps += 1
+        for account in self._lines:
+            shares = self._classes[account.service_class].tenants
+            shares.charge({account.tenant: seconds}, [account.tenant], self._num_steps)
+
     def _update_credit(
         self, of_class: _Class, mine: Mapping[Account, float], total: float, *, is_backlogged: bool
     ) -> None:

@@ -34,7 +34,7 @@ class TenantShares:
     def enter(self, tenant: str, others: Iterable[str]) -> None:
         """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed.
 
-        A tenant without a counter starts at 0, where all started: it lent no more than others have had since then.
+        A tenant without a counter starts at 0, where all did: it lent no more than others have had since then.
         """
         lowest = min((self.standing(other)[0] for other in others), default=None)
         start = self._floor if lowest is None else max(self._floor, lowest) - LENT_S

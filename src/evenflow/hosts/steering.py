@@ -105,6 +105,10 @@ class _Stream:
     def is_prompt(self) -> bool:
         return not self.num_output_tokens
 
+    def got_to(self, position: int) -> None:
+        """Its prompt is computed up to here; until its first token comes, something of it is left."""
+        self.num_scheduled = min(position, self.num_known - 1)
+
 
 class Steering:
     """One host scheduler's policy, step by step. It keeps what the host does not: deadlines, ranks and step times."""
@@ -183,7 +187,7 @@ class Steering:
         place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, ttft_target)
         deadline = StreamDeadline(request.tbt_target or of_class.tbt_target)
         stream = _Stream(request.id, deadline, place, request.tenant, of_class.name, (arrived_at, self._num_arrivals))
-        stream.num_scheduled = place.num_cached_tokens
+        stream.got_to(place.num_cached_tokens)
         self._num_arrivals += 1
         if request.id in self._streams:  # the host took it up again
             self._order.discard(self._streams[request.id])
@@ -228,7 +232,7 @@ class Steering:
         assert self._planner is not None
         assert self._pacing is not None
         for candidate in candidates:
-            self._streams[candidate.request_id].num_scheduled = candidate.start
+            self._streams[candidate.request_id].got_to(candidate.start)
         for stream in chain.from_iterable(self._order.heads()) if candidates else ():
             self._update_rank(stream, now)
         self._order.demote_late(now)
@@ -286,7 +290,7 @@ class Steering:
         streams = self._streams
         chunks = [(streams[one], start, length) for one, start, length in step.chunks if one in streams]
         for stream, start, length in chunks:
-            stream.num_scheduled = start + length
+            stream.got_to(start + length)
         if chunks:
             lengths = [(stream, length) for stream, _, length in chunks]
             self._order.charge_overtaking(list(self._order.heads()), lengths, step.predicted)
@@ -296,6 +300,8 @@ class Steering:
             if decodes or parts:
                 prices = step_prices(self.step_time, self._host.caps, decodes, parts, step.predicted)
                 self._order.charge(prices)
+        else:
+            self._order.charge_only(step.predicted)
 
     def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
         """The requests whose first chunk is among these. The host's own metrics count those that come back."""
