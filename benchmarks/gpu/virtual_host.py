@@ -163,7 +163,7 @@ class VirtualHost:
         waiting = sorted(self._waiting, key=self._rank)[: min(free, _MAX_PREFILLS)]
         return sorted(prefilling + waiting, key=self._rank)[:_MAX_PREFILLS]
 
-    def _rank(self, stream: Stream) -> float:
+    def _rank(self, stream: Stream) -> tuple[object, ...]:
         assert self.steering is not None
         return self.steering.rank(stream.id)
 

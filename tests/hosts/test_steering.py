@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def steering(
     return Driven(host, Settings(policy, None, None))
 
 
-def add(driven: Driven, name: str, num_tokens: int, **more: float) -> None:
+def add(driven: Driven, name: str, num_tokens: int, **more: Any) -> None:
     far_future = 1e12  # of the wall clock: taken for now
     driven.add(HostRequest(name, far_future, num_tokens, num_tokens, 0, 100, **more))
 
@@ -54,14 +55,19 @@ def launch(driven: Driven, key: str, *chunks: tuple[str, int, int]) -> None:
     driven.scheduled(step, 1, 100, 0)
 
 
+def turn_of(driven: Driven, name: str) -> float:
+    """Its arrival and patience, after its class and its tenant's turn."""
+    return driven.rank(name)[-1][0]
+
+
 def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_path: Path) -> None:
     driven = steering(tmp_path)
     add(driven, "long", 50_000)
     add(driven, "short", 500)
     add(driven, "hurried", 50_000, ttft_target=0.25)
-    assert driven.rank("long") == pytest.approx(100 + PATIENCE * 0.501)
-    assert driven.rank("short") == pytest.approx(100 + PATIENCE * 0.006)
-    assert driven.rank("hurried") == pytest.approx(100.25)
+    assert turn_of(driven, "long") == pytest.approx(100 + PATIENCE * 0.501)
+    assert turn_of(driven, "short") == pytest.approx(100 + PATIENCE * 0.006)
+    assert turn_of(driven, "hurried") == pytest.approx(100.25)
 
 
 def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> None:
@@ -70,15 +76,15 @@ def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> No
     driven.now += 0.1 / OVERTAKING_SHARE
     add(driven, "short", 8000)
     plan_for(driven, "long", "short")
-    assert driven.rank("short") < driven.rank("long")
+    assert turn_of(driven, "short") < turn_of(driven, "long")
     for _ in range(2):  # of 81 ms each, while its share of the wait is 100 ms
-        assert driven.rank("long") > 100
+        assert turn_of(driven, "long") > 100
         launch(driven, "step", ("short", 0, 8000))
         plan_for(driven, "long", "short")
-    assert driven.rank("long") == 100 < driven.rank("short")
+    assert turn_of(driven, "long") == 100 < turn_of(driven, "short")
     driven.now = 100 + 2 * 0.081 / OVERTAKING_SHARE + 0.1
     plan_for(driven, "long", "short")
-    assert driven.rank("long") > 100
+    assert turn_of(driven, "long") > 100
 
 
 def plan_for(driven: Driven, *names: str) -> None:
@@ -167,3 +173,30 @@ def test_without_a_target_reports_name_the_hosts_own_policy(
     launch(driven, "step", ("chat", 0, 100))
     end(driven, "step")
     assert [(report.policy, report.target_s) for report in reports] == [(name, None), ("target:50ms", 0.05)]
+
+
+def test_ranks_are_by_class_then_by_the_time_that_tenants_got(tmp_path: Path) -> None:
+    driven = steering(tmp_path)
+    add(driven, "job", 8000, service_class="batch")
+    add(driven, "first", 8000, tenant="a")
+    add(driven, "second", 8000, tenant="b")
+    add(driven, "chat", 8000, service_class="interactive")
+    names = ["chat", "first", "second", "job"]
+    assert sorted(["job", "second", "first", "chat"], key=driven.rank) == names
+    launch(driven, "step", ("first", 0, 4000))
+    assert driven.rank("second") < driven.rank("first"), "its tenant has had a turn"
+    assert sorted(names, key=driven.rank) == ["chat", "second", "first", "job"]
+    assert [driven.level(name) for name in names] == [0, 1, 1, 2]
+
+
+def test_requests_that_left_are_in_no_line(tmp_path: Path) -> None:
+    driven = steering(tmp_path)
+    add(driven, "a", 800, tenant="a")
+    add(driven, "b", 800, tenant="b")
+    launch(driven, "step", ("a", 0, 800))
+    step = driven.ended("step")
+    driven.emitted(step, {"a": [1]}, {}, HostLoad(0, 0, 0.0))
+    assert driven.num_streams == 0
+    add(driven, "a", 800, tenant="a")  # the host may use a name again
+    launch(driven, "again", ("a", 0, 800))
+    assert driven.num_streams == 1

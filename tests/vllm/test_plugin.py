@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,3 +398,111 @@ def test_a_waiting_prompt_that_vllm_does_not_start_holds_nothing_back(monkeypatc
     monkeypatch.setattr(manager, "allocate_slots", refuse_new)
     driver.add(make_request(100, 1))
     run_until_answered(driver, long)
+
+
+# ---- classes and tenants ----
+
+
+def of_class(name: str, num_prompt_tokens: int, max_tokens: int = 1, tenant: str = "") -> Any:
+    return make_request(num_prompt_tokens, max_tokens, extra_args={"service_class": name, "tenant": tenant})
+
+
+def order_of(driver: Driver, *requests: Any) -> list[str]:
+    """Their ids by first token."""
+    while not all(request.request_id in driver.times for request in requests):
+        driver.step()
+    ids = {request.request_id for request in requests}
+    return sorted(ids, key=lambda request_id: driver.times[request_id][0])
+
+
+@DEPTHS
+def test_classes_order_the_waiting_queue_and_running_prompts(depth: int) -> None:
+    driver, chats = warmed_up(depth)
+    batch = of_class("batch", 60_000)
+    driver.add(batch)
+    driver.run(num_steps=4)
+    standard = [make_request(6_000, 1) for _ in range(4)]
+    urgent = [of_class("interactive", 6_000) for _ in range(4)]
+    driver.add(*standard, *urgent)
+    answered = order_of(driver, batch, *standard, *urgent)
+    assert set(answered[:4]) == {request.request_id for request in urgent}
+    assert set(answered[4:8]) == {request.request_id for request in standard}
+    assert answered[8] == batch.request_id  # a long prompt of a patient class yields between two chunks
+    assert max(driver.gaps(*chats)) <= 1.05 * TARGET
+
+
+def test_a_priority_names_a_class_too_and_unknown_names_are_the_default() -> None:
+    driver, _ = warmed_up()
+    unknown, urgent = of_class("fast", 6_000), make_request(6_000, 1)
+    urgent.priority = -3
+    driver.add(make_request(6_000, 1), unknown, urgent)
+    assert order_of(driver, urgent, unknown)[0] == urgent.request_id
+
+
+@DEPTHS
+def test_a_tenant_with_a_flood_does_not_delay_another(depth: int) -> None:
+    waits = {}
+    for target in (None, "50ms"):
+        driver, _ = warmed_up(depth, target=target)
+        flood = [make_request(16_000, 1, extra_args={"tenant": "flood"}) for _ in range(12)]
+        driver.add(*flood)
+        driver.run(num_steps=5)
+        arrived = driver.now
+        light = make_request(2_000, 1, extra_args={"tenant": "light"})
+        driver.add(light)
+        run_until_answered(driver, light)
+        waits[target] = driver.times[light.request_id][0] - arrived
+    assert waits["50ms"] < 4 * TARGET
+    assert waits[None] > 8 * waits["50ms"]
+
+
+def test_tenants_with_prompts_of_unequal_length_get_equal_time() -> None:
+    driver, _ = warmed_up()
+    first = len(driver.ran)
+    long = [make_request(16_000, 1, extra_args={"tenant": "long"}) for _ in range(8)]
+    short = [make_request(1_000, 1, extra_args={"tenant": "short"}) for _ in range(200)]
+    driver.add(*long, *short)
+    driver.run(num_steps=80)
+    tokens = {"long": 0, "short": 0}
+    tenant_of = {r.request_id: r.sampling_params.extra_args["tenant"] for r in (*long, *short)}
+    for ran in driver.ran[first:]:
+        for request_id, length in ran.chunks.items():
+            tokens[tenant_of[request_id]] += length
+    assert 0.5 < tokens["long"] / tokens["short"] < 1.2  # a token of a long prompt costs more
+
+
+def test_no_class_starves_in_vllm() -> None:
+    driver, _ = warmed_up(num_chats=4)
+    driver.add(batch := of_class("batch", 4_000))
+    for _ in range(600):
+        while len(driver.scheduler.waiting) < 4:
+            driver.add(of_class("interactive", 4_000))
+        driver.step()
+        if batch.request_id in driver.times:
+            return
+    pytest.fail("batch work starved")
+
+
+@DEPTHS
+def test_the_least_urgent_is_preempted_first(depth: int) -> None:
+    scheduler = make_scheduler(is_async=depth > 1, num_blocks=120, max_num_seqs=16)
+    driver = Driver(scheduler, depth=depth)
+    patient = [of_class("batch", 150, 120) for _ in range(4)]
+    urgent = [of_class("interactive", 150, 120) for _ in range(6)]
+    driver.add(*patient)
+    driver.run(num_steps=3)
+    driver.add(*urgent)
+    driver.run()
+    assert sum(request.num_preemptions for request in urgent) == 0
+    assert sum(request.num_preemptions for request in patient) > 0
+    assert all(len(driver.tokens[request.request_id]) == 120 for request in (*patient, *urgent))
+
+
+def test_classes_and_weights_come_from_a_shares_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shares.toml"
+    path.write_text("[classes.fast]\nrank = -5\nshare = 0.5\n\n[classes.slow]\nrank = 3\nshare = 0.1\n")
+    monkeypatch.setenv("EVENFLOW_SHARES", str(path))
+    driver, _ = warmed_up()
+    slow, fast = of_class("slow", 6_000), of_class("fast", 6_000)
+    driver.add(slow, fast)
+    assert order_of(driver, slow, fast) == [fast.request_id, slow.request_id]

@@ -12,9 +12,14 @@ from evenflow.core.step_time import StepTimeModel
 _NOMINAL_ROW_S = 1e-4
 
 
+def nominal_price(num_rows: int) -> float:
+    """Seconds of these rows before the first step was measured."""
+    return _NOMINAL_ROW_S * num_rows
+
+
 def prefill_price(step_time: StepTimeModel, caps: ExecutorCaps, start: int, length: int) -> float:
     """Seconds of a chunk by itself."""
-    return step_time.predict(caps.prefill_shape(start, length)) or _NOMINAL_ROW_S * length
+    return step_time.predict(caps.prefill_shape(start, length)) or nominal_price(length)
 
 
 def step_prices(

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
-from evenflow.core.account import PROMOTED, Account
+from evenflow.core.account import PROMOTED
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
     LateToken,
     Place,
     Urgency,
-    charge_overtaking,
     rank_time,
     urgency,
 )
@@ -37,7 +36,7 @@ from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.prices import prefill_price, step_prices
+from evenflow.core.prices import nominal_price, prefill_price, step_prices
 from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
@@ -305,9 +304,12 @@ class Scheduler:
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
-            self._charge_overtaking(heads, prefills, chunks, predicted)
+            lengths = [(request, chunk.length) for request, chunk in zip(prefills, chunks, strict=True)]
+            self.order.charge_overtaking(heads, lengths, predicted)
         if self.order.is_shared:
             self._charge(decodes, positions, prefills, chunks, predicted)
+        else:
+            self.order.charge_only(predicted or nominal_price(plan.num_rows))
         self._steps_without_prefill = 0 if chunks or not self.order else self._steps_without_prefill + 1
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
@@ -348,21 +350,6 @@ class Scheduler:
             f"no prompt was computed in {self._steps_without_prefill} steps although the next one fits: "
             f"{len(self._free_slots)} slots and {self.pool.num_free} KV blocks are free, {len(self.order)} wait"
         )
-
-    def _charge_overtaking(
-        self, heads: Sequence[Sequence[Request]], prefills: Sequence[Request], chunks: Sequence[Chunk], seconds: float
-    ) -> None:
-        """Patience is a matter within one account: what others get is for the order of service to say."""
-        lengths = {chunk.request_id: chunk.length for chunk in chunks}
-        of_account: dict[Account, int] = {}
-        for request, chunk in zip(prefills, chunks, strict=True):
-            of_account[request.account] = of_account.get(request.account, 0) + chunk.length
-        step_tokens = sum(lengths.values())
-        for head in heads:
-            tokens = of_account.get(head[0].account, 0) if head else 0
-            if tokens:
-                in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
-                charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
 
     def _charge(
         self,

@@ -32,10 +32,13 @@ class TenantShares:
         return self._counters.get(tenant, self._floor), self._served_at.get(tenant, -1)
 
     def enter(self, tenant: str, others: Iterable[str]) -> None:
-        """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed."""
+        """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed.
+
+        A tenant without a counter starts at 0, where all did: it lent no more than others have had since then.
+        """
         lowest = min((self.standing(other)[0] for other in others), default=None)
         start = self._floor if lowest is None else max(self._floor, lowest) - LENT_S
-        self._counters[tenant] = max(self._counters.get(tenant, start), start)
+        self._counters[tenant] = max(self._counters.get(tenant, 0.0), start)
 
     def charge(self, seconds_of: Mapping[str, float], waiting: Iterable[str], step: int) -> None:
         """A step gave these tenants so much service, while others, or the same, had prompts waiting."""

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from evenflow.core.policies import MIN_TARGET_S, PolicySpec
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.errors import InvalidConfig
 from evenflow.hosts.policy_file import NO_TARGET
+from evenflow.shares_file import Shares, read_shares
 
 CONFIG_KEY = "evenflow"
 TARGET_VARIABLE = "EVENFLOW_TBT_TARGET"
 SOCKET_VARIABLE = "EVENFLOW_STEP_SOCKET"
 TARGET_FILE_VARIABLE = "EVENFLOW_TARGET_FILE"
+SHARES_VARIABLE = "EVENFLOW_SHARES"
 
-_VARIABLES = {"tbt_target": TARGET_VARIABLE, "step_socket": SOCKET_VARIABLE, "target_file": TARGET_FILE_VARIABLE}
+_VARIABLES = {
+    "tbt_target": TARGET_VARIABLE,
+    "step_socket": SOCKET_VARIABLE,
+    "target_file": TARGET_FILE_VARIABLE,
+    "shares": SHARES_VARIABLE,
+}
+_MAX_TENANT_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,8 @@ class Settings:
     policy: PolicySpec | None  # None: the host is left to its own budget, and its steps are only reported
     step_socket: str | None  # a Unix stream socket that receives each step's report
     target_file: str | None  # another target can be written here while the host runs
+    classes: Classes = DEFAULT_CLASSES
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_settings(additional_config: object) -> Settings:
@@ -35,7 +47,9 @@ def read_settings(additional_config: object) -> Settings:
             f"Got {CONFIG_KEY}={given!r} in vLLM's additional config but expected some of: {', '.join(_VARIABLES)}."
         )
     found = {name: given.get(name, os.environ.get(variable)) for name, variable in _VARIABLES.items()}
-    return Settings(_policy(found["tbt_target"]), found["step_socket"], found["target_file"])
+    shares = read_shares(Path(found["shares"])) if found["shares"] else Shares()
+    policy = _policy(found["tbt_target"])
+    return Settings(policy, found["step_socket"], found["target_file"], **shares.engine_settings)
 
 
 def _policy(target: Any) -> PolicySpec | None:
@@ -62,3 +76,15 @@ def own_target(extra_args: Mapping[str, Any] | None, name: str = "tbt_target") -
     target = (extra_args or {}).get(name)
     is_valid = isinstance(target, int | float) and MIN_TARGET_S <= target < math.inf
     return float(target) if is_valid else None  # type: ignore[arg-type]
+
+
+def own_class(extra_args: Mapping[str, Any] | None, priority: int, classes: Classes) -> str:
+    """The class that a request names, else that of its priority. A name that does not exist counts as none."""
+    named = (extra_args or {}).get("service_class")
+    found = next((one for one in classes if one.name == named), None)
+    return (found or find_class(classes, priority=priority)).name
+
+
+def own_tenant(extra_args: Mapping[str, Any] | None) -> str:
+    tenant = (extra_args or {}).get("tenant")
+    return tenant[:_MAX_TENANT_CHARACTERS] if isinstance(tenant, str) else ""

@@ -9,24 +9,20 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from evenflow.core.deadlines import (
-    HEAD_OF_LINE,
-    LateToken,
-    Place,
-    StreamDeadline,
-    charge_overtaking,
-    rank_time,
-    urgency,
-)
+from evenflow.core.account import NOBODY, Account
+from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, urgency
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quota, StepView
+from evenflow.core.prices import prefill_price, step_prices
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, StepReport
+from evenflow.core.service_classes import find_class
+from evenflow.core.service_lines import ServiceLines
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.hosts.in_flight import InFlightStep, InFlightSteps, Observation
@@ -63,6 +59,8 @@ class HostRequest(NamedTuple):
     max_tokens: int
     tbt_target: float | None = None
     ttft_target: float | None = None
+    tenant: str = ""
+    service_class: str = ""  # "": the default
 
 
 class Decode(NamedTuple):
@@ -79,13 +77,37 @@ class HostLoad(NamedTuple):
     kv_cache_usage: float  # 0 to 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
+    """A request, as `ServiceLines` looks at it. Whether it waits or runs is for the host to know."""
+
+    id: str
     deadline: StreamDeadline
     place: Place
-    rank: float = 0.0  # prompts are served in this order
+    tenant: str
+    service_class: str
+    rank: tuple[float, int]  # within its account, prompts are served in this order
+    account: Account = NOBODY
+    num_scheduled: int = 0  # of the prompt's tokens, as far as is known
     is_admitted: bool = False  # it has been part of a step
-    num_tokens: int = 0
+    num_output_tokens: int = 0
+    is_running: bool = True  # the host's queue is not kept here
+
+    @property
+    def arrival_time(self) -> float:
+        return self.place.arrival_time
+
+    @property
+    def num_known(self) -> int:
+        return self.place.num_tokens
+
+    @property
+    def is_prompt(self) -> bool:
+        return not self.num_output_tokens
+
+    def got_to(self, position: int) -> None:
+        """Its prompt is computed up to here; until its first token comes, something of it is left."""
+        self.num_scheduled = min(position, self.num_known - 1)
 
 
 class Steering:
@@ -101,6 +123,8 @@ class Steering:
         self._attribution = Attribution(self.step_time)
         self._reporter = Reporter(host.logger, settings.step_socket)
         self._streams: dict[str, _Stream] = {}
+        self._order = ServiceLines[_Stream](settings.classes, settings.tenant_weights, self._prefill_price)
+        self._num_arrivals = 0
         self._in_flight = InFlightSteps()
         self._observations: list[Observation] = []  # of which the model does not know yet
         self._num_steps = 0
@@ -158,24 +182,38 @@ class Steering:
     def add(self, request: HostRequest) -> None:
         now = self.clock()
         arrived_at = now - max(0.0, self.wall_clock() - request.arrival_time)
-        place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, request.ttft_target)
-        stream = self._streams[request.id] = _Stream(StreamDeadline(request.tbt_target), place)
-        self._update_rank(stream, place.num_cached_tokens, now)
+        of_class = find_class(self._order.classes, request.service_class or None)
+        ttft_target = request.ttft_target or of_class.ttft_target
+        place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, ttft_target)
+        deadline = StreamDeadline(request.tbt_target or of_class.tbt_target)
+        stream = _Stream(request.id, deadline, place, request.tenant, of_class.name, (arrived_at, self._num_arrivals))
+        stream.got_to(place.num_cached_tokens)
+        self._num_arrivals += 1
+        if request.id in self._streams:  # the host took it up again
+            self._order.discard(self._streams[request.id])
+        self._streams[request.id] = stream
+        self._order.add(stream)
+        self._update_rank(stream, now)
         self._reporter.arrived(request.id, arrived_at, request.num_prompt_tokens, request.max_tokens)
 
-    def rank(self, request_id: str) -> float:
-        return self._streams[request_id].rank
+    def rank(self, request_id: str) -> tuple[int, float, int, tuple[float, int]]:
+        """Prompts are served in this order: by class, tenant, and arrival with patience."""
+        return self._order.key(self._streams[request_id])
 
-    def _update_rank(self, stream: _Stream, start: int, now: float) -> None:
+    def level(self, request_id: str) -> int:
+        """How urgent it is: the lower, the more."""
+        return self._streams[request_id].account.level
+
+    def _update_rank(self, stream: _Stream, now: float) -> None:
         patience = self._planner.patience if self._planner is not None else 0.0
-        stream.rank = rank_time(stream.place, start, now, patience, self._prefill_seconds)
+        rank = rank_time(stream.place, stream.num_scheduled, now, patience, self._prefill_seconds)
+        stream.rank = rank, stream.rank[1]
 
     def _prefill_seconds(self, start: int, length: int) -> float:
         return self.step_time.predict(self._host.caps.prefill_shape(start, length))
 
-    def _head_of_line(self) -> Iterator[tuple[str, _Stream]]:
-        """The earliest prompts that have no token yet."""
-        return islice(((id_, s) for id_, s in self._streams.items() if not s.num_tokens), HEAD_OF_LINE)
+    def _prefill_price(self, start: int, length: int) -> float:
+        return prefill_price(self.step_time, self._host.caps, start, length)
 
     @property
     def num_streams(self) -> int:
@@ -193,9 +231,11 @@ class Steering:
         """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
         assert self._planner is not None
         assert self._pacing is not None
-        starts = {candidate.request_id: candidate.start for candidate in candidates}
-        for request_id, stream in self._head_of_line() if candidates else ():
-            self._update_rank(stream, starts.get(request_id, stream.place.num_cached_tokens), now)
+        for candidate in candidates:
+            self._streams[candidate.request_id].got_to(candidate.start)
+        for stream in chain.from_iterable(self._order.heads()) if candidates else ():
+            self._update_rank(stream, now)
+        self._order.demote_late(now)
         decoding = [decode for decode in decodes if decode.rows]
         urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
         target = urgent.tightest_target
@@ -240,12 +280,28 @@ class Steering:
                 prefill_logit_rows=num_ended,
             )
             step.predicted = self.step_time.predict(step.shape)
-        if step.shape is not None and step.chunks:
-            lengths = {request_id: length for request_id, _, length in step.chunks}
-            head = [(stream.place, lengths.get(request_id, 0)) for request_id, stream in self._head_of_line()]
-            charge_overtaking(head, step.shape.prefill_rows, step.predicted)
+        if step.shape is not None:
+            self._charge(step, decode_context // max(1, num_decodes))
         step.launched_at = self.clock()  # unless the host says when it has
         self._in_flight.add(step)
+
+    def _charge(self, step: InFlightStep, mean_context: int) -> None:
+        """What the step gives to each prompt and each account."""
+        streams = self._streams
+        chunks = [(streams[one], start, length) for one, start, length in step.chunks if one in streams]
+        for stream, start, length in chunks:
+            stream.got_to(start + length)
+        if chunks:
+            lengths = [(stream, length) for stream, _, length in chunks]
+            self._order.charge_overtaking(list(self._order.heads()), lengths, step.predicted)
+        if self._order.is_shared:
+            decodes = [(streams[one].account, mean_context) for one in step.decode_ids if one in streams]
+            parts = [(stream.account, start, length) for stream, start, length in chunks]
+            if decodes or parts:
+                prices = step_prices(self.step_time, self._host.caps, decodes, parts, step.predicted)
+                self._order.charge(prices)
+        else:
+            self._order.charge_only(step.predicted)
 
     def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
         """The requests whose first chunk is among these. The host's own metrics count those that come back."""
@@ -280,13 +336,15 @@ class Steering:
         late = [one for request_id in tokens if (one := self._emit(request_id, tokens[request_id], step.ended_at))]
         if len(self._streams) > len(open_requests):
             for request_id in self._streams.keys() - open_requests.keys():
-                self._reporter.left(request_id, self._streams.pop(request_id).num_tokens)
+                stream = self._streams.pop(request_id)
+                self._order.discard(stream)
+                self._reporter.left(request_id, stream.num_output_tokens)
         self._num_steps += 1
         self._reporter.report(self._report(step, tokens, late, load))
 
     def _emit(self, request_id: str, tokens: Sequence[int], now: float) -> LateToken | None:
         stream = self._streams[request_id]
-        stream.num_tokens += len(tokens)
+        stream.num_output_tokens += len(tokens)
         return None if self._pacing is None else stream.deadline.emit(request_id, self._pacing, now)
 
     def _report(

@@ -6,7 +6,6 @@ scheduler of its own, and all must decide alike: the first one decides and tells
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,7 +24,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
-from evenflow.hosts.settings import Settings, own_target
+from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.sglang.plugin import logger
 from evenflow.step_time_store import step_times_path
@@ -148,6 +147,7 @@ class _Leader(SglangSteering):
             own_policy=_own_policy(scheduler),
         )
         self.core = Steering(host, settings)
+        self._classes = settings.classes
         self._has_followers = scheduler.ps.tp_size > 1
         self._next = InFlightStep()  # the one being scheduled
         self._open: dict[str, Any] = {}  # requests that SGLang has
@@ -185,6 +185,8 @@ class _Leader(SglangSteering):
                 max_tokens=request.sampling_params.max_new_tokens,
                 tbt_target=own_target(custom_params),
                 ttft_target=own_target(custom_params, "ttft_target"),
+                tenant=own_tenant(custom_params),
+                service_class=own_class(custom_params, 0, self._classes),
             )
         )
 
@@ -263,7 +265,7 @@ class _Leader(SglangSteering):
         # One that SGLang cannot start for want of memory would block those behind it.
         ordered = sorted(
             waiting,
-            key=lambda request: self.core.rank(request.rid) if _candidate(request).length <= free else math.inf,
+            key=lambda request: (_candidate(request).length > free, self.core.rank(request.rid)),
         )
         return ordered if ordered != waiting else None
 

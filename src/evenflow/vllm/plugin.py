@@ -36,7 +36,7 @@ _SCHEDULER_ATTRIBUTES = (
 _REQUEST_ATTRIBUTES = (
     *("arrival_time", "block_hashes", "is_prefill_chunk", "max_tokens", "next_decode_eligible_step"),
     *("num_computed_tokens", "num_output_placeholders", "num_prompt_tokens", "num_tokens", "num_tokens_with_spec"),
-    *("request_id", "sampling_params", "skip_reading_prefix_cache"),
+    *("priority", "request_id", "sampling_params", "skip_reading_prefix_cache"),
 )
 
 

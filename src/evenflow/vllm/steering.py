@@ -5,7 +5,6 @@ What evenflow relies on in vLLM is used here, and checked in `plugin`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice, pairwise
@@ -22,7 +21,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import prior_of
-from evenflow.hosts.settings import Settings, own_target
+from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.step_time_store import step_times_path
 
@@ -42,6 +41,7 @@ class VllmSteering:
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         self._scheduler = scheduler
+        self._classes = settings.classes
         self._budget: int = scheduler.max_num_scheduled_tokens
         model = scheduler.vllm_config.model_config
         is_chunked = scheduler.scheduler_config.enable_chunked_prefill
@@ -86,6 +86,8 @@ class VllmSteering:
                 max_tokens=request.max_tokens,
                 tbt_target=own_target(extra_args),
                 ttft_target=own_target(extra_args, "ttft_target"),
+                tenant=own_tenant(extra_args),
+                service_class=own_class(extra_args, request.priority, self._classes),
             )
         )
         if self._steers:
@@ -144,7 +146,10 @@ class VllmSteering:
             scheduler.max_num_scheduled_tokens = min(self._budget, num_decode_rows + self._aligned(num_tokens))
         if self._may_preempt(num_tokens):
             # vLLM would preempt the last of its list, which now is a prefill, however old, that would never finish. By
-            # this policy it preempts the request that arrived last.
+            # this policy it preempts the least urgent request, and of several the one that arrived last.
+            if self._is_first_come_first_served:
+                for request in scheduler.running:
+                    request.priority = self.core.level(request.request_id)
             scheduler.policy = SchedulingPolicy.PRIORITY
         self._next.reasons = {prefills[quota.candidate].candidate.request_id: quota.reason for quota in quotas}
 
@@ -167,7 +172,7 @@ class VllmSteering:
             start = request.num_computed_tokens or self._num_cached(request)
             found.append(_Prefill(_candidate(request, start), request, False))
         if self._is_first_come_first_served:
-            found.sort(key=lambda prefill: self._rank(prefill.request) if self._fits(prefill) else math.inf)
+            found.sort(key=lambda prefill: (not self._fits(prefill), self._rank(prefill.request)))
         return found[:_MAX_PREFILL_SEQUENCES]
 
     def _make_way(self, prefilling: Sequence[Any], prefills: Sequence[_Prefill], quotas: Sequence[Quota]) -> int:
@@ -238,7 +243,7 @@ class VllmSteering:
     def _is_first_come_first_served(self) -> bool:
         return bool(self._scheduler.policy == SchedulingPolicy.FCFS)
 
-    def _rank(self, request: Any) -> float:
+    def _rank(self, request: Any) -> tuple[Any, ...]:
         return self.core.rank(request.request_id)
 
     # ---- after a step ----
