@@ -44,6 +44,7 @@ class Driver:
         caps: ExecutorCaps | None = None,
         cost: Callable[[Any], float] = lambda shape: 0.0,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        loses: Callable[[bytes], bool] = lambda block_hash: False,
         **settings: Any,
     ) -> None:
         caps = caps or ExecutorCaps()
@@ -57,7 +58,16 @@ class Driver:
             ),
             caps,
         )
-        self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
+        tier = self.scheduler.config.tier
+        self.executor = FakeExecutor(
+            vocab_size=VOCAB,
+            block_size=block_size,
+            caps=caps,
+            cost=cost,
+            disturb=disturb,
+            restore_seconds=tier.restore_seconds if tier is not None else 0.0,
+            loses=loses,
+        )
         self.header = header_record(self.scheduler)
         self.calls: list[Call] = []
         self.plans: list[StepPlan] = []

@@ -21,6 +21,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.scheduler import Committed
+from evenflow.core.tier import TierConfig
 from tests.core.driving import Driver, StepFailed, check_replay
 
 POLICIES = (
@@ -60,10 +61,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from((0, 5)),
         alignment=st.sampled_from((1, 4)),
         max_prefills=st.sampled_from((1, 3, 16)),
+        tier_blocks=st.sampled_from((0, 0, 3, 12, 60)),
     )
     def start(
-        self, policy: PolicySpec, depth: int, caching: bool, threshold: int, alignment: int, max_prefills: int
+        self,
+        policy: PolicySpec,
+        depth: int,
+        caching: bool,
+        threshold: int,
+        alignment: int,
+        max_prefills: int,
+        tier_blocks: int,
     ) -> None:
+        tier = TierConfig(num_blocks=tier_blocks, save_seconds=0.0, restore_seconds=ROW_SECONDS)
         self.driver = Driver(
             str(policy),
             num_blocks=NUM_BLOCKS,
@@ -75,7 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             disturb=self.disturb,
             long_prefill_token_threshold=threshold,
             enable_prefix_caching=caching,
+            tier=tier if tier_blocks else None,
+            loses=lambda block_hash: self.tier_is_broken,
         )
+        self.tier_is_broken = False
         self.scheduler = self.driver.scheduler
         self.slowness = 1.0
         self.kept: dict[str, int] = {}
@@ -137,6 +150,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Nothing happens for a while; then the machine is as fast as before, or not."""
         self.driver.executor.clock.now += seconds
         self.slowness = slowness
+
+    @rule(is_broken=st.booleans())
+    def break_tier(self, is_broken: bool) -> None:
+        """While it is broken, nothing can be restored."""
+        self.tier_is_broken = is_broken
 
     # ---- steps ----
 
@@ -238,11 +256,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler, pool = self.scheduler, self.scheduler.pool
         pool.check_invariants()
+        if scheduler.tier is not None:
+            scheduler.tier.check_invariants()
+        num_returning = scheduler.tier.num_returning if scheduler.tier is not None else 0
         for request in self.driver.requests.values():
             self.check_counters(request)
             self.check_deadline(request)
         held = {block for request in self.driver.requests.values() for block in request.block_ids}
-        assert pool.num_held == len(held), "a block without its owner, or an owner without its block"
+        assert pool.num_held == len(held) + num_returning, "a block without its owner, or an owner without its block"
         in_use = held.union(*self.touched)
         assert pool.num_free <= NUM_BLOCKS - len(in_use), "a block is free that a step in flight touches"
         slots = [request.slot for request in scheduler.requests.values() if request.status is Status.RUNNING]

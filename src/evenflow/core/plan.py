@@ -168,9 +168,32 @@ class StepShape:
     wave_attention: int = 0  # `prefill_attention`, each chunk padded to whole waves
 
 
+class TierMoves(NamedTuple):
+    """KV blocks that leave the pool or come back to it: see `tier`. Blocks are named by what they hold."""
+
+    saves: tuple[tuple[int, bytes], ...] = ()  # copied before the rows run, which may overwrite them
+    restores: tuple[tuple[int, bytes], ...] = ()  # filled while this step and later ones run
+    drops: tuple[bytes, ...] = ()
+
+
+class TierResult(NamedTuple):
+    """What became of moves since the last result."""
+
+    restored: tuple[bytes, ...] = ()
+    lost: tuple[bytes, ...] = ()  # could not be restored, and are not kept any more
+    save_seconds: float = 0.0  # mean of a block; 0: none was saved
+    restore_seconds: float = 0.0
+
+
+NO_MOVES, NO_TIER_RESULT = TierMoves(), TierResult()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. An executor applies it in this order: releases, admissions, block tables, then the rows."""
+    """One step. An executor applies it in this order: moves, releases, admissions, block tables, then the rows.
+
+    A step without rows waits until something that was to be restored is there.
+    """
 
     step_id: int
     released_slots: tuple[int, ...]
@@ -179,6 +202,7 @@ class StepPlan:
     decodes: Decodes
     chunks: tuple[Chunk, ...]
     padded_rows: int
+    moves: TierMoves = NO_MOVES
 
     @property
     def num_rows(self) -> int:
@@ -223,3 +247,4 @@ class StepResult:
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)  # for tokens start+1 .. end
     embeddings: Mapping[int, bytes] = field(default_factory=dict)  # float32 values, of unit length
+    tier: TierResult = NO_TIER_RESULT

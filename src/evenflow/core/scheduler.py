@@ -23,6 +23,7 @@ from evenflow.core.deadlines import (
 )
 from evenflow.core.holdings import Holdings
 from evenflow.core.plan import (
+    NO_MOVES,
     Admission,
     BlockTableChange,
     Chunk,
@@ -31,6 +32,8 @@ from evenflow.core.plan import (
     StepPlan,
     StepResult,
     StepShape,
+    TierMoves,
+    TierResult,
 )
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
@@ -41,6 +44,7 @@ from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
+from evenflow.core.tier import Tier, TierConfig
 from evenflow.errors import InvalidRequest, LateRequest
 
 # Waiting requests that are looked at behind one that does not fit.
@@ -59,6 +63,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     classes: Classes = DEFAULT_CLASSES
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tier: TierConfig | None = None  # None: what is evicted is computed again
 
 
 # A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
@@ -97,8 +102,10 @@ class Scheduler:
         self.caps = caps or ExecutorCaps()
         self.policy = config.policy.build()
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks, config.tenant_weights)
-        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
+        caches = config.enable_prefix_caching
+        self.tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
+        self.pool = BlockPool(config.num_blocks, config.tenant_weights, self.tier.take if self.tier else None)
+        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=caches, tier=self.tier)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self._pace = PrefillPace(self._prefill_price)
         self._is_paced = any(one.refuse_late for one in config.classes)
@@ -114,6 +121,7 @@ class Scheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
+        self._to_restore: list[Request] = []  # in this step: they could start, but for what the tier has of them
 
     # ---- requests come and go ----
 
@@ -143,6 +151,8 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.pool.saw(request.tenant, request.arrival_time)
+        if self.tier is not None:
+            self.tier.saw(request.tenant, request.arrival_time)
         self.order.push(request)
 
     def _rank(self, request: Request, now: float) -> tuple[float, int]:
@@ -190,7 +200,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests) or bool(self._in_flight)
+        is_returning = self.tier is not None and self.tier.num_returning > 0
+        return bool(self.requests) or bool(self._in_flight) or is_returning
 
     @property
     def waiting(self) -> ServiceOrder:
@@ -221,6 +232,7 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
+        self._to_restore.clear()
         yielded: set[str] = set()
         if self.order:
             self.order.demote_late(now)
@@ -233,7 +245,7 @@ class Scheduler:
         quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
         if not quotas.run_decodes:
             decodes, positions = [], []
-        if not decodes and not quotas.chunks:
+        if not decodes and not quotas.chunks and (self._in_flight or not self._awaits_tier):
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
@@ -245,6 +257,7 @@ class Scheduler:
             self._take_chunk(request, quota, admissions, changes)
             for request, quota in zip(prefills, quotas.chunks, strict=True)
         ]
+        moves = self._move_blocks()
         plan = StepPlan(
             step_id=step_id,
             released_slots=released,
@@ -253,6 +266,7 @@ class Scheduler:
             decodes=columns,
             chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
+            moves=moves,
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
@@ -440,10 +454,13 @@ class Scheduler:
             if needed + claimed + blocks_kept > self.pool.num_free:
                 blocked = blocked or request
                 continue
+            claimed += needed + 1
+            if self._stored_blocks(request, cached):
+                self._to_restore.append(request)
+                continue
             if blocked is not None:
                 self._passing[request.id] = blocked
             yield request, len(cached) * self.block_size
-            claimed += needed + 1
             slots -= 1
 
     def _may_pass(self, request: Request, blocked: Request) -> bool:
@@ -468,6 +485,50 @@ class Scheduler:
             return False
         producer = self.requests.get(self.prefix_cache.producer(block_hash) or "")
         return producer is None or not self.order.goes_before(request, producer)
+
+    # ---- blocks that move between the pool and the tier ----
+
+    @property
+    def _awaits_tier(self) -> bool:
+        return bool(self._to_restore) or (self.tier is not None and self.tier.num_returning > 0)
+
+    def _stored_blocks(self, request: Request, cached: Sequence[int]) -> list[bytes]:
+        """What the tier has of its next blocks, if restoring these takes less time than computing them."""
+        if self.tier is None:
+            return []
+        stored, num_blocks = self.prefix_cache.stored_after(request, len(cached))
+        if not stored:
+            return []
+        start, end = len(cached) * self.block_size, num_blocks * self.block_size
+        computing = self._prefill_price(start, request.num_known - start)
+        computing -= self._prefill_price(end, request.num_known - end)
+        return stored if self.tier.restore_seconds * len(stored) < computing else []
+
+    def _move_blocks(self) -> TierMoves:
+        """Start to restore what requests wait for, where there is room, and give the step its moves."""
+        if self.tier is None:
+            return NO_MOVES
+        for request in self._to_restore:
+            cached = self.prefix_cache.find(request)
+            stored = self._stored_blocks(request, cached)
+            if len(stored) > self.pool.num_free - self.pool.count_idle(cached):
+                break
+            self.pool.hold(cached)  # not evicted for its own rest
+            for block_hash, block in zip(stored, self.pool.allocate(len(stored)), strict=True):
+                self.tier.restore(block_hash, block)
+            self.pool.release(cached, None)
+        return self.tier.take_moves()
+
+    def _take_restored(self, result: TierResult) -> None:
+        """Publish what came back; free the blocks of what did not."""
+        if self.tier is None:
+            return
+        restored, lost = self.tier.commit(result)
+        for one in restored:
+            self.pool.publish(one.block, one.content.block_hash, one.content.tenant)
+        for one in reversed(restored):  # as on any release: the end of a prefix is evicted first
+            self.pool.release([one.block], None, one.cost)
+        self.pool.release([one.block for one in lost], None)
 
     def _reserve(self, request: Request, num_claimed: int) -> tuple[int, int]:
         """Slots and blocks that its class leaves to the decodes of others, while any of them runs."""
@@ -571,11 +632,12 @@ class Scheduler:
                 outcome.finished.append(request)
         self._advance(step.sequences, epochs, outcome)
         self.pool.settle(plan.step_id)
+        self._take_restored(result.tier)
         if (pacing := self.policy.pacing) is not None:
             for request, _, tokens in outcome.emissions:
                 if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
                     outcome.late.append(late)
-        if not result.errors:
+        if not result.errors and plan.num_sequences:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
             if self._is_paced and plan.chunks and step.predicted_seconds:
@@ -639,7 +701,7 @@ class Scheduler:
         self.prefix_cache.abandon(request)
         request.epoch += 1
         last_step_id = self._in_flight[-1].plan.step_id if self._in_flight else None
-        self.pool.release(request.block_ids, last_step_id)
+        self.pool.release(request.block_ids, last_step_id, self._block_cost(request))
         request.block_ids = []
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
@@ -647,3 +709,10 @@ class Scheduler:
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)
         self._decode_columns = None
+
+    def _block_cost(self, request: Request) -> float:
+        """Seconds that each of its blocks saves who needs them again. Long prefixes save more: attention grows."""
+        num_tokens = request.num_committed
+        if not self.config.enable_prefix_caching or num_tokens < self.block_size:
+            return 0.0
+        return self._prefill_price(0, num_tokens) * self.block_size / num_tokens
