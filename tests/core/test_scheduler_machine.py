@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         alignment=st.sampled_from((1, 4)),
         max_prefills=st.sampled_from((1, 3, 16)),
         tier_blocks=st.sampled_from((0, 0, 3, 12, 60)),
+        tier_keeps_all=st.booleans(),
     )
     def start(
         self,
@@ -72,8 +73,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         alignment: int,
         max_prefills: int,
         tier_blocks: int,
+        tier_keeps_all: bool,
     ) -> None:
-        tier = TierConfig(num_blocks=tier_blocks, save_seconds=0.0, restore_seconds=ROW_SECONDS)
+        tier = TierConfig(
+            num_blocks=tier_blocks, save_seconds=0.0, restore_seconds=ROW_SECONDS, keeps_all=tier_keeps_all
+        )
         self.driver = Driver(
             str(policy),
             num_blocks=NUM_BLOCKS,

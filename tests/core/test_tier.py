@@ -168,5 +168,5 @@ def test_a_block_that_is_dropped_before_it_was_saved_never_moves() -> None:
     tier.take(7, Content(b"a", ""), 1.0)
     tier.take(8, Content(b"b", ""), 1.0)
     moves = tier.take_moves()
-    assert moves.saves == ((8, b"b"),)
+    assert moves.saves == ((8, b"b", ""),)
     assert moves.drops == ()

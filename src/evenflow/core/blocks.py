@@ -20,7 +20,7 @@ class Content(NamedTuple):
     tenant: str
 
 
-OnEvict = Callable[[int, Content, float], None]  # with the seconds that computing it again takes
+OnChange = Callable[[int, Content, float], None]  # with the seconds that computing it again takes
 
 
 class BlockPool:
@@ -33,10 +33,14 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, weights: Mapping[str, float] | None = None, on_evict: OnEvict | None = None
+        self,
+        num_blocks: int,
+        weights: Mapping[str, float] | None = None,
+        on_evict: OnChange | None = None,
+        on_idle: OnChange | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
+        self._on_evict, self._on_idle = on_evict, on_idle
         self._clean = list(range(num_blocks - 1, -1, -1))  # a stack: low numbers first
         self._idle: EvictionOrder[int] = EvictionOrder(weights)
         self._references = [0] * num_blocks
@@ -116,7 +120,10 @@ class BlockPool:
     def _free(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if (content := self._content.get(block)) is not None:
-                self._idle.add(block, content.tenant, self._costs.get(block, 0.0))
+                cost = self._costs.get(block, 0.0)
+                self._idle.add(block, content.tenant, cost)
+                if self._on_idle is not None:
+                    self._on_idle(block, content, cost)
             else:
                 self._clean.append(block)
 

@@ -168,12 +168,20 @@ class StepShape:
     wave_attention: int = 0  # `prefill_attention`, each chunk padded to whole waves
 
 
+class Save(NamedTuple):
+    """A block of the pool that is copied to the tier."""
+
+    block: int
+    block_hash: bytes
+    tenant: str
+
+
 class TierMoves(NamedTuple):
     """KV blocks that leave the pool or come back to it: see `tier`. Blocks are named by what they hold."""
 
-    saves: tuple[tuple[int, bytes], ...] = ()  # copied before the rows run, which may overwrite them
-    restores: tuple[tuple[int, bytes], ...] = ()  # filled while this step and later ones run
-    drops: tuple[bytes, ...] = ()
+    saves: tuple[Save, ...] = ()  # copied before the rows run, which may overwrite them
+    restores: tuple[tuple[int, bytes], ...] = ()  # block and hash; filled while this step and later ones run
+    drops: tuple[bytes, ...] = ()  # before anything is saved: there is room for no more
 
 
 class TierResult(NamedTuple):
@@ -181,6 +189,7 @@ class TierResult(NamedTuple):
 
     restored: tuple[bytes, ...] = ()
     lost: tuple[bytes, ...] = ()  # could not be restored, and are not kept any more
+    num_saving: int = 0  # copied, but not stored yet
     save_seconds: float = 0.0  # mean of a block; 0: none was saved
     restore_seconds: float = 0.0
 
@@ -192,7 +201,7 @@ NO_MOVES, NO_TIER_RESULT = TierMoves(), TierResult()
 class StepPlan:
     """One step. An executor applies it in this order: moves, releases, admissions, block tables, then the rows.
 
-    A step without rows waits until something that was to be restored is there.
+    A step without rows waits until something that was to be restored is there, or else until all is saved.
     """
 
     step_id: int

@@ -103,8 +103,9 @@ class Scheduler:
         self.policy = config.policy.build()
         self.block_size = config.block_size
         caches = config.enable_prefix_caching
-        self.tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
-        self.pool = BlockPool(config.num_blocks, config.tenant_weights, self.tier.take if self.tier else None)
+        self.tier = tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
+        listeners = (tier.take, tier.offer) if tier is not None else ()
+        self.pool = BlockPool(config.num_blocks, config.tenant_weights, *listeners)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=caches, tier=self.tier)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self._pace = PrefillPace(self._prefill_price)
@@ -200,8 +201,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        is_returning = self.tier is not None and self.tier.num_returning > 0
-        return bool(self.requests) or bool(self._in_flight) or is_returning
+        return bool(self.requests) or bool(self._in_flight) or self._awaits_tier
 
     @property
     def waiting(self) -> ServiceOrder:
@@ -258,6 +258,7 @@ class Scheduler:
             for request, quota in zip(prefills, quotas.chunks, strict=True)
         ]
         moves = self._move_blocks()
+        self._to_restore.clear()
         plan = StepPlan(
             step_id=step_id,
             released_slots=released,
@@ -490,7 +491,9 @@ class Scheduler:
 
     @property
     def _awaits_tier(self) -> bool:
-        return bool(self._to_restore) or (self.tier is not None and self.tier.num_returning > 0)
+        """Is a step due for the sake of blocks that move, even without rows?"""
+        tier = self.tier
+        return tier is not None and (tier.num_returning > 0 or tier.is_behind or bool(self._to_restore))
 
     def _stored_blocks(self, request: Request, cached: Sequence[int]) -> list[bytes]:
         """What the tier has of its next blocks, if restoring these takes less time than computing them."""
@@ -502,7 +505,7 @@ class Scheduler:
         start, end = len(cached) * self.block_size, num_blocks * self.block_size
         computing = self._prefill_price(start, request.num_known - start)
         computing -= self._prefill_price(end, request.num_known - end)
-        return stored if self.tier.restore_seconds * len(stored) < computing else []
+        return stored if self.tier.restore_seconds * len(stored) <= max(0.0, computing) else []
 
     def _move_blocks(self) -> TierMoves:
         """Start to restore what requests wait for, where there is room, and give the step its moves."""

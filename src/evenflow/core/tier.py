@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from evenflow.core.blocks import Content
 from evenflow.core.eviction import EvictionOrder
-from evenflow.core.plan import TierMoves, TierResult
+from evenflow.core.plan import Save, TierMoves, TierResult
 
 _KEPT = 0.9  # of a measured time; the rest is the newest sample
+_MOST_OFFERED = 16  # blocks that are saved at a time though nothing evicts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class TierConfig:
     num_blocks: int
     save_seconds: float  # to move one block out, measured
     restore_seconds: float
+    keeps_all: bool = False  # save prefixes when they become idle, not when they are evicted: for the next start
     contents: tuple[Content, ...] = ()  # from an earlier run, the least recently used first
 
 
@@ -45,7 +47,10 @@ class Tier:
         self._order: EvictionOrder[bytes] = EvictionOrder(weights)
         self._stored: dict[bytes, tuple[str, float]] = {}  # tenant and cost
         self._returning: dict[bytes, Returning] = {}
-        self._saves: dict[bytes, int] = {}
+        self._keeps_all = config.keeps_all
+        self._offered: dict[bytes, tuple[int, Content, float]] = {}  # idle in the pool, and not stored
+        self._num_saving = 0
+        self._saves: dict[bytes, Save] = {}
         self._restores: list[tuple[int, bytes]] = []
         self._drops: dict[bytes, None] = {}
         for content in config.contents:
@@ -59,6 +64,11 @@ class Tier:
     def num_returning(self) -> int:
         return len(self._returning)
 
+    @property
+    def is_behind(self) -> bool:
+        """Are there prefixes that should be stored, though nobody may ask for the next step?"""
+        return bool(self._offered)
+
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self._stored
 
@@ -71,11 +81,17 @@ class Tier:
 
     def take(self, block: int, content: Content, cost: float) -> None:
         """The pool evicts this block, which would take `cost` seconds to compute again."""
+        self._offered.pop(content.block_hash, None)
         if content.block_hash in self._stored:
             self._touch(content, cost)
-        elif cost > self.save_seconds + self.restore_seconds:
-            self._saves[content.block_hash] = block
+        elif cost >= self.save_seconds + self.restore_seconds:
+            self._saves[content.block_hash] = Save(block, *content)
             self._add(content, cost)
+
+    def offer(self, block: int, content: Content, cost: float) -> None:
+        """This block of the pool is idle now."""
+        if self._keeps_all and content.block_hash not in self._stored:
+            self._offered[content.block_hash] = block, content, cost
 
     def restore(self, block_hash: bytes, block: int) -> None:
         """Bring a stored block back into this one of the pool."""
@@ -85,13 +101,15 @@ class Tier:
         self._restores.append((block, block_hash))
 
     def take_moves(self) -> TierMoves:
-        saves = tuple((block, block_hash) for block_hash, block in self._saves.items())
-        moves = TierMoves(saves, tuple(self._restores), tuple(self._drops))
+        for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
+            self.take(*self._offered[block_hash])
+        moves = TierMoves(tuple(self._saves.values()), tuple(self._restores), tuple(self._drops))
         self._saves, self._restores, self._drops = {}, [], {}
         return moves
 
     def commit(self, result: TierResult) -> tuple[list[Returning], list[Returning]]:
         """What came back, and what will not."""
+        self._num_saving = result.num_saving
         if result.save_seconds:
             self.save_seconds += (1 - _KEPT) * (result.save_seconds - self.save_seconds)
         if result.restore_seconds:

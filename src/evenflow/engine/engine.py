@@ -20,11 +20,13 @@ from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
-from evenflow.errors import EngineFailed, InvalidRequest
+from evenflow.errors import EngineFailed, EvenflowError, InvalidRequest
 from evenflow.executors.base import Executor
 from evenflow.step_time_store import StepTimeKeeper
 
 Value = TypeVar("Value")
+
+_STORE_SECONDS = 2.0  # at the end: an engine that takes much longer to stop is killed
 
 logger = logging.getLogger("evenflow")
 
@@ -139,7 +141,8 @@ class Engine:
         if self.keeper is not None:
             self.keeper.after_step(now)
         report = self._report(committed, now)
-        self.stats.observe(report)
+        if not report.is_empty:
+            self.stats.observe(report)
         return report
 
     def _report(self, committed: Committed, now: float) -> StepReport:
@@ -199,11 +202,24 @@ class Engine:
         )
 
     def close(self) -> None:
+        if (tier := self.scheduler.config.tier) is not None and tier.keeps_all:
+            self._store_prefixes()
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
         if self.keeper is not None:
             self.keeper.save()
+
+    def _store_prefixes(self) -> None:
+        """End what is open, and give the tier a few seconds for what it has not stored yet."""
+        until = self.clock() + _STORE_SECONDS
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
+        try:
+            while self.has_work and self.clock() < until:
+                self.step()
+        except EvenflowError:
+            logger.exception("not all prefixes were stored")
 
 
 def _by_row(given: Sequence[tuple[str, int, tuple[int, ...]]], found: Mapping[int, Value]) -> dict[int, Value]:

@@ -50,7 +50,7 @@ def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> N
     send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy), config.classes))
     while _drain_commands(engine, commands, send):
         report = engine.step()
-        if report is not None:
+        if report is not None and not report.is_empty:
             send(Stepped(report))
 
 

@@ -113,13 +113,13 @@ class FakeExecutor:
         return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors, tier=self._restored())
 
     def _move(self, moves: TierMoves) -> None:
-        for block, block_hash in moves.saves:
+        for block_hash in moves.drops:
+            del self._tier[block_hash]
+        for block, block_hash, _ in moves.saves:
             self._tier[block_hash] = [self._cells[cell] for cell in self._cells_of(block)]
         for block, block_hash in moves.restores:
             after = self._returning[-1][0] if self._returning else self.clock.now
             self._returning.append((after + self._restore_seconds, block, block_hash))
-        for block_hash in moves.drops:
-            del self._tier[block_hash]
 
     def _restored(self) -> TierResult:
         restored, lost = [], []
@@ -132,7 +132,8 @@ class FakeExecutor:
             for cell, digest in zip(self._cells_of(block), self._tier[block_hash], strict=True):
                 self._cells[cell] = digest
             restored.append(block_hash)
-        return TierResult(tuple(restored), tuple(lost), 0.0, self._restore_seconds if restored else 0.0)
+        seconds = self._restore_seconds if restored else 0.0
+        return TierResult(tuple(restored), tuple(lost), restore_seconds=seconds)
 
     def _cells_of(self, block: int) -> range:
         return range(block * self._block_size, (block + 1) * self._block_size)
