@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from evenflow.config import EngineConfig
+from evenflow.core import tier
 from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -11,6 +13,7 @@ from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.executors.fake import FakeExecutor
+from evenflow.server.engine.process import build_served_engine
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 1000
@@ -66,3 +69,12 @@ def scripted_engine(
     config = SchedulerConfig(**sizes, policy=PolicySpec.parse(policy), classes=classes)
     executor = ScriptedExecutor(step_s, script, poison)
     return Engine(Scheduler(config, executor.caps), executor, Limits(max_model_len, VOCAB_SIZE))
+
+
+def always_moving_engine(config: EngineConfig) -> Engine:
+    """Of a real model, whose prefixes are moved out and back even where computing them is quicker."""
+    from evenflow.executors.kv_tier import KvTier
+
+    KvTier.measure = lambda self: (0.0, 0.0)  # type: ignore[method-assign]
+    tier._KEPT = 1.0
+    return build_served_engine(config)

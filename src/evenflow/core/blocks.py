@@ -136,10 +136,10 @@ class BlockPool:
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest run of leading hashes that are published and not settling."""
         found = []
-        lookup = self._block_of.get
+        lookup, idle = self._block_of.get, self._idle.members()
         for block_hash in hashes:
             block = lookup(block_hash)
-            if block is None or (self._references[block] == 0 and block not in self._idle):
+            if block is None or (self._references[block] == 0 and block not in idle):
                 break
             found.append(block)
         return found
@@ -161,11 +161,11 @@ class BlockPool:
         settling = [block for _, blocks in self._settling for block in blocks]
         held = [block for block, count in enumerate(self._references) if count > 0]
         self._idle.check_invariants()
-        states = [*self._clean, *self._idle, *settling, *held]
+        states = [*self._clean, *self._idle.members(), *settling, *held]
         assert sorted(states) == list(range(self.num_blocks)), "a block is lost or in two states"
         assert min(self._references, default=0) >= 0, "a block was released too often"
         hashes = {block: content.block_hash for block, content in self._content.items()}
         assert {block: h for h, block in self._block_of.items()} == hashes, "the hash index is one-sided"
         assert not any(block in self._content for block in self._clean), "a clean block is published"
-        assert all(block in self._content for block in self._idle), "an idle block is not published"
+        assert all(block in self._content for block in self._idle.members()), "an idle block is not published"
         assert self._costs.keys() <= self._content.keys(), "a block without content has a cost"

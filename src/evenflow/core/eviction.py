@@ -9,7 +9,7 @@ what another has is safe up to its share. A tenant that stays away loses this pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, KeysView, Mapping
 from typing import Generic, TypeVar
 
 # A tenant's cached prefixes are safe for this long after its last request arrived.
@@ -59,8 +59,8 @@ class EvictionOrder(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._tenant_of
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._tenant_of)
+    def members(self) -> KeysView[Key]:
+        return self._tenant_of.keys()
 
     def saw(self, tenant: str, arrival_time: float) -> None:
         """A request of this tenant arrived."""

@@ -145,6 +145,6 @@ class Tier:
 
     def check_invariants(self) -> None:
         self._order.check_invariants()
-        assert {*self._order, *self._returning} == self._stored.keys(), "a stored block is in no state"
-        assert not set(self._order) & self._returning.keys(), "a block that returns may be dropped"
+        assert {*self._order.members(), *self._returning} == self._stored.keys(), "a stored block is in no state"
+        assert not self._order.members() & self._returning.keys(), "a block that returns may be dropped"
         assert len(self._stored) <= self._num_blocks + len(self._returning), "the tier is larger than it may be"
