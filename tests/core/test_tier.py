@@ -170,3 +170,62 @@ def test_a_block_that_is_dropped_before_it_was_saved_never_moves() -> None:
     moves = tier.take_moves()
     assert moves.saves == ((8, b"b", ""),)
     assert moves.drops == ()
+
+
+def test_what_returns_is_not_pushed_out_by_what_it_evicts() -> None:
+    driver = tiered(tier={"num_blocks": 9})
+    learn(driver)
+    for _ in range(4):
+        for family in (1, 2):
+            request = driver.add([family] * 34, max_tokens=1)
+            driver.run()
+            driver.check_output(request)
+    assert driver.scheduler.tier is not None
+    assert driver.scheduler.tier.num_stored <= 9
+    assert restored(driver) > 0
+    assert driver.scheduler.pool.num_free == 12
+
+
+def test_tenants_whose_blocks_all_return_get_a_step_without_rows() -> None:
+    driver = tiered()
+    learn(driver)
+    for tenant in ("a", "b"):
+        driver.add([1] * 18, max_tokens=1, tenant=tenant)
+    driver.run()
+    driver.add(46, max_tokens=1)
+    driver.run()
+    again = [driver.add([1] * 18, max_tokens=1, tenant=tenant) for tenant in ("a", "b")]
+    first = driver.schedule()
+    assert first is not None
+    assert first.num_rows == 0
+    assert len(first.moves.restores) == 8
+    driver.run()
+    for request in again:
+        driver.check_output(request)
+        assert request.num_cached_tokens == 16
+
+
+def test_a_request_waits_for_the_tier_once_for_each_slot() -> None:
+    """Else two that evict each other's blocks could wait for ever."""
+    driver = tiered()
+    learn(driver)
+    driver.add([1] * 30, max_tokens=1)
+    driver.run()
+    driver.add(46, max_tokens=1)
+    driver.run()
+    again = driver.add([1] * 30, max_tokens=1)
+    assert driver.schedule() is not None
+    assert again.restored_epoch == again.epoch == 0
+    tier = driver.scheduler.tier
+    assert tier is not None
+    driver.commit()
+    while tier.num_returning:
+        driver.step()
+    assert len(driver.scheduler.pool.find(again.block_hashes)) == 7
+    driver.scheduler.pool.release(driver.scheduler.pool.allocate(12), None)  # gone before it starts
+    plan = driver.schedule()
+    assert plan is not None
+    assert not plan.moves.restores
+    assert [chunk.start for chunk in plan.chunks] == [0]
+    driver.run()
+    driver.check_output(again)

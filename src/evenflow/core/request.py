@@ -232,6 +232,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     epoch: int = 0
+    restored_epoch: int = -1  # the last in which it waited for blocks from the tier
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_scheduled: int = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
 from evenflow.core.account import PROMOTED, Account
+from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
     LateToken,
@@ -23,7 +24,6 @@ from evenflow.core.deadlines import (
 )
 from evenflow.core.holdings import Holdings
 from evenflow.core.plan import (
-    NO_MOVES,
     Admission,
     BlockTableChange,
     Chunk,
@@ -32,8 +32,6 @@ from evenflow.core.plan import (
     StepPlan,
     StepResult,
     StepShape,
-    TierMoves,
-    TierResult,
 )
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
@@ -107,6 +105,7 @@ class Scheduler:
         listeners = (tier.take, tier.offer) if tier is not None else ()
         self.pool = BlockPool(config.num_blocks, config.tenant_weights, *listeners)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=caches, tier=self.tier)
+        self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, self._prefill_price)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self._pace = PrefillPace(self._prefill_price)
         self._is_paced = any(one.refuse_late for one in config.classes)
@@ -122,7 +121,6 @@ class Scheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
-        self._to_restore: list[Request] = []  # in this step: they could start, but for what the tier has of them
 
     # ---- requests come and go ----
 
@@ -201,7 +199,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests) or bool(self._in_flight) or self._awaits_tier
+        return bool(self.requests) or bool(self._in_flight) or self._mover.needs_step
 
     @property
     def waiting(self) -> ServiceOrder:
@@ -232,7 +230,7 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         changes: list[BlockTableChange] = []
-        self._to_restore.clear()
+        self._mover.start_step()
         yielded: set[str] = set()
         if self.order:
             self.order.demote_late(now)
@@ -245,7 +243,7 @@ class Scheduler:
         quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
         if not quotas.run_decodes:
             decodes, positions = [], []
-        if not decodes and not quotas.chunks and (self._in_flight or not self._awaits_tier):
+        if not decodes and not quotas.chunks and (self._in_flight or not self._mover.needs_step):
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
@@ -257,8 +255,6 @@ class Scheduler:
             self._take_chunk(request, quota, admissions, changes)
             for request, quota in zip(prefills, quotas.chunks, strict=True)
         ]
-        moves = self._move_blocks()
-        self._to_restore.clear()
         plan = StepPlan(
             step_id=step_id,
             released_slots=released,
@@ -267,13 +263,13 @@ class Scheduler:
             decodes=columns,
             chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
-            moves=moves,
+            moves=self._mover.take_moves(),
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
             self._charge_overtaking(heads, prefills, chunks, predicted)
-        if self.order.is_shared:
+        if self.order.is_shared and plan.num_sequences:
             self._charge(decodes, positions, prefills, chunks, predicted)
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
@@ -456,8 +452,7 @@ class Scheduler:
                 blocked = blocked or request
                 continue
             claimed += needed + 1
-            if self._stored_blocks(request, cached):
-                self._to_restore.append(request)
+            if self._mover.delays(request, cached):
                 continue
             if blocked is not None:
                 self._passing[request.id] = blocked
@@ -486,52 +481,6 @@ class Scheduler:
             return False
         producer = self.requests.get(self.prefix_cache.producer(block_hash) or "")
         return producer is None or not self.order.goes_before(request, producer)
-
-    # ---- blocks that move between the pool and the tier ----
-
-    @property
-    def _awaits_tier(self) -> bool:
-        """Is a step due for the sake of blocks that move, even without rows?"""
-        tier = self.tier
-        return tier is not None and (tier.num_returning > 0 or tier.is_behind or bool(self._to_restore))
-
-    def _stored_blocks(self, request: Request, cached: Sequence[int]) -> list[bytes]:
-        """What the tier has of its next blocks, if restoring these takes less time than computing them."""
-        if self.tier is None:
-            return []
-        stored, num_blocks = self.prefix_cache.stored_after(request, len(cached))
-        if not stored:
-            return []
-        start, end = len(cached) * self.block_size, num_blocks * self.block_size
-        computing = self._prefill_price(start, request.num_known - start)
-        computing -= self._prefill_price(end, request.num_known - end)
-        return stored if self.tier.restore_seconds * len(stored) <= max(0.0, computing) else []
-
-    def _move_blocks(self) -> TierMoves:
-        """Start to restore what requests wait for, where there is room, and give the step its moves."""
-        if self.tier is None:
-            return NO_MOVES
-        for request in self._to_restore:
-            cached = self.prefix_cache.find(request)
-            stored = self._stored_blocks(request, cached)
-            if len(stored) > self.pool.num_free - self.pool.count_idle(cached):
-                break
-            self.pool.hold(cached)  # not evicted for its own rest
-            for block_hash, block in zip(stored, self.pool.allocate(len(stored)), strict=True):
-                self.tier.restore(block_hash, block)
-            self.pool.release(cached, None)
-        return self.tier.take_moves()
-
-    def _take_restored(self, result: TierResult) -> None:
-        """Publish what came back; free the blocks of what did not."""
-        if self.tier is None:
-            return
-        restored, lost = self.tier.commit(result)
-        for one in restored:
-            self.pool.publish(one.block, one.content.block_hash, one.content.tenant)
-        for one in reversed(restored):  # as on any release: the end of a prefix is evicted first
-            self.pool.release([one.block], None, one.cost)
-        self.pool.release([one.block for one in lost], None)
 
     def _reserve(self, request: Request, num_claimed: int) -> tuple[int, int]:
         """Slots and blocks that its class leaves to the decodes of others, while any of them runs."""
@@ -635,7 +584,7 @@ class Scheduler:
                 outcome.finished.append(request)
         self._advance(step.sequences, epochs, outcome)
         self.pool.settle(plan.step_id)
-        self._take_restored(result.tier)
+        self._mover.commit(result.tier)
         if (pacing := self.policy.pacing) is not None:
             for request, _, tokens in outcome.emissions:
                 if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
@@ -645,7 +594,7 @@ class Scheduler:
             self.policy.observe(step.shape, result.seconds)
             if self._is_paced and plan.chunks and step.predicted_seconds:
                 self._pace.observe(plan.chunks, result.seconds + self.overhead)
-        if not self._in_flight:
+        if not self._in_flight and plan.num_sequences:
             self._overheads.append(max(0.0, now - step.planned_at - result.seconds))
         return outcome
 

@@ -7,7 +7,7 @@ made of (host memory, disk) is the executor's matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,12 +93,14 @@ class Tier:
         if self._keeps_all and content.block_hash not in self._stored:
             self._offered[content.block_hash] = block, content, cost
 
-    def restore(self, block_hash: bytes, block: int) -> None:
-        """Bring a stored block back into this one of the pool."""
-        tenant, cost = self._stored[block_hash]
-        self._order.remove(block_hash)  # not dropped meanwhile
-        self._returning[block_hash] = Returning(block, Content(block_hash, tenant), cost)
-        self._restores.append((block, block_hash))
+    def restore(self, hashes: Sequence[bytes], allocate: Callable[[int], Sequence[int]]) -> None:
+        """Bring these back into blocks of the pool. What is evicted for them cannot push them out of here."""
+        for block_hash in hashes:
+            self._order.remove(block_hash)
+        for block_hash, block in zip(hashes, allocate(len(hashes)), strict=True):
+            tenant, cost = self._stored[block_hash]
+            self._returning[block_hash] = Returning(block, Content(block_hash, tenant), cost)
+            self._restores.append((block, block_hash))
 
     def take_moves(self) -> TierMoves:
         for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
