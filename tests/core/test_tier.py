@@ -6,9 +6,9 @@ from typing import Any
 
 from evenflow.core.blocks import Content
 from evenflow.core.eviction import KEEP_S
-from evenflow.core.plan import ExecutorCaps, TierResult
+from evenflow.core.plan import NO_MOVES, ExecutorCaps, StepPlan, TierResult
 from evenflow.core.tier import Tier, TierConfig
-from tests.core.driving import Driver, check_replay
+from tests.core.driving import Driver, StepFailed, check_replay
 
 ROW_S = 0.001
 
@@ -229,3 +229,123 @@ def test_a_request_waits_for_the_tier_once_for_each_slot() -> None:
     assert [chunk.start for chunk in plan.chunks] == [0]
     driver.run()
     driver.check_output(again)
+
+
+# ---- faults, deadlines and blocks that move ----
+
+
+def evicted_prompt(driver: Driver) -> list[int]:
+    """A prompt whose 7 whole blocks are in the tier alone."""
+    learn(driver)
+    driver.add([1] * 30, max_tokens=1)
+    driver.run()
+    driver.add(46, max_tokens=1)
+    driver.run()
+    return [1] * 30
+
+
+def test_what_a_failed_row_was_built_on_leaves_the_tier_too() -> None:
+    """Else the request would fetch the same KV again, and fail again."""
+    driver = tiered()
+    prompt = evicted_prompt(driver)
+    again = driver.add(prompt, max_tokens=3)
+    while not driver.chunks(again):
+        driver.step()
+    tier = driver.scheduler.tier
+    assert tier is not None
+    assert again.num_cached_tokens == 28
+    assert tier.holds(again.block_hashes[0])
+    driver.schedule()
+    driver.lost_rows = {0}
+    driver.commit()
+    assert not any(tier.holds(block_hash) for block_hash in again.block_hashes)
+    driver.run()
+    assert {start for start, _ in driver.chunks(again)[-1:]} == {0}, "it was not computed from scratch"
+    assert set(again.block_hashes[:7]) <= {block_hash for plan in driver.plans for block_hash in plan.moves.drops}
+    driver.check_output(again)
+    check_replay(driver.header, driver.calls)
+
+
+def test_a_forgotten_block_that_was_offered_is_not_saved() -> None:
+    tier = Tier(TierConfig(num_blocks=9, save_seconds=0.0, restore_seconds=0.0, keeps_all=True))
+    tier.offer(7, Content(b"a", ""), 1.0)
+    tier.take(8, Content(b"b", ""), 1.0)
+    tier.forget([b"a", b"b"])
+    assert tier.take_moves() == NO_MOVES
+    tier.check_invariants()
+
+
+def test_a_step_that_fails_with_moves_loses_no_block() -> None:
+    """What is on its way arrives with the result of a later step."""
+    fails = True
+
+    def disturb(plan: StepPlan) -> None:
+        if plan.moves.restores and fails:
+            raise StepFailed("the device is lost")
+
+    driver = tiered(disturb=disturb)
+    again = driver.add(evicted_prompt(driver), max_tokens=3)
+    driver.schedule()
+    driver.commit()
+    assert driver.scheduler.pool.find(again.block_hashes) == []
+    fails = False
+    driver.run()
+    assert again.num_cached_tokens == 28
+    driver.check_output(again)
+    assert driver.scheduler.pool.num_free == 12
+    check_replay(driver.header, driver.calls)
+
+
+def test_a_request_whose_deadline_passes_while_its_blocks_return_leaves_them_to_others() -> None:
+    driver = tiered()
+    prompt = evicted_prompt(driver)
+    driver.add(prompt, max_tokens=1, name="late", deadline=60.0)
+    driver.schedule()
+    driver.executor.clock.now += 61.0
+    assert driver.expire() == ["late"]
+    driver.run()
+    assert not driver.scheduler.has_work
+    assert driver.scheduler.pool.num_free == 12
+    other = driver.add(prompt, max_tokens=1)
+    driver.run()
+    assert other.num_cached_tokens == 28
+    driver.check_output(other)
+
+
+def test_an_engine_that_waits_for_the_tier_is_not_stuck() -> None:
+    """A stream decodes meanwhile, for more steps than a policy lets prefill wait."""
+    driver = Driver(
+        num_blocks=100,
+        block_size=4,
+        cost=lambda shape: ROW_S * shape.total_rows,
+        tier=TierConfig(num_blocks=200, save_seconds=0.0, restore_seconds=ROW_S),
+    )
+    learn(driver)
+    prompt = [1] * 380
+    driver.add(prompt, max_tokens=1)
+    driver.run()
+    driver.add(395, max_tokens=1)
+    driver.run()
+    driver.add(3, max_tokens=200)
+    driver.step()
+    again = driver.add(prompt[:200], max_tokens=1)
+    driver.executor._restore_seconds = 2 * ROW_S
+    num_steps = 0
+    while not driver.chunks(again):
+        driver.step()
+        num_steps += 1
+        assert driver.scheduler.admission_failure() is None
+    assert num_steps > 64
+    assert again.num_cached_tokens > 0
+
+
+def test_a_request_that_finds_a_step_in_flight_still_waits_for_its_blocks() -> None:
+    driver = tiered(caps=ExecutorCaps(max_steps_in_flight=2))
+    prompt = evicted_prompt(driver)
+    driver.add(2, max_tokens=2)
+    driver.step()
+    assert driver.scheduler.num_in_flight == 1, "its last token is pending"
+    again = driver.add(prompt, max_tokens=1)
+    assert driver.schedule() is None
+    driver.run()
+    assert again.num_cached_tokens == 28

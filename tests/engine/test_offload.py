@@ -12,6 +12,7 @@ import pytest
 from evenflow import LLM, SamplingParams
 from evenflow.core import tier
 from evenflow.errors import InvalidConfig
+from evenflow.executors.faulty import Fault, FaultKind, FaultyExecutor, Moment
 from evenflow.executors.kv_tier import KvTier
 from evenflow.executors.recorded import replay
 from tests.engine.paged import paged_llm, tiny_block_bytes
@@ -69,6 +70,24 @@ def test_preempted_requests_come_back_with_their_kv(new_llm: Callable[..., LLM])
     assert totals.looked_up_tokens > 3 * 40, "nobody was preempted"
     assert totals.cached_tokens > 0
     assert totals.prefill_tokens < 3 * 40 + 100, "what was preempted was computed again"
+
+
+@pytest.mark.parametrize("moment", ["restore", "commit"])
+@pytest.mark.parametrize("kind", ["raise", "nan", "out-of-memory"])
+def test_a_fault_while_prefixes_move_leaves_the_answers(
+    new_llm: Callable[..., LLM], tmp_path: Path, kind: FaultKind, moment: Moment
+) -> None:
+    with new_llm(cache_dir=str(tmp_path / "cache"), kv_cache_memory=16 * tiny_block_bytes()) as llm:
+        for prompt in PROMPTS:
+            llm.generate([prompt], SAMPLING)
+        faulty = FaultyExecutor(llm.engine.executor, [Fault(kind, moment, after=2 * (moment == "commit"))])
+        llm.engine.executor = faulty
+        outputs = [output for prompt in PROMPTS for output in llm.generate([prompt], SAMPLING)]
+        scheduler = llm.engine.scheduler
+        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert faulty.num_raised == 1
+    assert [output.error for output in outputs] == [None] * 4
+    assert [output.token_ids for output in outputs] == plain_answers()
 
 
 @pytest.mark.parametrize("form", ["lossless", "int8"])
