@@ -42,7 +42,8 @@ FORMS: dict[str, tuple[MakeLinear, MakeLinear]] = {
 }
 
 
-def _tokens(model: LoadedModel, count: int) -> list[int]:
+def text_tokens(model: LoadedModel, count: int) -> list[int]:
+    """The start of the text."""
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in _TOPICS)
     return list(model.tokenizer.encode(text))[:count]
 
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", help="which formats, by the start of their names (default: all)")
     arguments = parser.parse_args()
     model = load_model(arguments.model)
-    token_ids = _tokens(model, arguments.tokens)
+    token_ids = text_tokens(model, arguments.tokens)
     print(f"{len(token_ids)} tokens of the Python language reference, {arguments.chunk} per step")
     reference = None
     for name, form in FORMS.items():

@@ -18,6 +18,7 @@ WEIGHTS_BY_DEVICE: dict[str, tuple[WeightsName, ...]] = {  # the default first
     "cuda": ("bfloat16", "float16", "float32"),
 }
 DEVICES = tuple(WEIGHTS_BY_DEVICE)
+KvFormat = Literal["lossless", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, or of what is available on a CPU
     kv_cache_memory: int | None = None  # bytes; None: what utilization leaves, on a CPU at most 4 GiB
     enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
+    kv_offload_memory: int = 0  # bytes of host memory for prefixes that leave the KV cache; 0: none
+    kv_offload_format: KvFormat = "lossless"  # int8: a quarter of float32, half of 16 bits, with a small error
+    cache_dir: str | None = None  # a folder in which the prefix cache survives a restart
+    cache_dir_size: int = 4 * GIB  # bytes that it may take
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
     device: Literal["cpu", "cuda"] | None = None  # None: a GPU if there is one
     weights: WeightsName = "auto"  # float32, int4 on a CPU, bfloat16 or float16 on a GPU; auto: float32 or bfloat16
@@ -53,14 +58,16 @@ class EngineConfig:
                 self._require_at_least(name, 1)
         for name in ("max_num_seqs", "block_size"):
             self._require_at_least(name, 1)
-        self._require_at_least("long_prefill_token_threshold", 0)
+        for name in ("long_prefill_token_threshold", "kv_offload_memory", "cache_dir_size"):
+            self._require_at_least(name, 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidConfig(
                 f"Got gpu_memory_utilization={self.gpu_memory_utilization!r} but expected a number in (0, 1]."
             )
         if not self.step_timeout > 0:
             raise InvalidConfig(f"Got step_timeout={self.step_timeout!r} but expected seconds above 0.")
-        self._check_device()
+        self._check_choices()
+        self._check_offload()
         object.__setattr__(self, "classes", check_classes(self.classes))
         object.__setattr__(self, "tenant_weights", check_weights(self.tenant_weights))
         if isinstance(self.policy, str):
@@ -88,11 +95,12 @@ class EngineConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}.")
 
-    def _check_device(self) -> None:
+    def _check_choices(self) -> None:
         choices = {
             "device": (None, *DEVICES),
             "weights": ("auto", *dict.fromkeys(chain(*WEIGHTS_BY_DEVICE.values()))),
             "load_format": ("auto", "dummy"),
+            "kv_offload_format": ("lossless", "int8"),
         }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
@@ -101,6 +109,12 @@ class EngineConfig:
         if self.device is not None and self.weights not in ("auto", *WEIGHTS_BY_DEVICE[self.device]):
             names = " or ".join(map(repr, WEIGHTS_BY_DEVICE[self.device]))
             raise InvalidConfig(f"Got weights={self.weights!r} but expected {names} with device={self.device!r}.")
+
+    def _check_offload(self) -> None:
+        for name in ("kv_offload_memory", "cache_dir"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                got = f"Got {name}={getattr(self, name)!r} with enable_prefix_caching=False"
+                raise InvalidConfig(f"{got} but only cached prefixes are moved out: give one of them.")
 
     def _adopt_target(self, seconds: float) -> None:
         """Two ways to say one thing: from here on only the policy counts."""

@@ -37,6 +37,8 @@ BAD_GENERATE = {
     "neither true nor false": (["Hi", "--enable-chunked-prefill", "maybe"], "'maybe'"),
     "no size": (["Hi", "--kv-cache-memory", "4 apples"], "'4 apples'"),
     "too little memory": (["Hi", "--kv-cache-memory", "1KiB"], "1024 bytes"),
+    "no cache folder": (["Hi", "--cache-dir", "/dev/null"], "cache_dir='/dev/null'"),
+    "too little memory for one block": (["Hi", "--kv-offload-memory", "1KiB"], "kv_offload_memory=1024"),
     "unknown weights": (["Hi", "--weights", "int3"], "'int3'"),
     "unknown device": (["Hi", "--device", "tpu"], "'tpu'"),
     "unknown load format": (["Hi", "--load-format", "pickle"], "'pickle'"),

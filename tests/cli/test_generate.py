@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from evenflow import LLM, SamplingParams
+from evenflow.core import tier
+from evenflow.executors.kv_tier import KvTier
 from evenflow.executors.recorded import replay
 from tests.cli.running import run_cli, run_process
 from tests.models import tiny_llama
@@ -158,3 +160,14 @@ def test_rates_are_printed_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\d+ prompt tokens .* prefill \d+ tokens/s; 8 tokens in .* s, decode [\d.]+ tokens/s;", line)
     line = run_cli(capsys, *arguments, "--max-tokens", 1).err
     assert re.search(r"; 1 token in [\d.]+ s; finish reason: length", line)
+
+
+def test_a_second_run_with_the_same_cache_folder_computes_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KvTier, "measure", lambda self: (0.0, 0.0))  # else computing may be quicker for a tiny model
+    monkeypatch.setattr(tier, "_KEPT", 1.0)
+    first, second = (generate(capsys, PROMPT, "--cache-dir", tmp_path / "cache") for _ in range(2))
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] > 0
+    assert first["token_ids"] == second["token_ids"]

@@ -48,6 +48,7 @@ class Driver:
         cost: Callable[[Any], float] = lambda shape: 0.0,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
         remembers: bool = True,
+        loses: Callable[[bytes], bool] = lambda block_hash: False,
         **settings: Any,
     ) -> None:
         caps = caps or ExecutorCaps()
@@ -61,7 +62,16 @@ class Driver:
             ),
             caps,
         )
-        self.executor = FakeExecutor(vocab_size=VOCAB, block_size=block_size, caps=caps, cost=cost, disturb=disturb)
+        tier = self.scheduler.config.tier
+        self.executor = FakeExecutor(
+            vocab_size=VOCAB,
+            block_size=block_size,
+            caps=caps,
+            cost=cost,
+            disturb=disturb,
+            restore_seconds=tier.restore_seconds if tier is not None else 0.0,
+            loses=loses,
+        )
         self.header = header_record(self.scheduler)
         self.calls: list[Call] = []
         self.plans: list[StepPlan] = []

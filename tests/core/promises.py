@@ -13,6 +13,10 @@ from evenflow.core.scheduler import Scheduler
 def check_scheduler(scheduler: Scheduler, touched: Collection[set[int]]) -> None:
     """`touched`: the blocks of each step in flight."""
     scheduler.pool.check_invariants()
+    if scheduler.tier is not None:
+        scheduler.tier.check_invariants()
+        for block_hash, (block, _, _) in scheduler.tier._offered.items():
+            assert scheduler.pool._content[block].block_hash == block_hash, "another block would be saved"
     requests = scheduler.requests.values()
     for request in requests:
         check_counters(request, scheduler.block_size)
@@ -29,7 +33,8 @@ def check_scheduler(scheduler: Scheduler, touched: Collection[set[int]]) -> None
 def check_memory(scheduler: Scheduler, touched: Iterable[set[int]]) -> None:
     pool = scheduler.pool
     held = {block for request in scheduler.requests.values() for block in request.block_ids}
-    assert pool.num_held == len(held), "a block without its owner, or an owner without its block"
+    num_returning = scheduler.tier.num_returning if scheduler.tier is not None else 0
+    assert pool.num_held == len(held) + num_returning, "a block without its owner, or an owner without its block"
     in_use = held.union(*touched)
     assert pool.num_free <= pool.num_blocks - len(in_use), "a block is free that a step in flight touches"
 

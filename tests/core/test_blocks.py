@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenflow.core.blocks import KEEP_S, BlockPool
+from evenflow.core.blocks import BlockPool
+from evenflow.core.eviction import KEEP_S
 
 
 def test_clean_blocks_go_first_then_the_longest_idle_prefix_end_before_start() -> None:

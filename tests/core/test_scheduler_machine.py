@@ -20,6 +20,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.scheduler import Committed
+from evenflow.core.tier import TierConfig
 from tests.core.driving import Driver, StepFailed, check_replay
 from tests.core.promises import check_scheduler
 
@@ -60,10 +61,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from((0, 5)),
         alignment=st.sampled_from((1, 4)),
         max_prefills=st.sampled_from((1, 3, 16)),
+        tier_blocks=st.sampled_from((0, 0, 3, 12, 60)),
+        tier_keeps_all=st.booleans(),
     )
     def start(
-        self, policy: PolicySpec, depth: int, caching: bool, threshold: int, alignment: int, max_prefills: int
+        self,
+        policy: PolicySpec,
+        depth: int,
+        caching: bool,
+        threshold: int,
+        alignment: int,
+        max_prefills: int,
+        tier_blocks: int,
+        tier_keeps_all: bool,
     ) -> None:
+        tier = TierConfig(
+            num_blocks=tier_blocks, save_seconds=0.0, restore_seconds=ROW_SECONDS, keeps_all=tier_keeps_all
+        )
         self.driver = Driver(
             str(policy),
             num_blocks=NUM_BLOCKS,
@@ -75,7 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             disturb=self.disturb,
             long_prefill_token_threshold=threshold,
             enable_prefix_caching=caching,
+            tier=tier if tier_blocks else None,
+            loses=lambda block_hash: self.tier_is_broken,
         )
+        self.tier_is_broken = False
         self.scheduler = self.driver.scheduler
         self.slowness = 1.0
         self.kept: dict[str, int] = {}
@@ -138,6 +155,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.executor.clock.now += seconds
         self.slowness = slowness
 
+    @rule(is_broken=st.booleans())
+    def break_tier(self, is_broken: bool) -> None:
+        """While it is broken, nothing can be restored."""
+        self.tier_is_broken = is_broken
+
     # ---- steps ----
 
     @precondition(lambda self: self.scheduler.can_schedule)
@@ -195,14 +217,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_ended(request)
         self.failing_rows = set()
 
-    @precondition(lambda self: self.scheduler.num_in_flight)
+    @precondition(lambda self: self.driver.in_flight and self.driver.in_flight[0].num_sequences)
     @rule(data=st.data())
     def commit_failed_rows(self, data: st.DataObject) -> None:
         plan = self.driver.in_flight[0]
         self.failing_rows = data.draw(st.sets(st.integers(0, plan.num_sequences - 1), min_size=1))
         self.commit()
 
-    @precondition(lambda self: self.scheduler.num_in_flight)
+    @precondition(lambda self: self.driver.in_flight and self.driver.in_flight[0].num_sequences)
     @rule(data=st.data())
     def commit_lost_rows(self, data: st.DataObject) -> None:
         plan = self.driver.plans[len(self.driver.outcomes)]

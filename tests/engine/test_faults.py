@@ -17,6 +17,7 @@ from evenflow.core.plan import ExecutorCaps, StepPlan
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.tier import TierConfig
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.engine.llm import LLM
@@ -42,13 +43,20 @@ class Run:
     policy: str = "fixed:64"
     num_blocks: int = 60
     clock_is_real: bool = False
+    tier: TierConfig | None = None
     requests: dict[str, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         caps = ExecutorCaps(max_steps_in_flight=self.depth)
-        inner = FakeExecutor(vocab_size=VOCAB, caps=caps, cost=lambda shape: 0.001 * shape.total_rows)
+        inner = FakeExecutor(
+            vocab_size=VOCAB,
+            caps=caps,
+            cost=lambda shape: 0.001 * shape.total_rows,
+            restore_seconds=self.tier.restore_seconds if self.tier is not None else 0.0,
+        )
         self.executor = FaultyExecutor(inner, self.faults)
-        config = SchedulerConfig(num_blocks=self.num_blocks, policy=PolicySpec.parse(self.policy), max_num_seqs=8)
+        sizes = {"num_blocks": self.num_blocks, "max_num_seqs": 8}
+        config = SchedulerConfig(**sizes, policy=PolicySpec.parse(self.policy), tier=self.tier)
         clock = time.perf_counter if self.clock_is_real else inner.clock
         limits = Limits(400, VOCAB)
         self.engine = Engine(Scheduler(config, caps), self.executor, limits, clock=clock, pulse=Pulse(0.2))
@@ -66,6 +74,8 @@ class Run:
         scheduler = self.engine.scheduler
         assert not scheduler.requests
         scheduler.pool.check_invariants()
+        if scheduler.tier is not None:
+            scheduler.tier.check_invariants()
         assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
     def check_answer(self, name: str) -> None:
@@ -111,6 +121,82 @@ def test_a_fault_that_stays_ends_only_its_own_request(kind: FaultKind, moment: M
     assert f"at {moment}" in bad.error
     for name in run.requests:
         run.check_answer(name)
+
+
+# ---- KV that is fetched from host memory or disk ----
+
+
+@pytest.mark.parametrize(("depth", "keeps_all"), [(1, True), (2, False)])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["raise", "nan", "out-of-memory"])
+def test_a_fault_while_prefixes_move_is_not_seen_by_anybody(
+    kind: FaultKind, moment: Moment, keeps_all: bool, depth: int
+) -> None:
+    """The same promise in a pool that holds one prompt at a time, at several moments of each kind."""
+    num_fetched = 0
+    for after in (0, 5, 14, 27):
+        tier = TierConfig(num_blocks=40, save_seconds=0.0, restore_seconds=0.002, keeps_all=keeps_all)
+        run = Run([Fault(kind, moment, after=after)], depth, num_blocks=14, tier=tier)
+        for turn in range(3):
+            for name, prompt in PROMPTS.items():
+                run.add(f"{name}{turn}", prompt)
+                if name != "b":  # two of them together
+                    run.run()
+        for name in run.requests:
+            run.check_answer(name)
+        num_fetched += sum(request.num_cached_tokens > 0 for request in run.requests.values())
+    assert num_fetched
+
+
+def fetching(faults: list[Fault]) -> Run:
+    """`a` waits for its 6 blocks, which left the pool for the tier."""
+    tier = TierConfig(num_blocks=40, save_seconds=0.0, restore_seconds=0.002)
+    run = Run(faults, num_blocks=14, tier=tier)
+    for name, prompt in (("before", PROMPTS["a"]), ("between", list(range(250, 450)))):
+        run.add(name, prompt)
+        run.run()
+    run.add("a")
+    return run
+
+
+def test_without_a_fault_the_prefix_is_fetched() -> None:
+    run = fetching([])
+    run.run()
+    assert run.requests["a"].num_cached_tokens == 96
+    run.check_answer("a")
+
+
+@pytest.mark.parametrize("kind", ["raise", "out-of-memory"])
+def test_blocks_that_were_not_fetched_are_computed_again(kind: FaultKind) -> None:
+    run = fetching([Fault(kind, "restore")])
+    scheduler = run.engine.scheduler
+    report = run.engine.step()
+    assert report is not None
+    assert run.executor.num_raised == 1
+    assert scheduler.prefix_cache.find(run.requests["a"]) == []
+    run.run()
+    run.check_answer("a")
+    assert run.requests["a"].num_cached_tokens == 0
+    assert scheduler.tier is not None
+    assert scheduler.tier.num_returning == 0
+
+
+def test_a_prefix_that_gives_nan_is_not_fetched_again() -> None:
+    run = fetching([Fault("nan", "restore")])
+    run.run()
+    assert run.executor.num_raised == 1
+    run.check_answer("a")
+    assert run.requests["a"].num_cached_tokens == 0
+
+
+def test_a_result_that_is_lost_says_later_what_was_fetched() -> None:
+    """Else the engine would wait for these blocks for ever."""
+    run = fetching([Fault("raise", "commit", after=0, count=2, request_id="b")])
+    run.add("b")
+    run.run()
+    assert run.executor.num_raised == 2
+    run.check_answer("a")
+    assert run.requests["b"].error is not None
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

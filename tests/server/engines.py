@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from evenflow.config import EngineConfig
+from evenflow.core import tier
 from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
@@ -15,6 +17,7 @@ from evenflow.engine.intake import Limits
 from evenflow.engine.watchdog import Pulse
 from evenflow.executors.fake import FakeExecutor
 from evenflow.executors.faulty import Fault, FaultyExecutor
+from evenflow.server.engine.process import build_served_engine
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 1000
@@ -78,3 +81,12 @@ def scripted_engine(
     executor = FaultyExecutor(ScriptedExecutor(step_s, script, poison), faults)
     limits = Limits(max_model_len, VOCAB_SIZE)
     return Engine(Scheduler(config, executor.caps), executor, limits, pulse=Pulse(step_timeout_s=0.5))
+
+
+def always_moving_engine(config: EngineConfig) -> Engine:
+    """Of a real model, whose prefixes are moved out and back even where computing them is quicker."""
+    from evenflow.executors.kv_tier import KvTier
+
+    KvTier.measure = lambda self: (0.0, 0.0)  # type: ignore[method-assign]
+    tier._KEPT = 1.0
+    return build_served_engine(config)

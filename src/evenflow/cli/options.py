@@ -112,6 +112,17 @@ class ModelOptions:
     max_model_len: int | None = option("Maximum tokens of a prompt and its output.", show_default="the model's context")
     gpu_memory_utilization: float | None = option("Share of available memory for the KV cache.", show_default="0.9")
     kv_cache_memory: int | None = option("KV cache size, instead of a share: 4GiB.", parser=parse_size, metavar="SIZE")
+    kv_offload_memory: int | None = option(
+        "Memory for prefixes that leave the KV cache: 8GiB; docs/kv_tier.md.",
+        parser=parse_size,
+        metavar="SIZE",
+        show_default="none",
+    )
+    kv_offload_format: str | None = option("How they are kept.", metavar="lossless|int8", show_default="lossless")
+    cache_dir: str | None = option("Folder in which the prefix cache survives a restart.", metavar="DIR")
+    cache_dir_size: int | None = option(
+        "Most that it may take.", parser=parse_size, metavar="SIZE", show_default="4GiB"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ _SHARED_SETTINGS = (
 _POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
     *("device", "weights", "load_format", "deterministic", "threads", "kv_cache_memory"),
+    *("kv_offload_memory", "kv_offload_format", "cache_dir", "cache_dir_size"),
     *("max_prompt_tokens", "max_n", "max_open_tokens", "shares", "allow_special_tokens", "pooling"),
     *("otlp_endpoint", "request_log", "step_timeout", "record"),
 )

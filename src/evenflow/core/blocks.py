@@ -1,49 +1,60 @@
-"""Which KV blocks are free, how many requests refer to the others, and which one is evicted next.
+"""Which KV blocks are free, how many requests refer to the others, and what they hold.
 
-A block holds the KV of `block_size` tokens in an executor's memory; here it is only a number. Idle prefixes are evicted
-from the tenant that has the most of them for its weight, so a flood of one tenant's prompts evicts its own: what
-another has is safe up to its share. A tenant that stays away loses this protection.
+A block holds the KV of `block_size` tokens in an executor's memory; here it is only a number. `eviction` says which
+idle prefix goes first when clean blocks run out.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-# A tenant's cached prefixes are safe for this long after its last request arrived.
-KEEP_S = 600.0
+from evenflow.core.eviction import EvictionOrder
+
+
+class Content(NamedTuple):
+    """What a published block holds."""
+
+    block_hash: bytes
+    tenant: str
+
+
+OnChange = Callable[[int, Content, float], None]  # with the seconds that computing it again takes
 
 
 class BlockPool:
     """Every block is in exactly one of five states:
 
     clean      no useful content; allocated first
-    idle       unreferenced, but holds a published prefix; a tenant's least recently used is evicted first
+    idle       unreferenced, but holds a published prefix; evicted when no block is clean
     held       referenced by one or more requests
     settling   unreferenced, but a step in flight may still touch it
     retired    out of service, because memory ran out; not counted in `num_blocks`
     """
 
-    def __init__(self, num_blocks: int, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        weights: Mapping[str, float] | None = None,
+        on_evict: OnChange | None = None,
+        on_idle: OnChange | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
-        self._weights = weights or {}
+        self._on_evict, self._on_idle = on_evict, on_idle
         self._clean = list(range(num_blocks - 1, -1, -1))  # a stack: low numbers first
-        self._idle: dict[str, dict[int, None]] = {}  # by tenant; insertion order is eviction order
-        self._num_idle = 0
-        self._tenant_of: dict[int, str] = {}  # of published blocks
-        self._seen: dict[str, float] = {}  # when each tenant's last request arrived
-        self._newest = 0.0  # of these
+        self._idle: EvictionOrder[int] = EvictionOrder(weights)
         self._references = [0] * num_blocks
         self._settling: deque[tuple[int, list[int]]] = deque()  # (last step that may touch them, blocks)
         self._retired: list[int] = []
-        self._hash_of: dict[int, bytes] = {}
+        self._content: dict[int, Content] = {}  # of published blocks
+        self._costs: dict[int, float] = {}  # seconds to compute a published block again
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can return now."""
-        return len(self._clean) + self._num_idle
+        return len(self._clean) + len(self._idle)
 
     @property
     def num_settling(self) -> int:
@@ -53,6 +64,10 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_free - self.num_settling
 
+    def saw(self, tenant: str, arrival_time: float) -> None:
+        """A request of this tenant arrived."""
+        self._idle.saw(tenant, arrival_time)
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, at most `num_free`. Evicts published prefixes when clean blocks run out."""
         if count > self.num_free:
@@ -60,69 +75,38 @@ class BlockPool:
         num_clean = len(self._clean)
         blocks = [self._clean.pop() for _ in range(count if count <= num_clean else num_clean)]
         if count > num_clean:
-            blocks += self._evict(count - num_clean)
+            evicted = self._idle.pop(count - num_clean)
+            for block in evicted:
+                self._evict(block)
+            blocks += evicted
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def saw(self, tenant: str, arrival_time: float) -> None:
-        """A request of this tenant arrived."""
-        self._newest = max(self._newest, arrival_time)
-        self._seen.pop(tenant, None)
-        self._seen[tenant] = arrival_time
-        longest_away = next(iter(self._seen))
-        if self._newest - self._seen[longest_away] > KEEP_S and longest_away not in self._idle:
-            del self._seen[longest_away]
-
-    def _evict(self, count: int) -> list[int]:
-        """Take these blocks from tenants that stay away, then from those that have the most for their weight."""
-        if len(self._idle) == 1:
-            (tenant,) = self._idle
-            return [self._evict_from(tenant) for _ in range(count)]
-        tenants = [(*self._claim(tenant), tenant) for tenant in self._idle]
-        heapq.heapify(tenants)
-        blocks: list[int] = []
-        while len(blocks) < count:
-            tenant = tenants[0][-1]
-            blocks.append(self._evict_from(tenant))
-            if tenant in self._idle:
-                heapq.heapreplace(tenants, (*self._claim(tenant), tenant))
-            else:
-                heapq.heappop(tenants)
-        return blocks
-
-    def _claim(self, tenant: str) -> tuple[float, float, float]:
-        """How good a tenant's claim to its idle blocks is; the weakest loses one, of equals the one that came last."""
-        seen = self._seen.get(tenant, -KEEP_S)
-        away = seen if self._newest - seen > KEEP_S else self._newest
-        return away, -len(self._idle[tenant]) / self._weights.get(tenant, 1.0), -seen
-
-    def _evict_from(self, tenant: str) -> int:
-        block = next(iter(self._idle[tenant]))
-        self._unidle(block)
-        del self._block_of[self._hash_of.pop(block)]
-        del self._tenant_of[block]
-        return block
-
-    def _unidle(self, block: int) -> None:
-        tenant = self._tenant_of[block]
-        del self._idle[tenant][block]
-        self._num_idle -= 1
-        if not self._idle[tenant]:
-            del self._idle[tenant]
+    def _evict(self, block: int) -> None:
+        content, cost = self._content.pop(block), self._costs.pop(block, 0.0)
+        del self._block_of[content.block_hash]
+        if self._on_evict is not None:
+            self._on_evict(block, content, cost)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these published blocks."""
         for block in blocks:
             if self._references[block] == 0:
-                self._unidle(block)
+                self._idle.remove(block)
             self._references[block] += 1
 
-    def release(self, blocks: Sequence[int], last_step_id: int | None) -> None:
-        """Drop one reference to each. Unreferenced blocks are free once `last_step_id` is committed."""
+    def release(self, blocks: Sequence[int], last_step_id: int | None, cost: float = 0.0) -> None:
+        """Drop one reference to each. Unreferenced blocks are free once `last_step_id` is committed.
+
+        `cost` is the seconds that computing one of them again takes. Of prefixes that share a block, the highest
+        counts: otherwise a block could go before those that are useless without it.
+        """
         dropped = []
         for block in reversed(blocks):  # the end is evicted before the prefix, which others may share
             self._references[block] -= 1
+            if cost > self._costs.get(block, 0.0) and block in self._content:
+                self._costs[block] = cost
             if self._references[block] == 0:
                 dropped.append(block)
         if last_step_id is None:
@@ -137,24 +121,26 @@ class BlockPool:
 
     def _free(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if block in self._hash_of:
-                self._idle.setdefault(self._tenant_of[block], {})[block] = None
-                self._num_idle += 1
+            if (content := self._content.get(block)) is not None:
+                cost = self._costs.get(block, 0.0)
+                self._idle.add(block, content.tenant, cost)
+                if self._on_idle is not None:
+                    self._on_idle(block, content, cost)
             else:
                 self._clean.append(block)
 
     def publish(self, block: int, block_hash: bytes, tenant: str = "") -> None:
         """Register what a held block contains. A second block with the same content stays unpublished."""
-        if block_hash not in self._block_of and block not in self._hash_of:
+        if block_hash not in self._block_of and block not in self._content:
             self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
-            self._tenant_of[block] = tenant
+            self._content[block] = Content(block_hash, tenant)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Publish these held blocks no more: what they contain may be wrong."""
-        for block in blocks:
-            if (block_hash := self._hash_of.pop(block, None)) is not None:
-                del self._block_of[block_hash], self._tenant_of[block]
+    def forget(self, blocks: Iterable[int]) -> list[bytes]:
+        """Publish these held blocks no more: what they contain may be wrong. Returns the hashes of those that were."""
+        hashes = [content.block_hash for block in blocks if (content := self._content.pop(block, None)) is not None]
+        for block_hash in hashes:
+            self._costs.pop(self._block_of.pop(block_hash), None)
+        return hashes
 
     def retire(self, count: int) -> None:
         """Take this many blocks out of service for good, as far as they are free."""
@@ -167,16 +153,13 @@ class BlockPool:
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest run of leading hashes that are published and not settling."""
         found = []
-        lookup = self._block_of.get
+        lookup, idle = self._block_of.get, self._idle.members()
         for block_hash in hashes:
             block = lookup(block_hash)
-            if block is None or (self._references[block] == 0 and not self._is_idle(block)):
+            if block is None or (self._references[block] == 0 and block not in idle):
                 break
             found.append(block)
         return found
-
-    def _is_idle(self, block: int) -> bool:
-        return block in self._idle.get(self._tenant_of[block], ())
 
     def is_published(self, block_hash: bytes) -> bool:
         """Settling blocks count: they can be found soon."""
@@ -194,14 +177,13 @@ class BlockPool:
         """Each block is in exactly one state, and both directions of the hash index agree."""
         settling = [block for _, blocks in self._settling for block in blocks]
         held = [block for block, count in enumerate(self._references) if count > 0]
-        idle = [block for blocks in self._idle.values() for block in blocks]
-        states = self._clean + idle + settling + held + self._retired
+        self._idle.check_invariants()
+        states = [*self._clean, *self._idle.members(), *settling, *held, *self._retired]
         assert sorted(states) == list(range(len(self._references))), "a block is lost or in two states"
         assert self.num_blocks == len(states) - len(self._retired), "the number of blocks is wrong"
         assert min(self._references, default=0) >= 0, "a block was released too often"
-        assert {block: h for h, block in self._block_of.items()} == self._hash_of, "the hash index is one-sided"
-        assert not any(block in self._hash_of for block in self._clean), "a clean block is published"
-        assert all(block in self._hash_of for block in idle), "an idle block is not published"
-        assert len(idle) == self._num_idle, "the number of idle blocks is wrong"
-        assert self._tenant_of.keys() == self._hash_of.keys(), "a published block has no tenant"
-        assert all(self._idle.values()), "a tenant without idle blocks is listed"
+        hashes = {block: content.block_hash for block, content in self._content.items()}
+        assert {block: h for h, block in self._block_of.items()} == hashes, "the hash index is one-sided"
+        assert not any(block in self._content for block in self._clean), "a clean block is published"
+        assert all(block in self._content for block in self._idle.members()), "an idle block is not published"
+        assert self._costs.keys() <= self._content.keys(), "a block without content has a cost"

@@ -170,9 +170,50 @@ class StepShape:
     wave_attention: int = 0  # `prefill_attention`, each chunk padded to whole waves
 
 
+class Save(NamedTuple):
+    """A block of the pool that is copied to the tier."""
+
+    block: int
+    block_hash: bytes
+    tenant: str
+
+
+class TierMoves(NamedTuple):
+    """KV blocks that leave the pool or come back to it: see `tier`. Blocks are named by what they hold."""
+
+    saves: tuple[Save, ...] = ()  # copied before the rows run, which may overwrite them
+    restores: tuple[tuple[int, bytes], ...] = ()  # block and hash; filled while this step and later ones run
+    drops: tuple[bytes, ...] = ()  # before anything is saved: there is room for no more
+
+
+class TierResult(NamedTuple):
+    """What became of moves since the last result that the engine got: it does not depend on the step's rows."""
+
+    restored: tuple[bytes, ...] = ()
+    lost: tuple[bytes, ...] = ()  # could not be restored, and are not kept any more
+    num_saving: int = 0  # copied, but not stored yet
+    save_seconds: float = 0.0  # mean of a block; 0: none was saved
+    restore_seconds: float = 0.0
+
+    def then(self, later: TierResult) -> TierResult:
+        """Both as one, for when a step's result was lost."""
+        return later._replace(
+            restored=self.restored + later.restored,
+            lost=self.lost + later.lost,
+            save_seconds=later.save_seconds or self.save_seconds,
+            restore_seconds=later.restore_seconds or self.restore_seconds,
+        )
+
+
+NO_MOVES, NO_TIER_RESULT = TierMoves(), TierResult()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. An executor applies it in this order: releases, admissions, block tables, then the rows."""
+    """One step. An executor applies it in this order: moves, releases, admissions, block tables, then the rows.
+
+    A step without rows waits until something that was to be restored is there, or else until all is saved.
+    """
 
     step_id: int
     released_slots: tuple[int, ...]
@@ -181,6 +222,7 @@ class StepPlan:
     decodes: Decodes
     chunks: tuple[Chunk, ...]
     padded_rows: int
+    moves: TierMoves = NO_MOVES
 
     @property
     def num_rows(self) -> int:
@@ -227,3 +269,4 @@ class StepResult:
     embeddings: Mapping[int, bytes] = field(default_factory=dict)  # float32 values, of unit length
     faults: Mapping[int, str] = field(default_factory=dict)  # the machine lost the result: computing it again may help
     out_of_memory: bool = False  # is that why?
+    tier: TierResult = NO_TIER_RESULT

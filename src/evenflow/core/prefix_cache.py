@@ -13,6 +13,7 @@ from itertools import islice, takewhile
 
 from evenflow.core.blocks import BlockPool
 from evenflow.core.request import Request
+from evenflow.core.tier import Tier
 
 _DIGEST_BYTES = 16
 
@@ -36,8 +37,9 @@ def hash_blocks(
 class PrefixCache:
     """Finds cached prefixes, and prefixes that running requests are computing."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, tier: Tier | None = None) -> None:
         self._pool = pool
+        self._tier = tier
         self._block_size = block_size
         self._enabled = enabled
         self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> id of the request computing it
@@ -47,16 +49,32 @@ class PrefixCache:
         return self._pool.find(self._usable_hashes(request))
 
     def count_published(self, request: Request) -> int:
-        """How many leading tokens have their KV in the pool, even if the next step cannot use all of it yet."""
-        return self._block_size * sum(1 for _ in takewhile(self._pool.is_published, self._usable_hashes(request)))
+        """How many leading tokens have their KV in the pool or the tier, even if the next step cannot use it yet."""
+        return self._block_size * sum(1 for _ in takewhile(self._is_kept, self._usable_hashes(request)))
+
+    def _is_kept(self, block_hash: bytes) -> bool:
+        return self._pool.is_published(block_hash) or (self._tier is not None and self._tier.holds(block_hash))
 
     def first_missing(self, request: Request, num_cached_blocks: int) -> bytes | None:
         """The hash of the block after the cached ones, if others could share it."""
         return next(islice(self._usable_hashes(request), num_cached_blocks, None), None)
 
     def is_expected(self, block_hash: bytes) -> bool:
-        """Will this block, which `find` does not give yet, be there soon? It is being computed, or settling."""
-        return block_hash in self._being_computed or self._pool.is_published(block_hash)
+        """Will this block, which `find` does not give yet, be there soon? It is computed or restored, or settles."""
+        is_returning = self._tier is not None and self._tier.is_returning(block_hash)
+        return is_returning or block_hash in self._being_computed or self._pool.is_published(block_hash)
+
+    def stored_after(self, request: Request, num_cached_blocks: int) -> tuple[list[bytes], int]:
+        """What the tier holds of the blocks after the cached ones, and how many leading blocks there are with them."""
+        found: list[bytes] = []
+        end = num_cached_blocks
+        for block_hash in islice(self._usable_hashes(request), num_cached_blocks, None):
+            if self._tier is not None and self._tier.holds(block_hash) and not self.is_expected(block_hash):
+                found.append(block_hash)
+            elif not self.is_expected(block_hash):
+                break
+            end += 1
+        return found, end
 
     def producer(self, block_hash: bytes) -> str | None:
         """The id of the request that computes this block, if one does."""

@@ -120,6 +120,11 @@ class StepReport(NamedTuple):
         return self.ids[: self.num_decoded]
 
     @property
+    def is_empty(self) -> bool:
+        """Did it only move KV blocks?"""
+        return not self.num_decodes and not self.chunks
+
+    @property
     def is_mixed(self) -> bool:
         return bool(self.num_decodes and self.chunks)
 

@@ -234,6 +234,7 @@ class Request:
     error: str | None = None
     has_failed: bool = False  # a fault that was its own, or may have been: a second one ends it
     epoch: int = 0
+    restored_epoch: int = -1  # the last in which it waited for blocks from the tier
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_scheduled: int = 0

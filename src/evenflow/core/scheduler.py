@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, repeat
 
 from evenflow.core.account import PROMOTED
+from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import (
     LateToken,
@@ -42,6 +43,7 @@ from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
 from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_time import StepTimeModel
+from evenflow.core.tier import Tier, TierConfig
 from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
 # Waiting requests that are looked at behind one that does not fit.
@@ -64,6 +66,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     classes: Classes = DEFAULT_CLASSES
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tier: TierConfig | None = None  # None: what is evicted is computed again
 
 
 # A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
@@ -103,8 +106,12 @@ class Scheduler:
         self.caps = caps or ExecutorCaps()
         self.policy = config.policy.build()
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks, config.tenant_weights)
-        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.enable_prefix_caching)
+        caches = config.enable_prefix_caching
+        self.tier = tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
+        listeners = (tier.take, tier.offer) if tier is not None else ()
+        self.pool = BlockPool(config.num_blocks, config.tenant_weights, *listeners)
+        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=caches, tier=self.tier)
+        self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, self._prefill_price)
         self.order = ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
         self._pace = PrefillPace(self._prefill_price)
         self._is_paced = any(one.refuse_late for one in config.classes)  # else from the first deadline on
@@ -125,7 +132,7 @@ class Scheduler:
         self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
         self._recovery = Recovery()
         self._table_changes: list[BlockTableChange] = []  # not sent yet
-        self._steps_without_prefill = 0  # in a row, while requests wait
+        self._steps_without_prefill = 0  # in a row, while requests wait and none for the tier
 
     # ---- requests come and go ----
 
@@ -152,6 +159,8 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.id] = request
         self.pool.saw(request.tenant, request.arrival_time)
+        if self.tier is not None:
+            self.tier.saw(request.tenant, request.arrival_time)
         self.order.push(request)
         if request.sampling.deadline is not None:
             self._is_paced = True
@@ -229,7 +238,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests) or bool(self._in_flight)
+        return bool(self.requests) or bool(self._in_flight) or self._mover.needs_step
 
     @property
     def waiting(self) -> ServiceOrder:
@@ -264,6 +273,7 @@ class Scheduler:
         """Plan the next step; None if nothing can run before the next commit or arrival."""
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
+        self._mover.start_step()
         yielded: set[str] = set()
         if self.order:
             self.order.demote_late(now)
@@ -278,7 +288,7 @@ class Scheduler:
         quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
         if not quotas.run_decodes:
             decodes, positions = [], []
-        if not decodes and not quotas.chunks:
+        if not decodes and not quotas.chunks and (self._in_flight or not self._mover.needs_step):
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
@@ -300,17 +310,19 @@ class Scheduler:
             decodes=columns,
             chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
+            moves=self._mover.take_moves(),
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
         if chunks:
             lengths = [(request, chunk.length) for request, chunk in zip(prefills, chunks, strict=True)]
             self.order.charge_overtaking(heads, lengths, predicted)
-        if self.order.is_shared:
+        if self.order.is_shared and plan.num_sequences:
             self._charge(decodes, positions, prefills, chunks, predicted)
-        else:
+        elif plan.num_sequences:
             self.order.charge_only(predicted or nominal_price(plan.num_rows))
-        self._steps_without_prefill = 0 if chunks or not self.order else self._steps_without_prefill + 1
+        has_reason = chunks or not self.order or self._mover.is_restoring
+        self._steps_without_prefill = 0 if has_reason else self._steps_without_prefill + 1
         self._in_flight.append(_InFlight(plan, shape, predicted, now, decodes + prefills))
         return plan
 
@@ -498,10 +510,12 @@ class Scheduler:
             if needed + claimed + blocks_kept > self.pool.num_free:
                 blocked = blocked or request
                 continue
+            claimed += needed + 1
+            if self._mover.delays(request, cached):
+                continue
             if blocked is not None:
                 self._passing[request.id] = blocked
             yield request, len(cached) * self.block_size
-            claimed += needed + 1
             slots -= 1
 
     def _may_pass(self, request: Request, blocked: Request) -> bool:
@@ -631,18 +645,20 @@ class Scheduler:
                 if tokens:
                     self._recovery.gave_token(request.id)
         self.pool.settle(plan.step_id)
+        self._mover.commit(result.tier)
         if (pacing := self.policy.pacing) is not None:
             for request, _, tokens in outcome.emissions:
                 if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
                     outcome.late.append(late)
-        if not result.errors and not result.faults:
+        if not result.errors and not result.faults and plan.num_sequences:
             self.step_time.observe(step.shape, result.seconds)
             self.policy.observe(step.shape, result.seconds)
             if self._is_paced and plan.chunks and step.predicted_seconds:
                 self._pace.observe(plan.chunks, result.seconds + self.overhead)
-        # A step that was planned behind another one also waited for that.
-        began = max(step.planned_at, self._committed_at)
-        self._overheads.append(max(0.0, now - began - result.seconds))
+        if plan.num_sequences:
+            # A step that was planned behind another one also waited for that.
+            began = max(step.planned_at, self._committed_at)
+            self._overheads.append(max(0.0, now - began - result.seconds))
         self._committed_at = now
         return outcome
 
@@ -656,7 +672,7 @@ class Scheduler:
             if request.epoch != epochs[index]:
                 continue
             if not result.out_of_memory:
-                self.pool.forget(request.block_ids)  # other prompts must not build on what may be wrong
+                self._mover.forget(request.block_ids)  # other prompts must not build on what may be wrong
             if has_shrunk or self._recovery.is_retried(request, is_shared):
                 self._preempt(request)
                 outcome.retried.append(request)
@@ -734,7 +750,7 @@ class Scheduler:
         self.prefix_cache.abandon(request)
         request.epoch += 1
         last_step_id = self._in_flight[-1].plan.step_id if self._in_flight else None
-        self.pool.release(request.block_ids, last_step_id)
+        self.pool.release(request.block_ids, last_step_id, self._block_cost(request))
         request.block_ids = []
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
@@ -744,3 +760,10 @@ class Scheduler:
         self._prefilling.pop(request.id, None)
         self._decoding.pop(request.id, None)
         self._decode_columns = None
+
+    def _block_cost(self, request: Request) -> float:
+        """Seconds that each of its blocks saves who needs them again. Long prefixes save more: attention grows."""
+        num_tokens = request.num_committed
+        if not self.config.enable_prefix_caching or num_tokens < self.block_size:
+            return 0.0
+        return self._prefill_price(0, num_tokens) * self.block_size / num_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,8 +51,10 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, record: str | Path | None = None, *, place: Place = place) -> BuiltEngine:
     """Load the model and put an engine around it."""
     ensure_logging()
-    find_model(config.model)  # an error here comes before the slow imports
+    model_path = find_model(config.model)  # an error here comes before the slow imports
     try:
+        from evenflow.engine.offload import build_tier
+        from evenflow.executors.kv_tier import TieredExecutor
         from evenflow.model.grammar import Grammars
         from evenflow.model.loader import load_model
     except ImportError as error:
@@ -76,7 +78,11 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
             now = step_time if is_new else calibration.check(step_time)
             target_s = default_target(now, executor.caps, config.max_num_seqs)
             policy = PolicySpec.for_target(least_target(path, target_s))
-    scheduler = Scheduler(_scheduler_config(config, policy, placement.num_blocks), executor.caps, step_time=step_time)
+    scheduler_config = _scheduler_config(config, policy, placement.num_blocks)
+    if placement.blocks is not None and (config.kv_offload_memory or config.cache_dir is not None):
+        tier, tier_config = build_tier(config, model.config, model_path, placement.blocks)
+        executor, scheduler_config = TieredExecutor(executor, tier), replace(scheduler_config, tier=tier_config)
+    scheduler = Scheduler(scheduler_config, executor.caps, step_time=step_time)
     limits = Limits(placement.max_model_len, model.config.vocab_size)
     recorder = Recorder(record, scheduler) if record is not None else None
     pulse = Pulse(config.step_timeout)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.plan import NO_TIER_RESULT, StepPlan, StepResult, TierResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport, StepTimes
 from evenflow.core.request import FinishReason, Request
@@ -21,11 +21,13 @@ from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.stats import Stats
 from evenflow.engine.watchdog import Pulse
-from evenflow.errors import DeadlineExceeded, EngineFailed, InvalidRequest, OutOfMemory
+from evenflow.errors import DeadlineExceeded, EngineFailed, EvenflowError, InvalidRequest, OutOfMemory
 from evenflow.executors.base import Executor
 from evenflow.step_time_store import StepTimeKeeper
 
 Value = TypeVar("Value")
+
+_STORE_SECONDS = 2.0  # at the end: an engine that takes much longer to stop is killed
 
 logger = logging.getLogger("evenflow")
 
@@ -142,9 +144,10 @@ class Engine:
         return plan
 
     def _wait(self) -> StepResult:
-        plan = self._plans.pop(next(iter(self._plans)))
+        plan, tier = self._plans.pop(next(iter(self._plans))), NO_TIER_RESULT
         try:
             result = self.executor.wait()
+            tier = result.tier
             if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
                 raise EngineFailed(f"the executor gave {len(result.tokens)} results for {plan.num_sequences} sequences")
         except Exception as error:  # the step is lost: its requests are computed again, the others go on
@@ -153,7 +156,7 @@ class Engine:
             message = str(error) or type(error).__name__
             if self._num_failed_steps == _MAX_FAILED_STEPS:
                 raise EngineFailed(f"{_MAX_FAILED_STEPS} steps failed in a row, the last by: {message}") from error
-            return failed_result(plan, message, out_of_memory=isinstance(error, OutOfMemory))
+            return failed_result(plan, message, out_of_memory=isinstance(error, OutOfMemory), tier=tier)
         self._num_failed_steps = 0
         return result
 
@@ -172,7 +175,8 @@ class Engine:
             )
         self._check_admission()
         report = self._report(committed, now)
-        self.stats.observe(report)
+        if not report.is_empty:
+            self.stats.observe(report)
         return report
 
     def _check_admission(self) -> None:
@@ -239,18 +243,33 @@ class Engine:
         )
 
     def close(self) -> None:
+        if (tier := self.scheduler.config.tier) is not None and tier.keeps_all:
+            self._store_prefixes()
         self.executor.close()
         if self.recorder is not None:
             self.recorder.close()
         if self.keeper is not None:
             self.keeper.save()
 
+    def _store_prefixes(self) -> None:
+        """End what is open, and give the tier a few seconds for what it has not stored yet."""
+        until = self.clock() + _STORE_SECONDS
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
+        try:
+            while self.has_work and self.clock() < until:
+                self.step()
+        except EvenflowError:
+            logger.exception("not all prefixes were stored")
 
-def failed_result(plan: StepPlan, message: str, *, out_of_memory: bool = False) -> StepResult:
-    """The result of a step that was lost as a whole."""
+
+def failed_result(
+    plan: StepPlan, message: str, *, out_of_memory: bool = False, tier: TierResult = NO_TIER_RESULT
+) -> StepResult:
+    """The result of a step whose rows were all lost."""
     faults = dict.fromkeys(range(plan.num_sequences), message)
     tokens = ((),) * plan.num_sequences
-    return StepResult(plan.step_id, tokens, 0.0, faults=faults, out_of_memory=out_of_memory)
+    return StepResult(plan.step_id, tokens, 0.0, faults=faults, out_of_memory=out_of_memory, tier=tier)
 
 
 def _by_row(given: Sequence[tuple[str, int, tuple[int, ...]]], found: Mapping[int, Value]) -> dict[int, Value]:

@@ -57,7 +57,7 @@ def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> N
         for request_id, error in engine.expire().items():
             send(Refused.because(request_id, error))
         report = engine.step()
-        if report is not None:
+        if report is not None and not report.is_empty:
             send(Stepped(report))
 
 

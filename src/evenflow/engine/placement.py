@@ -19,6 +19,7 @@ from evenflow.host import available_memory, num_cpus
 if TYPE_CHECKING:
     import torch
 
+    from evenflow.executors.kv_tier import BlockMemory
     from evenflow.model.config import ModelConfig
     from evenflow.model.cuda.decoder import PagedDecoder
     from evenflow.model.grammar import Grammars
@@ -39,6 +40,7 @@ class Placement:
     num_blocks: int
     max_model_len: int
     machine: Hashable  # what step times depend on besides the model and the settings
+    blocks: BlockMemory | None = None  # None: nothing is cached
     prior: StepCosts | None = None
     largest_trial_chunk: int | None = None  # None: a step is as fast the first time
 
@@ -114,7 +116,7 @@ def _on_cpu(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Pla
         grammars=grammars,
     )
     machine = config.threads, platform.processor(), num_cpus(), library() is not None, config.deterministic
-    return Placement(executor, policy, num_blocks, max_model_len, machine)
+    return Placement(executor, policy, num_blocks, max_model_len, machine, executor.blocks)
 
 
 def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, device: torch.device) -> Placement:
@@ -149,7 +151,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
     )
     prior = _prior(decoder, name)
     machine = name, attention.name
-    return Placement(executor, policy, num_blocks, max_model_len, machine, prior, _LARGEST_GPU_CHUNK)
+    return Placement(executor, policy, num_blocks, max_model_len, machine, executor.blocks, prior, _LARGEST_GPU_CHUNK)
 
 
 def _gpu_kv_memory(config: EngineConfig, decoder: PagedDecoder, longest: int) -> int:

@@ -21,6 +21,7 @@ from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
+from evenflow.model.cuda.blocks import PagedBlocks
 from evenflow.model.cuda.decoder import PagedDecoder, RowInputs
 from evenflow.model.cuda.graphs import Graphs, graph_sizes, mixed_graph_sizes, size_for
 from evenflow.model.cuda.inputs import DeviceInputs, RowSpan, StepRows
@@ -145,6 +146,7 @@ class CudaExecutor:
             captured_rows=max(self._mixed_sizes, default=0),
         )
         self._kv = decoder.new_kv(num_blocks + 1, block_size)  # and one for padding
+        self.blocks = PagedBlocks(self._kv)
         self._sampler = DeviceSampler(self._inputs.to_device)
         self._slots: dict[int, DeviceSequence] = {}
         self._in_flight: deque[_Launched] = deque()

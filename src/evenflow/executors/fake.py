@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult, StepShape
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult, StepShape, TierMoves, TierResult
 
 _START = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -57,7 +57,8 @@ class FakeExecutor:
     """Runs plans in no real time.
 
     `cost` gives a step's seconds, which pass on `clock`. `disturb` sees each plan before it runs: it may raise to fail
-    the step, or return errors for some of its sequences.
+    the step, or return errors for some of its sequences. A block that a plan restores is there `restore_seconds` after
+    the one before it, unless `loses` says that the tier has lost it.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class FakeExecutor:
         cost: Callable[[StepShape], float] = lambda shape: 0.0,
         clock: VirtualClock | None = None,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        restore_seconds: float = 0.0,
+        loses: Callable[[bytes], bool] = lambda block_hash: False,
     ) -> None:
         self.caps = caps or ExecutorCaps()
         self.clock = clock or VirtualClock()
@@ -80,6 +83,10 @@ class FakeExecutor:
         self._cells: dict[int, int] = {}  # block * block_size + offset -> digest of all tokens up to there
         self._queue: deque[tuple[StepPlan, float]] = deque()
         self._last_end = 0.0
+        self._restore_seconds = restore_seconds
+        self._loses = loses
+        self._tier: dict[bytes, list[int]] = {}  # the cells of stored blocks
+        self._returning: deque[tuple[float, int, bytes]] = deque()  # when it is there, block, hash
 
     def submit(self, plan: StepPlan) -> None:
         if len(self._queue) == self.caps.max_steps_in_flight:
@@ -91,6 +98,9 @@ class FakeExecutor:
         seconds = self._cost(plan.shape(self.caps))
         self._last_end = max(submitted, self._last_end) + seconds
         self.clock.now = max(self.clock.now, self._last_end)
+        self._move(plan.moves)
+        if not plan.num_sequences and self._returning:
+            self._last_end = self.clock.now = max(self.clock.now, self._returning[0][0])
         self._apply_changes(plan)
         errors = self._disturb(plan) or {}
         sequences: list[tuple[int, ...]] = [
@@ -100,7 +110,33 @@ class FakeExecutor:
         for chunk in plan.chunks:
             sampled = self._run(chunk.slot, chunk.start, chunk.length, samples=chunk.samples)
             sequences.append((sampled,) if chunk.samples else ())
-        return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors)
+        return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors, tier=self._restored())
+
+    def _move(self, moves: TierMoves) -> None:
+        for block_hash in moves.drops:
+            del self._tier[block_hash]
+        for block, block_hash, _ in moves.saves:
+            self._tier[block_hash] = [self._cells[cell] for cell in self._cells_of(block)]
+        for block, block_hash in moves.restores:
+            after = self._returning[-1][0] if self._returning else self.clock.now
+            self._returning.append((after + self._restore_seconds, block, block_hash))
+
+    def _restored(self) -> TierResult:
+        restored, lost = [], []
+        while self._returning and self._returning[0][0] <= self.clock.now:
+            _, block, block_hash = self._returning.popleft()
+            if self._loses(block_hash):
+                del self._tier[block_hash]
+                lost.append(block_hash)
+                continue
+            for cell, digest in zip(self._cells_of(block), self._tier[block_hash], strict=True):
+                self._cells[cell] = digest
+            restored.append(block_hash)
+        seconds = self._restore_seconds if restored else 0.0
+        return TierResult(tuple(restored), tuple(lost), restore_seconds=seconds)
+
+    def _cells_of(self, block: int) -> range:
+        return range(block * self._block_size, (block + 1) * self._block_size)
 
     def close(self) -> None:
         self._queue.clear()

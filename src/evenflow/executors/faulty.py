@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenflow.core.plan import Decodes, ExecutorCaps, StepPlan, StepResult
+from evenflow.core.plan import NO_TIER_RESULT, Decodes, ExecutorCaps, StepPlan, StepResult, TierResult
 from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.executors.base import Executor
 
@@ -26,7 +26,8 @@ class Fault:
     """What happens, and when.
 
     prefill, decode    before the rows of a step with such rows are computed
-    restore            the same, in a step that brings back KV: of a cached prefix, or of a request computed again
+    restore            the same, in a step that brings back KV: of a cached prefix, or of a request computed again. What
+                       such a step was to fetch from host memory or disk does not come
     commit             after the step ran: its KV is written and its tokens are sampled, but the result is lost
     """
 
@@ -56,6 +57,11 @@ class Fault:
         }[self.moment]
         return [row for row in rows if self.request_id in (None, names[row])]
 
+    def concerns(self, plan: StepPlan) -> bool:
+        """A step may also be one that only fetches KV for requests that wait. These have no logits."""
+        fetches = bool(plan.moves.restores) and self.moment == "restore" and self.kind != "nan"
+        return (fetches and self.request_id is None) or bool(self.rows(plan))
+
 
 class FaultyExecutor:
     """Implements `Executor`. A hung step hangs until `close`."""
@@ -65,6 +71,7 @@ class FaultyExecutor:
         self._faults = list(faults)
         self._num_seen = [0] * len(self._faults)
         self._in_flight: deque[tuple[StepPlan, Fault | None]] = deque()
+        self._unreported = NO_TIER_RESULT  # of steps whose results were lost
         self._is_closed = threading.Event()
         self.num_raised = 0  # faults so far
 
@@ -74,17 +81,23 @@ class FaultyExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         fault = self._due(plan)
-        is_computed = fault is None or fault.kind == "nan" or fault.moment == "commit"
-        # Even a step that fails has applied its releases and admissions.
-        self._executor.submit(plan if is_computed else replace(plan, decodes=Decodes(), chunks=()))
+        computed = plan
+        if fault is not None and fault.kind != "nan" and fault.moment != "commit":
+            computed = _without_rows(plan, fetches=fault.moment != "restore")
+        self._executor.submit(computed)
         self._in_flight.append((plan, fault))
 
     def wait(self) -> StepResult:
         plan, fault = self._in_flight.popleft()
         result = self._executor.wait()
+        moved, self._unreported = self._unreported.then(result.tier), NO_TIER_RESULT
+        result = replace(result, tier=moved)
         if fault is None:
             return result
         self.num_raised += 1
+        if fault.kind != "nan":
+            lost = [block_hash for _, block_hash in plan.moves.restores] if fault.moment == "restore" else []
+            self._unreported = moved.then(TierResult(lost=tuple(lost)))
         where = f"injected in step {plan.step_id} at {fault.moment}"
         match fault.kind:
             case "raise":
@@ -107,8 +120,14 @@ class FaultyExecutor:
         """The first fault whose turn it is. All of them count the moment."""
         due: Fault | None = None
         for number, fault in enumerate(self._faults):
-            if fault.rows(plan):
+            if fault.concerns(plan):
                 self._num_seen[number] += 1
                 if fault.after < self._num_seen[number] <= fault.after + fault.count:
                     due = due or fault
         return due
+
+
+def _without_rows(plan: StepPlan, fetches: bool) -> StepPlan:
+    """Even a step that fails has applied its releases and admissions, and has moved blocks."""
+    moves = plan.moves if fetches else plan.moves._replace(restores=())
+    return replace(plan, decodes=Decodes(), chunks=(), moves=moves)

@@ -18,6 +18,7 @@ from evenflow.core.request import FinishReason, RequestRecord
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.service_classes import Classes
 from evenflow.core.step_time import StepTimeModel
+from evenflow.core.tier import TierConfig
 from evenflow.errors import EngineFailed, InvalidInput
 
 VERSION = 3
@@ -48,6 +49,8 @@ def read_header(record: Record) -> Scheduler:
     settings = dict(record["scheduler"])
     settings["policy"] = read_policy(settings)
     settings["classes"] = read(settings["classes"], Classes)
+    if settings.get("tier") is not None:
+        settings["tier"] = read(settings["tier"], TierConfig)
     del settings["max_num_batched_tokens"]
     step_time = StepTimeModel.from_record(record["step_time"])
     return Scheduler(SchedulerConfig(**settings), read(record["caps"], ExecutorCaps), step_time=step_time)

@@ -75,7 +75,7 @@ class TorchExecutor:
         self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
         forms = _fixed_order_forms(config, weights) if deterministic else _linear_forms(config, weights)
         self._decoder = Decoder(config, tensors, *forms, fixed_order=deterministic)
-        self._store = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
+        self.blocks = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
         self._last_end = 0.0
@@ -116,10 +116,10 @@ class TorchExecutor:
             self._slots[admission.slot] = self._admit(admission)
         for change in plan.block_changes:
             self._slots[change.slot].block_ids[change.first :] = change.block_ids
-        if self._store is not None:
+        if self.blocks is not None:
             for admission in plan.admissions:
                 slot = self._slots[admission.slot]
-                self._store.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
+                self.blocks.load(slot.kv, slot.block_ids, admission.num_cached_tokens)
         parts = list(parts_of(plan, self._slots))
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
@@ -131,9 +131,9 @@ class TorchExecutor:
             if part.pooling is not None and (values := self._embedding(part, hidden[number])) is not None
         }
         samples = self._sample(parts, hidden)
-        if self._store is not None:
+        if self.blocks is not None:
             for part in parts:
-                self._store.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
+                self.blocks.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
         seconds = time.perf_counter() - began
         rows = tuple(samples.tokens), seconds, samples.errors, samples.logprobs
         return StepResult(plan.step_id, *rows, prompt_logprobs, embeddings, faults | samples.faults)

@@ -7,12 +7,13 @@ and a prefix hit is one copy. The system commits pages only when they are first 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
+from evenflow.model.kv_codec import BlockLayout
 
 _CAPACITY_STEP = 64  # capacities are multiples of this many tokens
 
@@ -54,6 +55,18 @@ class PrefixStore:
         """Copy the first `num_tokens` tokens of a block table into a sequence's own memory."""
         for index in range(-(-num_tokens // self._block_size)):
             self._span(sequence_kv, index).copy_(self._blocks[block_ids[index]])
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(tuple(self._blocks.shape[1:]), self._blocks.dtype)
+
+    def read(self, block_ids: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
+        """Copies of these blocks."""
+        blocks = [self._blocks[block_id].clone() for block_id in block_ids]
+        return lambda: blocks
+
+    def write(self, block_id: int, block: Tensor) -> None:
+        self._blocks[block_id].copy_(block)
 
     def _span(self, sequence_kv: Tensor, block_index: int) -> Tensor:
         first = block_index * self._block_size

@@ -1,0 +1,163 @@
+"""Which evicted prefixes are kept outside the pool, in a slower and larger memory, and which are on their way back.
+
+A block goes there when it is evicted, if moving it out and back takes less time than computing it again. So the KV of
+requests that were preempted and of conversations that pause comes back, unless recomputing is cheaper. What the tier is
+made of (host memory, disk) is the executor's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from evenflow.core.blocks import Content
+from evenflow.core.eviction import EvictionOrder
+from evenflow.core.plan import Save, TierMoves, TierResult
+
+_KEPT = 0.9  # of a measured time; the rest is the newest sample
+_MOST_OFFERED = 16  # blocks that are saved at a time though nothing evicts them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """The size of a tier, how fast it is, and what it holds at the start."""
+
+    num_blocks: int
+    save_seconds: float  # to move one block out, measured
+    restore_seconds: float
+    keeps_all: bool = False  # save prefixes when they become idle, not when they are evicted: for the next start
+    contents: tuple[Content, ...] = ()  # from an earlier run, the least recently used first
+
+
+class Returning(NamedTuple):
+    """A block of the pool that is being filled."""
+
+    block: int
+    content: Content
+    cost: float
+
+
+class Tier:
+    """Knows what is stored, and collects the moves of the next step. Shares of tenants hold as in the pool."""
+
+    def __init__(self, config: TierConfig, weights: Mapping[str, float] | None = None) -> None:
+        self._num_blocks = config.num_blocks
+        self.save_seconds, self.restore_seconds = config.save_seconds, config.restore_seconds
+        self._order: EvictionOrder[bytes] = EvictionOrder(weights)
+        self._stored: dict[bytes, tuple[str, float]] = {}  # tenant and cost
+        self._returning: dict[bytes, Returning] = {}
+        self._keeps_all = config.keeps_all
+        self._offered: dict[bytes, tuple[int, Content, float]] = {}  # idle in the pool, and not stored
+        self._num_saving = 0
+        self._saves: dict[bytes, Save] = {}
+        self._restores: list[tuple[int, bytes]] = []
+        self._drops: dict[bytes, None] = {}
+        for content in config.contents:
+            self._add(content, 0.0)
+
+    @property
+    def num_stored(self) -> int:
+        return len(self._stored)
+
+    @property
+    def num_returning(self) -> int:
+        return len(self._returning)
+
+    @property
+    def is_behind(self) -> bool:
+        """Are there prefixes that should be stored, though nobody may ask for the next step?"""
+        return bool(self._offered)
+
+    def holds(self, block_hash: bytes) -> bool:
+        return block_hash in self._stored
+
+    def is_returning(self, block_hash: bytes) -> bool:
+        return block_hash in self._returning
+
+    def saw(self, tenant: str, arrival_time: float) -> None:
+        """A request of this tenant arrived."""
+        self._order.saw(tenant, arrival_time)
+
+    def take(self, block: int, content: Content, cost: float) -> None:
+        """The pool evicts this block, which would take `cost` seconds to compute again."""
+        self._offered.pop(content.block_hash, None)
+        if content.block_hash in self._stored:
+            self._touch(content, cost)
+        elif cost >= self.save_seconds + self.restore_seconds:
+            self._saves[content.block_hash] = Save(block, *content)
+            self._add(content, cost)
+
+    def offer(self, block: int, content: Content, cost: float) -> None:
+        """This block of the pool is idle now."""
+        if self._keeps_all and content.block_hash not in self._stored:
+            self._offered[content.block_hash] = block, content, cost
+
+    def restore(self, hashes: Sequence[bytes], allocate: Callable[[int], Sequence[int]]) -> None:
+        """Bring these back into blocks of the pool. What is evicted for them cannot push them out of here."""
+        for block_hash in hashes:
+            self._order.remove(block_hash)
+        for block_hash, block in zip(hashes, allocate(len(hashes)), strict=True):
+            tenant, cost = self._stored[block_hash]
+            self._returning[block_hash] = Returning(block, Content(block_hash, tenant), cost)
+            self._restores.append((block, block_hash))
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """What these blocks of the pool hold may be wrong, and so may copies; not one that returns, which is older."""
+        for block_hash in hashes:
+            self._offered.pop(block_hash, None)
+            if block_hash in self._order:
+                self._order.remove(block_hash)
+                self._drop(block_hash)
+
+    def take_moves(self) -> TierMoves:
+        for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
+            self.take(*self._offered[block_hash])
+        moves = TierMoves(tuple(self._saves.values()), tuple(self._restores), tuple(self._drops))
+        self._saves, self._restores, self._drops = {}, [], {}
+        return moves
+
+    def commit(self, result: TierResult) -> tuple[list[Returning], list[Returning]]:
+        """What came back, and what will not."""
+        self._num_saving = result.num_saving
+        if result.save_seconds:
+            self.save_seconds += (1 - _KEPT) * (result.save_seconds - self.save_seconds)
+        if result.restore_seconds:
+            self.restore_seconds += (1 - _KEPT) * (result.restore_seconds - self.restore_seconds)
+        restored = [self._returning.pop(block_hash) for block_hash in result.restored]
+        for one in reversed(restored):  # as in the pool, the end of a prefix goes first
+            self._order.add(one.content.block_hash, one.content.tenant, one.cost)
+        lost = [self._returning.pop(block_hash) for block_hash in result.lost]
+        for one in lost:
+            del self._stored[one.content.block_hash]
+        self._make_room()
+        return restored, lost
+
+    def _touch(self, content: Content, cost: float) -> None:
+        if content.block_hash in self._order:
+            self._order.remove(content.block_hash)
+            cost = max(cost, self._stored[content.block_hash][1])
+            self._stored[content.block_hash] = content.tenant, cost
+            self._order.add(content.block_hash, content.tenant, cost)
+
+    def _add(self, content: Content, cost: float) -> None:
+        self._stored[content.block_hash] = content.tenant, cost
+        self._order.add(content.block_hash, content.tenant, cost)
+        self._drops.pop(content.block_hash, None)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        excess = min(len(self._stored) - self._num_blocks, len(self._order))
+        for block_hash in self._order.pop(excess) if excess > 0 else ():
+            self._drop(block_hash)
+
+    def _drop(self, block_hash: bytes) -> None:
+        del self._stored[block_hash]
+        if self._saves.pop(block_hash, None) is None:
+            self._drops[block_hash] = None
+
+    def check_invariants(self) -> None:
+        self._order.check_invariants()
+        assert {*self._order.members(), *self._returning} == self._stored.keys(), "a stored block is in no state"
+        assert not self._order.members() & self._returning.keys(), "a block that returns may be dropped"
+        assert len(self._stored) <= self._num_blocks + len(self._returning), "the tier is larger than it may be"

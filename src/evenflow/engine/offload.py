@@ -1,0 +1,48 @@
+"""From settings to the memory behind the KV cache: how large it is, and whose files it may read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from pathlib import Path
+
+from evenflow.config import EngineConfig
+from evenflow.core.tier import TierConfig
+from evenflow.errors import InvalidConfig
+from evenflow.executors.block_files import BlockFiles
+from evenflow.executors.kv_tier import BlockMemory, KvTier
+from evenflow.model.config import ModelConfig
+from evenflow.model.kv_codec import CODECS
+
+logger = logging.getLogger("evenflow")
+
+
+def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: BlockMemory) -> tuple[KvTier, TierConfig]:
+    """For a model at `path`. Files in its folder that another model or setting has written are not read."""
+    codec, layout = CODECS[config.kv_offload_format], blocks.layout
+    files = None
+    if config.cache_dir is not None:
+        identity = model, config.weights, config.load_format, config.block_size, layout, codec.name, sys.byteorder
+        files = BlockFiles(Path(config.cache_dir), _fingerprint(path, identity), config.cache_dir_size)
+    tier = KvTier(blocks, codec, host_bytes=config.kv_offload_memory, files=files)
+    plan = tier.config(disk_bytes=config.cache_dir_size)
+    if plan.num_blocks < 1:
+        tier.close()
+        name = "kv_offload_memory" if files is None else "cache_dir_size"
+        raise InvalidConfig(
+            f"Got {name}={getattr(config, name)} but one block of {config.block_size} tokens may take "
+            f"{codec.most_bytes(layout)} bytes: raise it, or leave it out."
+        )
+    logger.info(
+        "Up to %d tokens that leave the KV cache are kept (%s); %d are there from earlier runs.",
+        *(plan.num_blocks * config.block_size, codec.name, len(plan.contents) * config.block_size),
+    )
+    return tier, plan
+
+
+def _fingerprint(path: Path, identity: object) -> str:
+    """Of a model's files, by their names, sizes and times, and of all that its KV depends on besides."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(repr((states, identity)).encode()).hexdigest()[:32]

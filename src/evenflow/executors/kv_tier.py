@@ -1,0 +1,284 @@
+"""The memory behind the pool: encoded KV blocks on the host and, where a folder is given, on disk.
+
+The same code serves a CPU and a GPU; what differs is how a block of the pool is read and written (`BlockMemory`). A
+step only copies what it would overwrite. Encoding, files and filling blocks are the work of two threads beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenflow.core.blocks import Content
+from evenflow.core.plan import ExecutorCaps, Save, StepPlan, StepResult, TierMoves, TierResult
+from evenflow.core.tier import TierConfig
+from evenflow.executors.base import Executor
+from evenflow.executors.block_files import BlockFiles
+from evenflow.model.kv_codec import BlockLayout, Codec
+
+logger = logging.getLogger("evenflow")
+
+_MOST_STAGED_BYTES = 256 << 20  # copied and not encoded yet; what comes on top is not kept
+_CLOSE_SECONDS = 1.0  # for what is still to be saved at the end
+
+
+class BlockMemory(Protocol):
+    """The blocks of a pool, as its executor holds them."""
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    def read(self, block_ids: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
+        """Copies of these, from before any step that is submitted later; the call waits for them."""
+        ...
+
+    def write(self, block_id: int, block: Tensor) -> None:
+        """Returns when it is written."""
+        ...
+
+
+class _Seconds:
+    """The mean time of a block since it was last asked for."""
+
+    def __init__(self) -> None:
+        self._total, self._count = 0.0, 0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._total += seconds
+        self._count += count
+
+    def take(self) -> float:
+        mean = self._total / self._count if self._count else 0.0
+        self._total, self._count = 0.0, 0
+        return mean
+
+
+class KvTier:
+    """Carries out the moves of plans. `tier.Tier` decides them and knows what is stored; a block that is not here after
+    all is reported as lost, and computed again."""
+
+    def __init__(self, memory: BlockMemory, codec: Codec, *, host_bytes: int, files: BlockFiles | None = None) -> None:
+        self._memory, self._codec, self._files = memory, codec, files
+        self._layout = memory.layout
+        self._host_bytes = host_bytes
+        self._host: OrderedDict[bytes, bytes] = OrderedDict()  # encoded blocks, the least recently used first
+        self._num_host_bytes = 0
+        self._staged: dict[bytes, Callable[[], Tensor]] = {}  # copied out of the pool, not encoded yet
+        self._num_saving = self._num_returning = 0
+        self._restored: list[bytes] = []
+        self._lost: list[bytes] = []
+        self._save_times, self._restore_times = _Seconds(), _Seconds()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        # Two, because what is needed must not wait for what is put away.
+        self._saver, self._restorer = (
+            ThreadPoolExecutor(1, f"evenflow-{name}", initializer=torch.set_num_threads, initargs=(1,))
+            for name in ("save", "restore")
+        )
+
+    # ---- called by the thread that steps ----
+
+    def apply(self, moves: TierMoves) -> None:
+        """Copy what is to be saved, start everything else. Never fails: at worst a block is lost."""
+        if moves.drops:
+            self._saver.submit(self._drop, moves.drops)
+        room = max(1, _MOST_STAGED_BYTES // self._layout.num_bytes) - self._num_saving
+        if saves := moves.saves[: max(0, room)]:
+            self._stage(saves)
+        for block, block_hash in moves.restores:
+            with self._changed:
+                self._num_returning += 1
+            self._restorer.submit(self._restore, block, block_hash)
+
+    def _stage(self, saves: Sequence[Save]) -> None:
+        began = time.perf_counter()
+        try:
+            read = self._memory.read([save.block for save in saves])
+        except (MemoryError, RuntimeError) as error:
+            logger.warning("%d KV blocks were not kept: no memory to copy them (%s).", len(saves), error)
+            return
+        copying = (time.perf_counter() - began) / len(saves)
+        staged = [(save, partial(_item, read, place)) for place, save in enumerate(saves)]
+        with self._changed:
+            self._num_saving += len(saves)
+            self._staged |= {save.block_hash: block for save, block in staged}
+        self._saver.submit(self._save, staged, copying)
+
+    def wait(self) -> None:
+        """Until something that was to be restored is there or lost; with nothing to restore, until all is saved."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._restored or self._lost or not (self._num_returning or self._num_saving)
+            )
+
+    def collect(self) -> TierResult:
+        """What became of moves since the last call."""
+        with self._changed:
+            result = TierResult(
+                restored=tuple(self._restored),
+                lost=tuple(self._lost),
+                num_saving=self._num_saving,
+                save_seconds=self._save_times.take(),
+                restore_seconds=self._restore_times.take(),
+            )
+            self._num_returning -= len(self._restored) + len(self._lost)
+            self._restored, self._lost = [], []
+        return result
+
+    def measure(self) -> tuple[float, float]:
+        """Seconds to save and to restore one block, tried out on noise."""
+        block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
+        times = []
+        for _ in range(3):  # the first is slower
+            began = time.perf_counter()
+            data = self._codec.encode(block)
+            encoded = time.perf_counter()
+            self._codec.decode(data, self._layout)
+            times.append((encoded - began, time.perf_counter() - encoded))
+        return min(times)
+
+    def config(self, *, disk_bytes: int = 0) -> TierConfig:
+        """What the scheduler is told: with files, all that is saved is written, and the host holds a part of it."""
+        save_seconds, restore_seconds = self.measure()
+        most = self._codec.most_bytes(self._layout)
+        in_files = BlockFiles.num_blocks(disk_bytes, most) if self._files is not None else 0
+        return TierConfig(
+            num_blocks=max(in_files, self._host_bytes // most),
+            save_seconds=save_seconds,
+            restore_seconds=restore_seconds,
+            keeps_all=self._files is not None,
+            contents=self._files.contents if self._files is not None else (),
+        )
+
+    def close(self) -> None:
+        """Finish what is being saved, for a few seconds at most."""
+        with suppress(TimeoutError):
+            self._saver.submit(lambda: None).result(_CLOSE_SECONDS)  # after all that was submitted before
+        self._is_closed = True
+        for worker in (self._saver, self._restorer):
+            worker.shutdown(cancel_futures=True)
+        self._host.clear()
+
+    # ---- called by the threads beside it ----
+
+    def _save(self, staged: Sequence[tuple[Save, Callable[[], Tensor]]], copying: float) -> None:
+        for save, block in staged:
+            began = time.perf_counter()
+            try:
+                if not self._is_closed:
+                    self._keep(save, block)
+            except Exception:  # a GPU that fails, say: the block is lost, the thread goes on
+                logger.exception("a KV block was not kept")
+            with self._changed:
+                self._staged.pop(save.block_hash, None)
+                self._num_saving -= 1
+                self._save_times.add(time.perf_counter() - began + copying)
+                self._changed.notify_all()
+
+    def _keep(self, save: Save, block: Callable[[], Tensor]) -> None:
+        with torch.inference_mode():
+            data = self._codec.encode(block())
+        self._write_file(Content(save.block_hash, save.tenant), data)
+        self._hold(save.block_hash, data)
+
+    def _write_file(self, content: Content, data: bytes) -> None:
+        if self._files is None:
+            return
+        try:
+            self._files.write(content, data)
+        except OSError as error:
+            logger.warning("The prefix cache is not kept on disk any more: %s.", error)
+            self._files = None
+
+    def _hold(self, block_hash: bytes, data: bytes) -> None:
+        """On the host too, as the most recently used; older ones make room. What is in no file is then lost."""
+        with self._changed:
+            self._forget(block_hash)
+            self._host[block_hash] = data
+            self._num_host_bytes += len(data)
+            while self._num_host_bytes > self._host_bytes:
+                self._forget(next(iter(self._host)))
+
+    def _forget(self, block_hash: bytes) -> None:
+        self._num_host_bytes -= len(self._host.pop(block_hash, b""))
+
+    def _restore(self, block: int, block_hash: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            is_there = self._fill(block, block_hash)
+        except Exception as error:  # the block is lost, the thread goes on
+            logger.warning("A KV block cannot be restored and is computed again: %r.", error)
+            is_there = False
+        with self._changed:
+            (self._restored if is_there else self._lost).append(block_hash)
+            if is_there:
+                self._restore_times.add(time.perf_counter() - began)
+            self._changed.notify_all()
+
+    def _fill(self, block: int, block_hash: bytes) -> bool:
+        with self._changed:
+            staged, data = self._staged.get(block_hash), self._host.get(block_hash)
+        with torch.inference_mode():
+            if staged is not None:
+                self._memory.write(block, staged())
+                return True
+            if data is None and self._files is not None:
+                data = self._files.read(block_hash)
+            if data is None:
+                return False
+            self._memory.write(block, self._codec.decode(data, self._layout))
+        self._hold(block_hash, data)
+        return True
+
+    def _drop(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            with self._changed:
+                self._forget(block_hash)
+            if self._files is not None:
+                try:
+                    self._files.remove(block_hash)
+                except OSError as error:
+                    logger.warning("A file of the prefix cache cannot be removed: %s.", error)
+
+
+def _item(read: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
+    return read()[place]
+
+
+class TieredExecutor:
+    """An executor with a tier behind its pool. Implements `Executor`."""
+
+    def __init__(self, executor: Executor, tier: KvTier) -> None:
+        self._executor, self._tier = executor, tier
+        self._has_rows: deque[bool] = deque()  # of the steps in flight
+
+    @property
+    def caps(self) -> ExecutorCaps:
+        return self._executor.caps
+
+    def submit(self, plan: StepPlan) -> None:
+        self._tier.apply(plan.moves)
+        self._executor.submit(plan)
+        self._has_rows.append(plan.num_sequences > 0)
+
+    def wait(self) -> StepResult:
+        has_rows = self._has_rows.popleft()
+        result = self._executor.wait()
+        if not has_rows:
+            self._tier.wait()
+        return replace(result, tier=self._tier.collect())
+
+    def close(self) -> None:
+        self._tier.close()
+        self._executor.close()

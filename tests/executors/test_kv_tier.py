@@ -1,0 +1,167 @@
+"""The tier on real block memory: of the CPU's engine, and paged as on a GPU (here with tensors on the CPU)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenflow.core.plan import Save, TierMoves, TierResult
+from evenflow.executors.block_files import BlockFiles
+from evenflow.executors.kv_tier import BlockMemory, KvTier
+from evenflow.model.cuda.blocks import PagedBlocks
+from evenflow.model.kv_cache import PrefixStore
+from evenflow.model.kv_codec import CODECS
+from evenflow.model.loader import load_model
+from tests.models import tiny_llama
+
+NUM_BLOCKS, BLOCK_SIZE = 8, 16
+
+
+def contiguous() -> BlockMemory:
+    return PrefixStore(load_model(tiny_llama()).config, NUM_BLOCKS, BLOCK_SIZE)
+
+
+def paged() -> BlockMemory:
+    return PagedBlocks(torch.zeros(4, NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16, dtype=torch.bfloat16))
+
+
+@pytest.fixture(params=[contiguous, paged])
+def memory(request: pytest.FixtureRequest) -> BlockMemory:
+    make: Callable[[], BlockMemory] = request.param
+    return make()
+
+
+def filled(memory: BlockMemory, block: int, seed: int) -> torch.Tensor:
+    layout = memory.layout
+    values = torch.randn(layout.shape, generator=torch.Generator().manual_seed(seed)).to(layout.dtype)
+    memory.write(block, values)
+    return values
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def save(tier: KvTier, block: int, number: int) -> None:
+    tier.apply(TierMoves(saves=(Save(block, name(number), "acme"),)))
+
+
+def saved(tier: KvTier) -> None:
+    for _ in count():
+        tier.wait()
+        if not tier.collect().num_saving:
+            return
+
+
+def restore(tier: KvTier, block: int, number: int) -> TierResult:
+    tier.apply(TierMoves(restores=((block, name(number)),)))
+    tier.wait()
+    return tier.collect()
+
+
+def test_a_block_comes_back_with_the_same_bits_though_it_was_overwritten(memory: BlockMemory) -> None:
+    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
+    values = filled(memory, 3, seed=1)
+    save(tier, 3, 1)
+    filled(memory, 3, seed=2)  # at once, as the step does that follows
+    saved(tier)
+    result = restore(tier, 5, 1)
+    assert result.restored == (name(1),)
+    assert result.restore_seconds > 0
+    assert torch.equal(memory.read([5])()[0], values)
+    tier.close()
+
+
+def test_a_block_can_return_while_it_is_still_being_saved(memory: BlockMemory) -> None:
+    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
+    values = [filled(memory, block, seed=block) for block in range(4)]
+    tier.apply(
+        TierMoves(
+            saves=tuple(Save(block, name(block), "") for block in range(4)),
+            restores=tuple((7 - block, name(block)) for block in range(4)),
+        )
+    )
+    restored: set[bytes] = set()
+    while len(restored) < 4:
+        tier.wait()
+        restored.update(tier.collect().restored)
+    for block in range(4):
+        assert torch.equal(memory.read([7 - block])()[0], values[block])
+    tier.close()
+
+
+def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory) -> None:
+    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
+    filled(memory, 0, seed=0)
+    save(tier, 0, 1)
+    tier.apply(TierMoves(drops=(name(1),)))
+    save(tier, 0, 3)
+    saved(tier)  # so the drop is done: it came before
+    assert [restore(tier, 1, number).lost for number in (1, 2, 3)] == [(name(1),), (name(2),), ()]
+    tier.close()
+
+
+def test_the_host_keeps_what_fits_the_most_recent_first(memory: BlockMemory) -> None:
+    codec = CODECS["int8"]
+    tier = KvTier(memory, codec, host_bytes=2 * codec.most_bytes(memory.layout))
+    for number in range(4):
+        filled(memory, number, seed=number)
+        save(tier, number, number)
+    saved(tier)
+    outcomes = [restore(tier, 7, number) for number in range(4)]
+    assert [bool(outcome.restored) for outcome in outcomes] == [False, False, True, True]
+    tier.close()
+
+
+def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(memory: BlockMemory, tmp_path: Path) -> None:
+    def new_tier() -> KvTier:
+        return KvTier(memory, CODECS["lossless"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+
+    tier = new_tier()
+    values = filled(memory, 0, seed=9)
+    save(tier, 0, 1)
+    tier.close()
+    tier = new_tier()
+    config = tier.config(disk_bytes=1 << 30)
+    assert config.keeps_all
+    assert [content.tenant for content in config.contents] == ["acme"]
+    assert restore(tier, 6, 1).restored == (name(1),)
+    assert torch.equal(memory.read([6])()[0], values)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert restore(tier, 5, 1).lost == (name(1),)
+    tier.close()
+
+
+def test_a_disk_that_fails_ends_the_files_and_not_the_tier(
+    memory: BlockMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20, files=BlockFiles(folder, "model", 1 << 30))
+    folder.rmdir()
+    values = filled(memory, 0, seed=3)
+    with caplog.at_level(logging.WARNING, "evenflow"):
+        for number in range(3):
+            save(tier, 0, number)
+            saved(tier)
+    assert caplog.text.count("not kept on disk any more") == 1
+    assert restore(tier, 4, 2).restored == (name(2),)
+    assert torch.equal(memory.read([4])()[0], values)
+    tier.close()
+
+
+def test_int8_returns_nearly_the_same_values(memory: BlockMemory) -> None:
+    tier = KvTier(memory, CODECS["int8"], host_bytes=1 << 20)
+    values = filled(memory, 3, seed=1).float()
+    save(tier, 3, 1)
+    restore(tier, 5, 1)  # perhaps from the copy
+    saved(tier)
+    restore(tier, 5, 1)
+    error = (memory.read([5])()[0].float() - values).norm() / values.norm()
+    assert 0 < error < 0.02
+    tier.close()
