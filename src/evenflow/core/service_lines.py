@@ -245,7 +245,7 @@ class ServiceLines(Generic[RequestType]):
                 charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
 
     def charge(self, prices: Mapping[Account, float]) -> None:
-        """A step gives each account so many seconds of service."""
+        """A step gives each account these seconds of service."""
         self._num_steps += 1
         total = sum(prices.values())
         for of_class in self._classes.values():
