@@ -71,7 +71,8 @@ def test_numbers_of_all_sizes_in_all_fields(server: RunningServer) -> None:
                 for value in VALUES:
                     tried = {**body, field[0]: with_value(field[1:], value)}
                     response = client.post(path, json=tried)
-                    assert response.status_code in (200, 400), (path, field, value, response.text)
+                    too_late = (429, 504) if field == ("deadline",) else ()
+                    assert response.status_code in (200, 400, *too_late), (path, field, value, response.text)
                     assert response.status_code == 200 or response.json()["error"]["message"]
                     num_tried += 1
     assert num_tried > 1000

@@ -44,7 +44,9 @@ def as_key(name: str) -> dict[str, str]:
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    """Of the requests that have ended."""
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [event for event in events if event["event"] == "ended"]
 
 
 def served_class(server: RunningServer, log: Path, path: str, body: dict[str, Any], key: str = "light") -> str:
