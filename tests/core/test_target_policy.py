@@ -29,7 +29,8 @@ from tests.core.target_load import (
     target_driver,
 )
 
-TARGETS = (25, 50, 100, 200, 400)
+SLOW = pytest.param(400, marks=pytest.mark.slow)
+TARGETS = (25, 50, 100, 200, SLOW)
 FINE = (*range(64, 1025, 64), *range(1280, 8193, 256))
 COARSE = (64, 256, 1024, 4096)
 
@@ -70,7 +71,7 @@ def test_steps_that_are_padded_to_buckets(milliseconds: int, buckets: tuple[int,
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("milliseconds", [50, 400])
+@pytest.mark.parametrize("milliseconds", [50, SLOW])
 def test_a_change_of_speed_is_followed_within_5_steps_and_its_end_within_7(milliseconds: int, depth: int) -> None:
     slowness = [1.0]
     driver = target_driver(milliseconds, lambda shape: slowness[0] * max_type(shape), depth=depth)
@@ -107,7 +108,7 @@ def test_a_single_step_five_times_as_long_changes_nothing(milliseconds: int) -> 
     assert prefill_after(outlier=True) == pytest.approx(prefill_after(outlier=False), rel=0.02)
 
 
-@pytest.mark.parametrize("milliseconds", [50, 400])
+@pytest.mark.parametrize("milliseconds", [50, SLOW])
 def test_between_bursts_from_outside_steps_are_in_time_and_prefill_goes_on(milliseconds: int) -> None:
     """No margin would keep a burst's own steps in time; the others are, and use about half of the time they have."""
     driver = target_driver(milliseconds, disturbed(max_type))
@@ -217,7 +218,7 @@ def test_a_tighter_target_never_gives_larger_chunks() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("milliseconds", [25, 100, 400])
+@pytest.mark.parametrize("milliseconds", [25, 100, SLOW])
 @pytest.mark.parametrize("jitter", [0.0, 0.02])
 def test_chunk_sizes_do_not_swing(milliseconds: int, depth: int, jitter: float) -> None:
     """They shrink as the context grows; without jitter, no size is more than 5% off the one before."""
