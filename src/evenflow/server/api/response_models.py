@@ -204,6 +204,10 @@ class ErrorDetail(_Response):
     type: str
     param: str | None
     code: str | None
+    # Of requests that would be late, or were.
+    expected_ttft_s: float | None = None
+    ttft_target_s: float | None = None
+    deadline_s: float | None = None
 
 
 class ErrorBody(_Response):
