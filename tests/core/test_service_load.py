@@ -1,5 +1,5 @@
 """Random loads of classes and tenants with too little memory: longer runs than the state machine's, in which all ways
-to yield occur together. `tests/slow/test_endurance.py` runs a million steps of them."""
+to yield occur together. `tests/slow/test_endurance.py` runs many more of them."""
 
 from __future__ import annotations
 
