@@ -29,5 +29,5 @@ def test_every_promise_holds_at_every_step(seed: int, capsys: pytest.CaptureFixt
         with capsys.disabled():
             print(f"\nseed {load.seed}: {dict(load.events)}, ends {dict(load.ends)}")
     load.check_accounts_add_up()
-    assert all(load.events[name] > STEPS // 10_000 for name in EVENTS)
-    assert all(load.ends[name] > STEPS // 10_000 for name in ENDS)
+    assert all(load.events[name] for name in EVENTS)
+    assert all(load.ends[name] for name in ENDS)
