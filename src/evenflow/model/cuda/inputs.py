@@ -87,10 +87,8 @@ class DeviceInputs:
         slots, positions, entries, contexts = self._fields(spans)
         num_rows = len(positions)
         if captured_rows is not None:
-            positions, entries = (
-                _padded(positions, captured_rows, 0),
-                _padded(entries, captured_rows, self._spare_entry),
-            )
+            positions = _padded(positions, captured_rows, 0)
+            entries = _padded(entries, captured_rows, self._spare_entry)
         tokens = np.concatenate([np.zeros(0, np.int64), *(np.asarray(span.token_ids) for span in chunks)])
         fields = [positions, entries, slots, contexts, tokens, np.asarray(kept or (), dtype=np.int64)]
         sent = self._send(fields, None if captured_rows is None else self._captured_numbers)

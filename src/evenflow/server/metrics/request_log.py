@@ -57,18 +57,7 @@ class RequestLog(Listener):
                 gaps[request_id] = now, max(longest, now - last)
 
     def on_request_started(self, record: RequestRecord) -> None:
-        self._write(
-            "accepted",
-            id=record.request_id,
-            time=_text(self._wall_time(record.started_at)),
-            key=record.key,
-            tenant=record.tenant,
-            service_class=record.service_class,
-            endpoint=record.endpoint,
-            model=record.model,
-            prompt_tokens=record.num_prompt_tokens,
-            max_tokens=record.max_tokens,
-        )
+        self._write("accepted", **self._about(record), max_tokens=record.max_tokens)
 
     def on_first_token(self, record: RequestRecord) -> None:
         self._write("first_token", id=record.request_id, ttft_s=_since(record.started_at, record.first_token_at))
@@ -82,14 +71,7 @@ class RequestLog(Listener):
         _, longest_gap = self._gaps.pop(record.request_id, (0.0, 0.0))
         self._write(
             "ended",
-            id=record.request_id,
-            time=_text(self._wall_time(record.started_at)),
-            key=record.key,
-            tenant=record.tenant,
-            service_class=record.service_class,
-            endpoint=record.endpoint,
-            model=record.model,
-            prompt_tokens=record.num_prompt_tokens,
+            **self._about(record),
             cached_tokens=record.num_cached_tokens,
             output_tokens=record.num_output_tokens,
             ttft_s=_since(record.started_at, record.first_token_at),
@@ -99,6 +81,19 @@ class RequestLog(Listener):
             finish_reason=record.finish_reason,
             error=record.error,
         )
+
+    def _about(self, record: RequestRecord) -> dict[str, object]:
+        """What is known of a request from its start."""
+        return {
+            "id": record.request_id,
+            "time": _text(self._wall_time(record.started_at)),
+            "key": record.key,
+            "tenant": record.tenant,
+            "service_class": record.service_class,
+            "endpoint": record.endpoint,
+            "model": record.model,
+            "prompt_tokens": record.num_prompt_tokens,
+        }
 
     def _wall_time(self, at: float) -> float:
         return time.time() + at - self._clock()
