@@ -28,6 +28,16 @@ def learn(driver: Driver) -> None:
         driver.run()
 
 
+def evicted_prompt(driver: Driver) -> list[int]:
+    """A prompt whose 7 whole blocks are in the tier alone."""
+    learn(driver)
+    driver.add([1] * 30, max_tokens=1)
+    driver.run()
+    driver.add(46, max_tokens=1)
+    driver.run()
+    return [1] * 30
+
+
 def restored(driver: Driver) -> int:
     return sum(len(outcome.result.tier.restored) for outcome in driver.outcomes)
 
@@ -64,19 +74,11 @@ def test_a_preempted_request_comes_back_with_its_kv() -> None:
 
 def test_what_is_cheaper_to_compute_is_neither_saved_nor_restored() -> None:
     driver = tiered(tier={"save_seconds": 1.0})
-    learn(driver)
-    driver.add([1] * 30, max_tokens=1)
-    driver.run()
-    driver.add(46, max_tokens=1)
-    driver.run()
+    evicted_prompt(driver)
     assert not any(plan.moves.saves for plan in driver.plans)
 
     driver = tiered()
-    learn(driver)
-    driver.add([1] * 30, max_tokens=1)
-    driver.run()
-    driver.add(46, max_tokens=1)
-    driver.run()
+    evicted_prompt(driver)
     assert any(plan.moves.saves for plan in driver.plans)
     assert driver.scheduler.tier is not None
     driver.scheduler.tier.restore_seconds = 1.0  # it has become slow: its disk is busy, say
@@ -120,12 +122,7 @@ def test_other_requests_run_while_a_block_is_on_its_way() -> None:
 
 def test_a_request_that_is_aborted_while_its_blocks_return_leaves_none_behind() -> None:
     driver = tiered()
-    learn(driver)
-    driver.add([1] * 30, max_tokens=1)
-    driver.run()
-    driver.add(46, max_tokens=1)
-    driver.run()
-    again = driver.add([1] * 30, max_tokens=1)
+    again = driver.add(evicted_prompt(driver), max_tokens=1)
     assert driver.schedule() is not None
     driver.abort(again.id)
     driver.commit()
@@ -208,12 +205,7 @@ def test_tenants_whose_blocks_all_return_get_a_step_without_rows() -> None:
 def test_a_request_waits_for_the_tier_once_for_each_slot() -> None:
     """Else two that evict each other's blocks could wait for ever."""
     driver = tiered()
-    learn(driver)
-    driver.add([1] * 30, max_tokens=1)
-    driver.run()
-    driver.add(46, max_tokens=1)
-    driver.run()
-    again = driver.add([1] * 30, max_tokens=1)
+    again = driver.add(evicted_prompt(driver), max_tokens=1)
     assert driver.schedule() is not None
     assert again.restored_epoch == again.epoch == 0
     tier = driver.scheduler.tier
@@ -232,16 +224,6 @@ def test_a_request_waits_for_the_tier_once_for_each_slot() -> None:
 
 
 # ---- faults, deadlines and blocks that move ----
-
-
-def evicted_prompt(driver: Driver) -> list[int]:
-    """A prompt whose 7 whole blocks are in the tier alone."""
-    learn(driver)
-    driver.add([1] * 30, max_tokens=1)
-    driver.run()
-    driver.add(46, max_tokens=1)
-    driver.run()
-    return [1] * 30
 
 
 def test_what_a_failed_row_was_built_on_leaves_the_tier_too() -> None:
