@@ -187,7 +187,7 @@ def target_of(mode: str) -> float | None:
 
 
 def line_of(run: RunFigures) -> str:
-    gaps = (run.beside_p50_s, run.beside_p90_s, run.beside_p99_s, run.gap_p99_s, run.gap_max_s)
+    gaps = (run.beside_p50_s, run.beside_p90_s, run.beside_p99_s, run.gap_p50_s, run.gap_p99_s, run.gap_max_s)
     line = f"{run.load:16} {run.mode:18}" + "".join(f"{1000 * gap:7.1f}" for gap in gaps)
     line += f" | long TTFT {run.long_ttft_p50_s:6.2f} ({run.long_ttft_max_s:.2f})"
     line += f" | chats' {run.chat_ttft_p50_s:5.2f} ({run.chat_ttft_max_s:.2f})"
@@ -197,7 +197,7 @@ def line_of(run: RunFigures) -> str:
 
 def table(figures: Sequence[RunFigures]) -> str:
     """All runs; those with a target beside the fixed budgets of the same load."""
-    head = f"{'load':16} {'mode':18} gaps beside long prompts: p50, p90, p99; all: p99, max (ms)"
+    head = f"{'load':16} {'mode':18} gaps beside long prompts: p50, p90, p99; all: p50, p99, max (ms)"
     lines = [head]
     for run in figures:
         line = line_of(run)

@@ -6,6 +6,8 @@
 | `65k` | the same chats beside three prompts of 65,536 tokens, one every 4 s |
 | `60k` | one prompt of 60,000 tokens, and a short one every quarter of a second |
 | `chats` | the chats alone |
+| `decode:STREAMS` | streams (1,024 tokens in, 160 out, again and again): their median gap is a step of decodes |
+| `prefill:TOKENS` | five prompts one after the other, each alone: their TTFT is a prefill |
 | `random:SEED`, `random:SEED:SECONDS` | drawn by `random_loads.random_load` |
 """
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from random_loads import Client, Load, Turn, random_load
 
-NAMES = "32k, 65k, 60k, chats, random:SEED, random:SEED:SECONDS"
+NAMES = "32k, 65k, 60k, chats, decode:STREAMS, prefill:TOKENS, random:SEED, random:SEED:SECONDS"
 _LONGEST_S = 90.0  # of a load that ends with its answers
 _NEVER = 1e6
 
@@ -49,6 +51,12 @@ def named_load(name: str) -> NamedLoad:
             return _steady(name, short, [Client(0.5, (Turn(60_000, 2),))])
         case "chats", []:
             return NamedLoad(name, Load(0, 6.0, "none", chats, ()), ends_with_answers=False)
+        case "decode", [number]:
+            streams = tuple(Client(0.0, (Turn(1024, 160),), repeats=True) for _ in range(int(number)))
+            return NamedLoad(name, Load(0, 3.0 + len(streams) / 40, "none", streams, ()), ends_with_answers=False)
+        case "prefill", [tokens]:
+            apart = 0.2 + int(tokens) / 20_000
+            return _steady(name, (), [Client(apart * number, (Turn(int(tokens), 2),)) for number in range(5)])
         case "random", [seed]:
             return NamedLoad(name, random_load(int(seed)), ends_with_answers=False)
         case "random", [seed, seconds]:

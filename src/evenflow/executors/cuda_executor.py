@@ -278,9 +278,10 @@ class CudaExecutor:
     def _replay(self, rows: StepRows, size: int) -> Tensor:
         """A step of at most `size` rows: graphs, and attention between them."""
         memory = self._memory.first(rows.layout.num_rows)
+        attend = self._decoder.attention_of(self._kv, memory)
         for layer in range(self._decoder.config.num_layers):
             self._layer_graphs.replay((size, layer))
-            self._decoder.attend(layer, self._kv, memory)
+            attend(layer)
         return self._decoder.after_last_attention(memory, rows.kept)
 
     def _scores(self, hidden: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

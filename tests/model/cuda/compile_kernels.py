@@ -67,6 +67,7 @@ def main() -> None:
     JITFunction.run = compile_instead
     from evenflow.model.cuda import deterministic, kernels
     from evenflow.model.cuda.gather import gather_kv
+    from evenflow.model.cuda.merge import merge_parts
     from evenflow.model.cuda.triton_attention import TritonAttention
 
     half, cpu = torch.bfloat16, torch.device("cpu")
@@ -76,6 +77,8 @@ def main() -> None:
     kernels.largest(rows.float())
     kv, slots = torch.empty(2, 2, 16, 2, 128, dtype=half), torch.zeros(4, dtype=torch.int32)
     gather_kv(kv, slots.view(1, 4), slots[:2], 64, torch.empty(2, 64, 2, 128, dtype=half))
+    heads, log_sums = rows.view(4, 32, 128), torch.empty(4, 32)
+    merge_parts(heads, log_sums, heads, log_sums, torch.zeros(4, 3, dtype=torch.int32))
     angles = torch.empty(4, 64)
     for norms in (None, (weight[:128], weight[:128])):
         kernels.rope_and_write_kv(rows[:, : 8 * 128].contiguous(), 4, kv, slots, (angles, angles), norms, 1e-5)

@@ -34,6 +34,7 @@ def test_kernels_compile_without_spilling() -> None:
         "_search",
         "_largest_of_parts",
         "_gather",
+        "_merge",
     } == {line["kernel"] for line in lines}
     assert all(line["shared"] <= _SHARED_MEMORY for line in lines), lines
     # A few bytes of addresses are harmless; sums that do not fit into registers are not.

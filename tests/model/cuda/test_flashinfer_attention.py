@@ -56,6 +56,9 @@ def test_matches_plain_torch(group: int, window: int | None) -> None:
     _assert_matches(config, backend, _step(config, [5], [], 0))
     _assert_matches(config, backend, _step(config, [], [(0, 3000)], 1))
     _assert_matches(config, backend, _step(config, [3000, *[20] * 150], [(0, 300)], 2))  # the long one is divided
+    for chunks in ([(7000, 70)], [(7001, 500)], [(5000, 200), (0, 100), (2500, 30)]):  # in parts, pages or gathered
+        _assert_matches(config, backend, _step(config, [30], chunks, 3))
+        assert backend._division is not None
     for seed in range(8):
         decodes = [draw.randint(1, 3000) for _ in range(draw.randint(0, 40))]
         chunks = [(draw.choice([0, draw.randint(1, 3000)]), draw.randint(1, 900)) for _ in range(draw.randint(1, 3))]
@@ -87,6 +90,23 @@ def test_a_captured_graph_follows_its_plans(num_others: int) -> None:
         graph.replay()
         expected.plan(step.layout)
         torch.testing.assert_close(output, expected.run(0, step.queries, step.kv), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("chunks", [[(900, 40)], [(7000, 200)], [(7001, 500)], [(3000, 100), (0, 700)]])
+def test_repeated_attends_in_one_layer_after_the_other(chunks: list[tuple[int, int]]) -> None:
+    config = _config(4, None)
+    backend, expected = FlashInferAttention(config, torch.bfloat16, _GPU), ReferenceAttention(config)
+    step = _step(config, [30, 700], chunks, 0)
+    layers = torch.stack([step.kv, 2 * step.kv, step.kv.flip(0)])
+    queries, output = step.queries.clone(), torch.empty_like(step.queries)
+    backend.plan(step.layout)
+    attend = backend.repeated(queries, layers, output)
+    assert attend is not None
+    for layer, kv in enumerate(layers):
+        queries.copy_(step.queries + layer)
+        attend()
+        expected.plan(step.layout)
+        torch.testing.assert_close(output, expected.run(0, queries, kv), rtol=2e-2, atol=2e-2)
 
 
 def test_says_what_it_does_not_support() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ pytestmark = on_cuda
 
 from evenflow.model.cuda import kernels, reference_ops  # noqa: E402
 from evenflow.model.cuda.gather import gather_kv  # noqa: E402
+from evenflow.model.cuda.merge import merge_parts  # noqa: E402
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -106,3 +109,25 @@ def test_gathers_keys_and_values() -> None:
     ]
     assert torch.equal(gathered[:, :82], torch.cat(expected, dim=1))
     assert not gathered[:, 82:].any()
+
+
+def test_merges_parts_of_a_context() -> None:
+    """Rows 0 and 1 have two parts, row 2 none."""
+    scores, values = 4 * _random(3, 10, 48), _random(3, 10, 48, 40)
+    first, second, last = slice(0, 4), slice(4, 13), slice(13, 48)
+
+    def attend(row: int, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        part = scores[row, :, span]
+        return torch.einsum("hp,hpd->hd", part.softmax(1), values[row, :, span]), part.logsumexp(1) / math.log(2)
+
+    own = [attend(row, last) for row in range(3)]
+    parts = [attend(row, span) for span in (first, second) for row in range(2)]
+    output, log_sums, part_outputs, part_log_sums = (
+        torch.stack(each) for each in (*zip(*own, strict=True), *zip(*parts, strict=True))
+    )
+    merges = torch.tensor([[0, 2, 2], [1, 2, 2], [4, 1, 0]], dtype=torch.int32, device=DEVICE)
+    alone = output[2].clone()
+    merge_parts(output, log_sums, part_outputs, part_log_sums, merges)
+    for row in (0, 1):
+        torch.testing.assert_close(output[row], attend(row, slice(0, 48))[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(output[2], alone)

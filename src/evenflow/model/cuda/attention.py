@@ -6,7 +6,7 @@ of a sequence lies in entry p % block_size of the block that its table names at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,3 +56,10 @@ class AttentionBackend(Protocol):
 
     def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         """Attend [rows, heads, head dim] to this layer's KV memory; returns the same shape, in `out` if it is given."""
+
+    def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> Callable[[], None] | None:
+        """The same as a function without arguments that takes much less time to launch, if the planned step has one.
+
+        The first call attends to the KV memory of the first layer, the next to that of the second, and so on, with
+        what `queries` holds at that time; `kv` is the memory of all layers.
+        """

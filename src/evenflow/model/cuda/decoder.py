@@ -5,7 +5,7 @@ Nothing here waits for the device or depends on the values of a tensor, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -110,9 +110,10 @@ class PagedDecoder:
         Writes the keys and values of every row into its entry of the KV memory.
         """
         memory = self.new_memory(len(inputs.token_ids))
+        attend = self.attention_of(kv, memory)
         for index in range(self.config.num_layers):
             self.before_attention(index, inputs, kv, memory)
-            self.attend(index, kv, memory)
+            attend(index)
         return self.after_last_attention(memory, kept)
 
     def before_attention(self, index: int, inputs: RowInputs, kv: Tensor, memory: StepMemory) -> None:
@@ -140,11 +141,16 @@ class PagedDecoder:
             config.rms_norm_eps,
         )
 
-    def attend(self, index: int, kv: Tensor, memory: StepMemory) -> None:
+    def attention_of(self, kv: Tensor, memory: StepMemory) -> Callable[[int], object]:
+        """Attends in one layer after another of the planned step."""
         num_rows, config = len(memory.attended), self.config
         heads = memory.packed.view(num_rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        queries = heads[:, : config.num_heads]
         attended = memory.attended.view(num_rows, config.num_heads, config.head_dim)
-        self.attention.run(index, heads[:, : config.num_heads], kv[index], attended)
+        repeated = self.attention.repeated(queries, kv, attended)
+        if repeated is not None:
+            return lambda index: repeated()
+        return lambda index: self.attention.run(index, queries, kv[index], attended)
 
     def after_last_attention(self, memory: StepMemory, kept: Tensor | None) -> Tensor:
         """Rows no longer interact there: unwanted ones are dropped."""

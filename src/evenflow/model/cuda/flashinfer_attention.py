@@ -1,14 +1,15 @@
 """Attention by FlashInfer: its FlashAttention-3 kernel for chunks and its decode kernel for single tokens.
 
-Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs a
-chunk's keys and values are copied out of their pages first: see `gather`. Import this module only where FlashInfer is
-installed. Its kernels are compiled on first use and kept on disk.
+Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs
+chunks with long contexts take two: see `context_parts`. The keys and values of many rows are copied out of their pages
+first: see `gather`. Import this module only where FlashInfer is installed. Its kernels are compiled on first use and
+kept on disk.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flashinfer
@@ -20,7 +21,10 @@ from torch import Tensor
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.context_parts import MOST_PART_ROWS, TILE_ROWS, Spans, divide_contexts
 from evenflow.model.cuda.gather import gather_kv
+from evenflow.model.cuda.graphs import capture
+from evenflow.model.cuda.merge import merge_parts
 
 KNOWN_VERSION = "0.6.14"
 _HEAD_DIMS = (64, 128, 256)
@@ -28,7 +32,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _FLOAT_WORKSPACE = 256 << 20  # for what is split; the plan of a graph counts the largest case
 _INT_WORKSPACE = 2 << 20
 _FA2_TILE = 16  # rows of a decode's heads, at least
-_FA3_TILE = 128  # rows
+_LEAST_FA3_ROWS = 65  # fewer leave more than half of a tile idle
+_LEAST_GATHERED_ROWS = 384  # fewer do not gain what the copy costs
 _GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them they read pages
 
 # What is called, by the names of its arguments.
@@ -48,12 +53,12 @@ _USED_ARGUMENTS = {
         "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk "
         "page_size causal window_left q_data_type sm_scale"
     ),
-    "BatchPrefillWithPagedKVCacheWrapper.run": "q paged_kv_cache out",
+    "BatchPrefillWithPagedKVCacheWrapper.run": "q paged_kv_cache out lse return_lse",
     "BatchPrefillWithRaggedKVCacheWrapper.__init__": "float_workspace_buffer kv_layout backend",
     "BatchPrefillWithRaggedKVCacheWrapper.plan": (
         "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk causal window_left q_data_type sm_scale"
     ),
-    "BatchPrefillWithRaggedKVCacheWrapper.run": "q k v out",
+    "BatchPrefillWithRaggedKVCacheWrapper.run": "q k v out lse return_lse",
     "BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
     "BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
 }
@@ -95,6 +100,23 @@ class _Gathering(NamedTuple):
     num_tokens: int
 
 
+class _Division(NamedTuple):
+    """The call for parts of the contexts, and how its results are merged; see `ContextParts`."""
+
+    wrapper: Any
+    part_rows: Tensor
+    merges: Tensor
+
+
+class _PartMemory(NamedTuple):
+    """What parts read and write in a layer, by row."""
+
+    queries: Tensor
+    outputs: Tensor
+    log_sums: Tensor
+    own_log_sums: Tensor
+
+
 class FlashInferAttention:
     """Implements `AttentionBackend`.
 
@@ -113,28 +135,37 @@ class FlashInferAttention:
         num_gathered = min(_GATHERED_TOKENS, config.max_position) if is_hopper else 0
         shape = (2, num_gathered, config.num_kv_heads, config.head_dim)
         self._gathered = torch.empty(shape, dtype=dtype, device=device)
-        # A chunk's tile of one head is a processor's work, however long its context.
-        self.waves = AttentionWaves(_FA3_TILE, max(1, self._num_sms // config.num_heads)) if is_hopper else None
+        self.waves = AttentionWaves(TILE_ROWS, num_tiles=1) if is_hopper else None
         # The other decode kernel exists for a few group sizes alone, and is slower from 4 on.
         self._decode_on_tensor_cores = config.num_heads // config.num_kv_heads not in (1, 2)
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
         self._windows = tuple(dict.fromkeys(config.layer_windows))
         self._int_workspaces = {
             (kind, window): torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=device)
-            for kind in ("decodes", "chunks")
+            for kind in ("decodes", "chunks", "parts")
             for window in self._windows
         }
         self._decodes = {window: self._decode_wrapper(window) for window in self._windows}
         self._chunks = {
-            (kernel, window): self._chunk_wrapper(kernel, window)
+            (kernel, window): self._paged_wrapper(kernel, "chunks", window)
             for kernel in self._chunk_kernels
             for window in self._windows
         }
-        self._gathered_chunks = {window: self._gathered_wrapper(window) for window in self._windows if is_hopper}
+        self._gathered_chunks = {
+            window: self._gathered_wrapper("chunks", window) for window in self._windows if is_hopper
+        }
         self._gathering: _Gathering | None = None
+        self._division: _Division | None = None
+        if is_hopper and None in self._windows:
+            self._paged_parts = self._paged_wrapper("fa3", "parts", None)
+            self._gathered_parts = self._gathered_wrapper("parts", None)
+            self._part_memory = self._new_part_memory()
         self._graphs: dict[int, dict[int | None, Any]] = {}
         self._graph_indices = torch.empty(0, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._repeated: torch.cuda.CUDAGraph | None = None
+        self._blocks: list[Tensor] = []  # that the step reads, not for graphs
         self._num_decodes = 0
         self._step: tuple[dict[int | None, Any], dict[int | None, Any]] = ({}, {})
         self._compile()
@@ -142,21 +173,15 @@ class FlashInferAttention:
     def plan(self, layout: StepLayout) -> None:
         """Divide each kind of rows among the GPU's processors: FlashInfer does so on the host."""
         self._copied.synchronize()
+        self._blocks = []
         decodes: dict[int | None, Any] = {}
         chunks: dict[int | None, Any] = {}
         if layout.num_decodes:
             decodes = self._graph_wrappers(layout) if layout.is_captured else self._decodes
             self._plan_decodes(decodes, layout)
-        self._gathering = None
+        self._gathering = self._division = None
         if layout.chunk_lengths:
-            contexts = np.add(layout.chunk_starts, layout.chunk_lengths)
-            kernel = self._chunk_kernel(layout.chunk_lengths)
-            if kernel == "fa3" and contexts.sum() <= self._gathered.shape[1]:
-                chunks = self._gathered_chunks
-                self._plan_gathered(layout, contexts)
-            else:
-                chunks = {window: self._chunks[kernel, window] for window in self._windows}
-                self._plan_chunks(chunks, layout, contexts)
+            chunks = self._plan_chunks(layout)
         self._num_decodes, self._step = layout.num_decodes, (decodes, chunks)
         self._copied.record()
 
@@ -166,14 +191,41 @@ class FlashInferAttention:
         window, split = self._config.layer_windows[layer], self._num_decodes
         if decodes:
             decodes[window].run(queries[:split], kv, out=output[:split])
+        if not chunks:
+            return output
+        memory: tuple[Tensor, ...] = (kv,)
         if self._gathering is not None:
             tables, starts, longest, num_tokens = self._gathering
             gather_kv(kv, tables, starts, longest, self._gathered)
-            keys, values = self._gathered[:, :num_tokens]
-            chunks[window].run(queries[split:], keys, values, out=output[split:])
-        elif chunks:
-            chunks[window].run(queries[split:], kv, out=output[split:])
+            memory = tuple(self._gathered[:, :num_tokens])
+        if self._division is None or window is not None:
+            chunks[window].run(queries[split:], *memory, out=output[split:])
+        else:
+            self._run_divided(self._division, chunks[window], queries[split:], memory, output[split:])
         return output
+
+    def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> Callable[[], None] | None:
+        """A graph of one layer, made for this step. It ends with adding a layer's blocks to all that it read."""
+        if not self._step[1] or len(self._windows) > 1:
+            return None
+
+        def run() -> None:
+            self.run(0, queries, kv.flatten(0, 1), out)
+            torch._foreach_add_(self._blocks, kv.shape[1])
+
+        self._repeated, _ = capture(run, self._capture_stream)
+        return self._repeated.replay
+
+    def _run_divided(
+        self, division: _Division, own: Any, queries: Tensor, memory: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        memory_of_parts = self._part_memory
+        part_queries, parts, log_sums = (part[: len(division.part_rows)] for part in memory_of_parts[:3])
+        own_log_sums = memory_of_parts.own_log_sums[: len(queries)]
+        torch.index_select(queries, 0, division.part_rows, out=part_queries)
+        division.wrapper.run(part_queries, *memory, out=parts, lse=log_sums, return_lse=True)
+        own.run(queries, *memory, out=output, lse=own_log_sums, return_lse=True)
+        merge_parts(output, own_log_sums, parts, log_sums, division.merges)
 
     def _plan_decodes(self, wrappers: dict[int | None, Any], layout: StepLayout) -> None:
         kept = self._graph_indices if layout.is_captured else None
@@ -210,33 +262,59 @@ class FlashInferAttention:
                 too_small = middle
         return enough if enough < num_pages.max() else None
 
-    def _plan_gathered(self, layout: StepLayout, contexts: NDArray[np.int64]) -> None:
-        starts = _starts(contexts)
-        on_device = starts.to(self._device, non_blocking=True)
-        tables = layout.block_tables[layout.num_decodes :]
-        self._gathering = _Gathering(tables, on_device, int(contexts.max()), int(contexts.sum()))
-        for window, wrapper in self._gathered_chunks.items():
-            wrapper.plan(
-                qo_indptr=_starts(layout.chunk_lengths),
-                kv_indptr=starts,
-                head_dim_qk=self._config.head_dim,
-                causal=True,
-                **self._shared_arguments(window),
+    def _plan_chunks(self, layout: StepLayout) -> dict[int | None, Any]:
+        lengths, num_rows = layout.chunk_lengths, sum(layout.chunk_lengths)
+        whole = Spans(list(lengths), np.add(layout.chunk_starts, lengths).tolist())
+        tables, num_positions = layout.block_tables[layout.num_decodes :], sum(whole.positions)
+        kernel = self._chunk_kernels[0] if num_rows >= _LEAST_FA3_ROWS else "fa2"
+        pages = None
+        if kernel == "fa3" and num_rows >= _LEAST_GATHERED_ROWS and num_positions <= self._gathered.shape[1]:
+            tables = tables.clone()
+            self._blocks.append(tables)
+            starts = _starts(whole.positions).to(self._device, non_blocking=True)
+            self._gathering = _Gathering(tables, starts, max(whole.positions), num_positions)
+            wrappers = self._gathered_chunks
+        else:
+            pages = self._pages(tables, whole.positions, layout.block_size, None)
+            wrappers = {window: self._chunks[kernel, window] for window in self._windows}
+        divided = None
+        if kernel == "fa3" and None in self._windows:
+            divided = divide_contexts(
+                layout.chunk_starts, lengths, self._config.num_heads, self._num_sms, layout.block_size
             )
-
-    def _plan_chunks(self, wrappers: dict[int | None, Any], layout: StepLayout, contexts: NDArray[np.int64]) -> None:
-        pages = self._pages(layout.block_tables[layout.num_decodes :], contexts, layout.block_size, None)
         for window, wrapper in wrappers.items():
-            wrapper.plan(
-                qo_indptr=_starts(layout.chunk_lengths),
-                paged_kv_indptr=pages.starts,
-                paged_kv_indices=pages.indices,
-                paged_kv_last_page_len=pages.last_lengths,
-                head_dim_qk=self._config.head_dim,
-                page_size=layout.block_size,
-                causal=True,
-                **self._shared_arguments(window),
+            spans = divided.own if divided is not None and window is None else whole
+            self._plan_spans(wrapper, spans, pages, layout.block_size, window, causal=True)
+        if divided is not None:
+            wrapper = self._gathered_parts if pages is None else self._paged_parts
+            self._plan_spans(wrapper, divided.parts, pages, layout.block_size, None, causal=False)
+            part_rows, merges = (
+                _pinned(each).to(self._device, non_blocking=True) for each in (divided.part_rows, divided.merges)
             )
+            self._division = _Division(wrapper, part_rows, merges)
+        return wrappers
+
+    def _plan_spans(
+        self, wrapper: Any, spans: Spans, pages: _Pages | None, block_size: int, window: int | None, causal: bool
+    ) -> None:
+        """Of chunks in pages, or if there are none, in order."""
+        arguments = self._shared_arguments(window) | {
+            "qo_indptr": _starts(spans.rows),
+            "head_dim_qk": self._config.head_dim,
+            "causal": causal,
+        }
+        if pages is None:
+            wrapper.plan(kv_indptr=_starts(spans.positions), **arguments)
+            return
+        positions = np.asarray(spans.positions)
+        num_pages = -(-positions // block_size)
+        wrapper.plan(
+            paged_kv_indptr=_starts(num_pages),
+            paged_kv_indices=pages.indices,
+            paged_kv_last_page_len=_pinned(positions - (num_pages - 1) * block_size),
+            page_size=block_size,
+            **arguments,
+        )
 
     def _shared_arguments(self, window: int | None) -> dict[str, Any]:
         return {
@@ -246,11 +324,6 @@ class FlashInferAttention:
             "q_data_type": self._dtype,
             "sm_scale": self._config.attention_scale,
         }
-
-    def _chunk_kernel(self, lengths: Sequence[int]) -> str:
-        """FA3 does not split KV, so that few rows leave most of the GPU idle; FA2 does."""
-        num_tiles = sum(-(-length // _FA3_TILE) for length in lengths) * self._config.num_heads
-        return self._chunk_kernels[0] if 2 * num_tiles >= self._num_sms else "fa2"
 
     def _pages(self, tables: Tensor, contexts: Sequence[int] | Any, block_size: int, kept: Tensor | None) -> _Pages:
         """The used entries of the tables one after another, in the first part of `kept` if that is given."""
@@ -262,6 +335,8 @@ class FlashInferAttention:
         places = _pinned(rows * tables.shape[1] + columns).to(self._device, non_blocking=True)
         target = None if kept is None else kept[: len(rows)]
         indices = torch.index_select(tables.reshape(-1), 0, places, out=target)
+        if kept is None:
+            self._blocks.append(indices)
         return _Pages(starts, indices, _pinned(context_array - (counts - 1) * block_size))
 
     def _graph_wrappers(self, layout: StepLayout) -> dict[int | None, Any]:
@@ -289,23 +364,35 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["decodes", window])
         return wrapper
 
-    def _chunk_wrapper(self, kernel: str, window: int | None) -> Any:
+    def _paged_wrapper(self, kernel: str, kind: str, window: int | None) -> Any:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", backend=kernel)
-        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["chunks", window])
+        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[kind, window])
         return wrapper
 
-    def _gathered_wrapper(self, window: int | None) -> Any:
+    def _gathered_wrapper(self, kind: str, window: int | None) -> Any:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._float_workspace, "NHD", backend="fa3")
-        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["chunks", window])
+        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[kind, window])
         return wrapper
+
+    def _new_part_memory(self) -> _PartMemory:
+        rows = (MOST_PART_ROWS, self._config.num_heads)
+        values = (torch.empty(*rows, self._config.head_dim, dtype=self._dtype, device=self._device) for _ in range(2))
+        log_sums = (torch.empty(rows, dtype=torch.float32, device=self._device) for _ in range(2))
+        return _PartMemory(*values, *log_sums)
 
     def _compile(self) -> None:
-        """All kernels now, so that a missing compiler shows here and not in the first request."""
-        block_size = 16
-        for length in (1, _FA3_TILE * self._num_sms):
-            contexts = torch.tensor((1, length), device=self._device)
-            tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=self._device)
-            self.plan(StepLayout([1], [0], [length], tables, contexts, block_size))
+        """All kernels now, so that a missing compiler shows here, and no request waits for one to be loaded."""
+        config, block_size = self._config, 16
+        kv = torch.zeros(1, 2, block_size, config.num_kv_heads, config.head_dim, dtype=self._dtype, device=self._device)
+        # In pages by either kernel, gathered, and both in parts.
+        for start, length in ((0, 1), (0, _LEAST_FA3_ROWS), (0, 512), (1 << 14, 256), (1 << 14, 640)):
+            context = start + length
+            contexts = torch.tensor((1, context), device=self._device)
+            tables = torch.zeros(2, -(-context // block_size), dtype=torch.int32, device=self._device)
+            self.plan(StepLayout([1], [start], [length], tables, contexts, block_size))
+            queries = torch.zeros(1 + length, config.num_heads, config.head_dim, dtype=self._dtype, device=self._device)
+            for layer in {window: layer for layer, window in enumerate(config.layer_windows)}.values():
+                self.run(layer, queries, kv)
 
 
 def _starts(lengths: Sequence[int] | Any) -> Tensor:

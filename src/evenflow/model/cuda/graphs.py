@@ -8,7 +8,7 @@ the same memory: that is how it is tested.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -37,6 +37,23 @@ def size_for(num_rows: int, sizes: tuple[int, ...]) -> int | None:
     return next((size for size in sizes if size >= num_rows), None)
 
 
+def capture(
+    run: Callable[[], OutputsT], stream: torch.cuda.Stream | None, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, OutputsT]:
+    """What `run` launches, on a stream of its own, as a graph. Does not wait for the device.
+
+    `torch.cuda.graph` does, and gives memory back, which hundreds of graphs cannot afford.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        finally:
+            graph.capture_end()
+    return graph, outputs
+
+
 class Graphs(Generic[KeyT, OutputsT]):
     """Graphs by key. `run(key)` computes from memory that stays where it is, to outputs that are the same each time."""
 
@@ -58,12 +75,7 @@ class Graphs(Generic[KeyT, OutputsT]):
         if self._device.type != "cuda":
             return lambda: self._run(key)
         self._run(key)  # kernels are compiled and libraries take their memory outside the graph
-        graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` also waits for the device and gives memory back, which hundreds of graphs cannot afford.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool)
-            outputs = self._run(key)
-            graph.capture_end()
+        graph, outputs = capture(lambda: self._run(key), self._stream, self._pool)
 
         def replay() -> OutputsT:
             graph.replay()

@@ -36,6 +36,9 @@ class ReferenceAttention:
             row += length
         return attended
 
+    def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> None:
+        """There is none."""
+
     def _attend(self, queries: Tensor, kv: Tensor, table: Tensor, start: int, window: int | None) -> Tensor:
         end = start + len(queries)
         num_blocks = -(-end // kv.shape[2])

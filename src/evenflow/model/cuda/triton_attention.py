@@ -126,6 +126,9 @@ class TritonAttention:
                 self._merge(launch, output)
         return output
 
+    def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> None:
+        """There is none."""
+
     def _splitting(self, kernel: _Kernel) -> Splitting:
         num_kv_heads = self._config.num_kv_heads
         return Splitting(

@@ -1,0 +1,95 @@
+"""How chunks attend to long contexts in parts, so that few rows are work for all processors of a GPU.
+
+FlashAttention 3 gives a processor one tile of a chunk's rows with all of its context: 256 rows of 32 heads keep 64
+processors busy, and 640 rows take as long as 1,024 on 132. In parts, rows attend to each of some equal parts of the
+context in one call, to their own positions in another, and the results are merged. Plain arithmetic on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE_ROWS = 128
+MOST_PART_ROWS = 4096  # of chunks, and of all their parts: memory is kept for them
+_MOST_PARTS = 8
+# What parts cost, in positions that a tile could attend to meanwhile: more calls, and each row of a part.
+_CALL_COST, _ROW_COST = 1000, 0.8
+
+
+class Spans(NamedTuple):
+    """The sequences of a call: how many rows attend to how many positions. Those without rows skip positions."""
+
+    rows: list[int]
+    positions: list[int]
+
+
+class ContextParts(NamedTuple):
+    """Two calls over the same positions, and how to merge them."""
+
+    parts: Spans  # contexts
+    own: Spans  # the positions of the rows themselves, and of the block that they begin in
+    part_rows: NDArray[np.int32]  # for each row of the first call, which row of the chunks it is
+    merges: NDArray[np.int32]  # for each row of the chunks: its first row in `parts`, how far the next is, how many
+
+
+def divide_contexts(
+    starts: Sequence[int], lengths: Sequence[int], num_heads: int, num_processors: int, block_size: int
+) -> ContextParts | None:
+    """None where whole contexts are as fast, or chunks too large. Parts are of whole blocks."""
+    if sum(lengths) > MOST_PART_ROWS:
+        return None
+    tiles = [num_heads * -(-length // TILE_ROWS) for length in lengths]
+    whole = [start + length for start, length in zip(starts, lengths, strict=True)]
+    least, best = _makespan(tiles, whole, num_processors), None
+    num_blocks = [start // block_size for start in starts]
+    for most in range(2, _MOST_PARTS + 1):
+        part_blocks = max(1, -(-max(num_blocks) // most))
+        counts = [-(-blocks // part_blocks) for blocks in num_blocks]
+        num_rows = sum(count * length for count, length in zip(counts, lengths, strict=True))
+        if num_rows > MOST_PART_ROWS:
+            break
+        part_tiles = [count * tile for count, tile in zip(counts, tiles, strict=True)]
+        cost = _makespan(part_tiles, [part_blocks * block_size] * len(tiles), num_processors)
+        cost += _makespan(tiles, lengths, num_processors) + _CALL_COST + _ROW_COST * num_rows
+        if cost < least:
+            least, best = cost, counts
+    return None if best is None else _divided(starts, lengths, num_blocks, best, block_size)
+
+
+def _makespan(tiles: Sequence[int], positions: Sequence[int], num_processors: int) -> float:
+    """Positions until the last processor is done, if tiles of about equal length are shared out."""
+    num_tiles = sum(tiles)
+    if not num_tiles:
+        return 0.0
+    mean = sum(tile * length for tile, length in zip(tiles, positions, strict=True)) / num_tiles
+    return max(max(positions), -(-num_tiles // num_processors) * mean)
+
+
+def _divided(
+    starts: Sequence[int], lengths: Sequence[int], num_blocks: list[int], counts: list[int], block_size: int
+) -> ContextParts:
+    parts, own = Spans([], []), Spans([], [])
+    part_rows, merges = [], []
+    first_row = first_part_row = 0
+    for start, length, blocks, count in zip(starts, lengths, num_blocks, counts, strict=True):
+        context = blocks * block_size
+        if count:
+            ends = [blocks * (index + 1) // count for index in range(count)]
+            parts.rows.extend([length] * count)
+            parts.positions.extend(block_size * (end - before) for before, end in zip([0, *ends], ends, strict=False))
+            own.rows.append(0)
+            own.positions.append(context)
+        parts.rows.append(0)
+        own.rows.append(length)
+        for spans in (parts, own):
+            spans.positions.append(start + length - context)
+        rows = np.arange(length)
+        part_rows.append(np.tile(first_row + rows, count))
+        merges.append(np.stack((first_part_row + rows, np.full(length, length), np.full(length, count)), axis=1))
+        first_row += length
+        first_part_row += count * length
+    return ContextParts(parts, own, *(np.concatenate(each).astype(np.int32) for each in (part_rows, merges)))
