@@ -259,6 +259,7 @@ class Loads:
         return figures
 
     async def _run(self, llm: WatchedLLM, load: Any, mode: str) -> RunFigures:
+        await _generate(llm, Ask(range(100, 108), 1), Answer())  # until the steps of the load before have ended
         llm.reports = []
         llm.set_policy(mode)
         run = LoadRun(partial(_generate, llm), load, self._built.engine.limits.vocab_size)
