@@ -259,8 +259,9 @@ class Loads:
         return figures
 
     async def _run(self, llm: WatchedLLM, load: Any, mode: str) -> RunFigures:
-        await _generate(llm, Ask(range(100, 108), 1), Answer())  # until the steps of the load before have ended
         llm.reports = []
+        await _generate(llm, Ask(range(100, 108), 1), Answer())  # until the steps of the load before have ended
+        llm.reports.clear()
         llm.set_policy(mode)
         run = LoadRun(partial(_generate, llm), load, self._built.engine.limits.vocab_size)
         streams = await run.run()
