@@ -7,8 +7,8 @@ The same scheduler can serve a load by three rules: `shares` (its own), `fcfs` (
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from evenflow.core.account import Account
 from evenflow.core.holdings import Holdings
@@ -54,6 +54,7 @@ class Served:
     num_tokens: int = 0
     num_preemptions: int = 0
     cached_tokens: int = 0
+    num_prefilled: int = 0  # of its prompt, when the run ended
 
     def took(self, now: float) -> None:
         """It got a token."""
@@ -72,6 +73,12 @@ class Served:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     @property
+    def done(self) -> Arrival:
+        """The part of it that was served."""
+        prompt = self.arrival.num_prompt_tokens if self.num_tokens else self.num_prefilled
+        return replace(self.arrival, num_prompt_tokens=prompt, num_output_tokens=self.num_tokens)
+
+    @property
     def is_complete(self) -> bool:
         return self.num_tokens >= self.arrival.num_output_tokens
 
@@ -84,12 +91,14 @@ class Outcome:
     seconds: float
     num_steps: int = 0
     num_tokens: int = 0  # computed or given out, each once: recomputed ones do not count
+    useful_s: float = 0.0  # device seconds of the same
     work: list[tuple[float, str, float]] = field(default_factory=list)  # when, tenant, device seconds
 
-    def count_tokens(self) -> None:
-        self.num_tokens = sum(
-            one.num_tokens + (one.arrival.num_prompt_tokens if one.num_tokens else 0) for one in self.served
-        )
+    def count(self) -> None:
+        device = Device()
+        done = [one.done for one in self.served]
+        self.num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in done)
+        self.useful_s = sum(map(device.seconds_alone, done))
 
 
 class Device:
@@ -127,7 +136,7 @@ class PriorityOrder(ServiceOrder):
 
     is_shared = True
 
-    def __iter__(self) -> Iterator[Request]:
+    def waiting_but(self, at_limit: Set[str] = frozenset()) -> Iterator[Request]:
         waiting = [request for line in self._lines.values() for request in line.waiting]
         return iter(sorted(waiting, key=lambda one: (one.account.level, one.rank)))
 
@@ -209,8 +218,10 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
             if tokens:
                 served[int(request.id)].took(now)
     outcome.seconds = now
+    for request in scheduler.requests.values():
+        served[int(request.id)].num_prefilled = request.num_committed
     outcome.served = [one for one in served if one.arrival.at <= now]
-    outcome.count_tokens()
+    outcome.count()
     return outcome
 
 

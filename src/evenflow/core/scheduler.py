@@ -37,7 +37,7 @@ from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, Quota, StepView
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.prices import nominal_price, prefill_price, step_prices
+from evenflow.core.prices import context_price, nominal_price, prefill_price, step_prices
 from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
@@ -50,6 +50,8 @@ from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 _MAX_TRIED = 32
 # When memory runs out, this share of the KV blocks goes out of service, down to half of them in all.
 _RETIRED_SHARE = 1 / 8
+# Under a target, the most of it that a tenant's streams take for reading their contexts, while others are served too.
+_MAX_CONTEXT_SHARE = 0.15
 # Steps without prefill, and with a prompt that fits, after which something is wrong: policies wait for 8 at most.
 _MAX_STEPS_WITHOUT_PREFILL = 64
 
@@ -129,6 +131,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._num_arrivals = 0
+        self._at_limit: set[str] = set()  # tenants whose prompts do not start in this step
         self._passing: dict[str, Request] = {}  # who may pass in this step, each with the one that does not fit
         self._recovery = Recovery()
         self._table_changes: list[BlockTableChange] = []  # not sent yet
@@ -275,8 +278,10 @@ class Scheduler:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         self._mover.start_step()
         yielded: set[str] = set()
+        self._at_limit = set()
         if self.order:
             self.order.demote_late(now)
+            self._at_limit = self._tenants_at_limit()
             yielded = self._make_way()
         decodes = self._secure_decodes()
         has_prompts = bool(self._prefilling or self.order)
@@ -351,7 +356,7 @@ class Scheduler:
         """What is wrong if nothing is admitted although it could be; None if all is well."""
         if self._steps_without_prefill < _MAX_STEPS_WITHOUT_PREFILL:
             return None
-        first = next(iter(self.order), None)
+        first = next(self.order.waiting_but(self._at_limit), None)
         if first is None:
             return None
         slots_kept, blocks_kept = self._reserve(first, self.num_running)
@@ -423,13 +428,27 @@ class Scheduler:
     def _holdings(self) -> Holdings:
         return Holdings(self._running(), self.config.max_num_seqs, self.pool.num_blocks, self.block_size)
 
+    def _tenants_at_limit(self) -> set[str]:
+        """Tenants whose streams take so much of the target that prompts of others would get too little of it."""
+        if self.policy.pacing is None or not self.order.is_contended:
+            return set()
+        positions: dict[str, list[int]] = {}
+        for request in self._running():
+            positions.setdefault(request.tenant, []).append(request.num_known)
+        most = _MAX_CONTEXT_SHARE * self.policy.pacing.target
+        return {
+            tenant
+            for tenant, of_tenant in positions.items()
+            if context_price(self.step_time, self.caps, len(of_tenant), sum(of_tenant)) > most
+        }
+
     def _make_way(self) -> set[str]:
         """Preempt requests that yield to waiting ones, for as many of these as one step can take; returns their ids."""
         yielded: set[str] = set()
         if not self.order.is_shared:
             return yielded
         claimed, slots, tokens = self.num_running, len(self._free_slots), 0
-        for request in list(islice(self.order, self.caps.max_prefill_sequences)):
+        for request in list(islice(self.order.waiting_but(self._at_limit), self.caps.max_prefill_sequences)):
             slots_kept, blocks_kept = self._reserve(request, claimed)
             needed = self._num_blocks(request.num_known)
             if slots <= slots_kept or needed + claimed + blocks_kept > self.pool.num_free:
@@ -488,7 +507,7 @@ class Scheduler:
         claimed, slots, tried = self.num_running, len(self._free_slots), 0
         starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
         blocked: Request | None = None
-        for request in self.order:
+        for request in self.order.waiting_but(self._at_limit):
             slots_kept, blocks_kept = self._reserve(request, claimed)
             if slots <= slots_kept or tried > _MAX_TRIED:
                 return
