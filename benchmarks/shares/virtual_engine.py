@@ -179,10 +179,13 @@ class Setup:
             classes=self.classes,
             tenant_weights=self.tenant_weights,
         )
-        scheduler = Scheduler(config, ExecutorCaps(), step_time=StepTimeModel(costs))
-        if self.rule == "priority":
-            scheduler.order = PriorityOrder(self.classes, {}, lambda start, length: float(length))
-        return scheduler
+        order = PriorityOrder(self.classes, {}, lambda start, length: float(length))
+        return Scheduler(
+            config,
+            ExecutorCaps(),
+            step_time=StepTimeModel(costs),
+            order=order if self.rule == "priority" else None,
+        )
 
 
 def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_work: bool = False) -> Outcome:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from evenflow.core.outcome import Committed
 from evenflow.core.plan import NO_TIER_RESULT, StepPlan, StepResult, TierResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport, StepTimes
 from evenflow.core.request import FinishReason, Request
-from evenflow.core.scheduler import Committed, Scheduler
+from evenflow.core.scheduler import Scheduler
 from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
