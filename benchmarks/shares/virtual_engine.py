@@ -53,7 +53,7 @@ class Served:
     last_token: float | None = None
     num_tokens: int = 0
     num_preemptions: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # that it found when it started
     num_prefilled: int = 0  # of its prompt, when the run ended
 
     def took(self, now: float) -> None:
@@ -91,14 +91,15 @@ class Outcome:
     seconds: float
     num_steps: int = 0
     num_tokens: int = 0  # computed or given out, each once: recomputed ones do not count
-    useful_s: float = 0.0  # device seconds of the same
+    useful_s: float = 0.0  # device seconds of the same, without what was cached
     work: list[tuple[float, str, float]] = field(default_factory=list)  # when, tenant, device seconds
 
     def count(self) -> None:
         device = Device()
         done = [one.done for one in self.served]
         self.num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in done)
-        self.useful_s = sum(map(device.seconds_alone, done))
+        cached = [min(one.cached_tokens, part.num_prompt_tokens) for one, part in zip(self.served, done, strict=True)]
+        self.useful_s = sum(map(device.seconds_alone, done, cached))
 
 
 class Device:
@@ -123,11 +124,11 @@ class Device:
         of_row = (seconds - sum(attention for _, _, attention in parts)) / plan.num_rows
         return ((tenant, attention + rows * of_row) for tenant, rows, attention in parts)
 
-    def seconds_alone(self, arrival: Arrival) -> float:
+    def seconds_alone(self, arrival: Arrival, num_cached_tokens: int = 0) -> float:
         """A request's device seconds in large batches."""
         prompt, output, costs = arrival.num_prompt_tokens, arrival.num_output_tokens, self.costs
-        prefill = costs.row * prompt + costs.attention * prompt * prompt / 2
-        return prefill + output * (costs.row + costs.context * (prompt + output / 2) + costs.step / 256)
+        computed = costs.row * (prompt - num_cached_tokens) + costs.attention * (prompt**2 - num_cached_tokens**2) / 2
+        return computed + output * (costs.row + costs.context * (prompt + output / 2) + costs.step / 256)
 
 
 class PriorityOrder(ServiceOrder):
@@ -216,7 +217,8 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
         for admission in plan.admissions:
             one = served[int(admission.request_id)]
             one.num_preemptions += admission.epoch > 0
-            one.cached_tokens = max(one.cached_tokens, admission.num_cached_tokens)
+            if admission.epoch == 0:
+                one.cached_tokens = admission.num_cached_tokens
         for request, _, tokens in committed.emissions:
             if tokens:
                 served[int(request.id)].took(now)
