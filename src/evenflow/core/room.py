@@ -247,6 +247,7 @@ class Room:
         if passed is not None and passed.account == request.account:
             passed.place.passed_tokens += request.max_known_tokens
         self._order.remove(request)
+        self._mover.on_admit(request)
         return self._seats.admit(request)
 
     def fits_next(self) -> bool:

@@ -222,6 +222,11 @@ class Scheduler:
         return len(self.seats)
 
     @property
+    def num_recomputed_blocks(self) -> int:
+        """Blocks that were computed so far although the tier had them: that was quicker, or they came too late."""
+        return self._mover.num_recomputed
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
