@@ -73,7 +73,9 @@ def _serve(llm: LLM, coming: list[Arrival], requests: list[Request], until: floa
                 served[int(request_id)].took(at)
     outcome.seconds = time.perf_counter() - start
     outcome.served = [one for one in served if one.arrival.at <= outcome.seconds]
-    outcome.count_tokens()
+    for request_id, request in llm.engine.scheduler.requests.items():
+        served[int(request_id)].num_prefilled = request.num_committed
+    outcome.count()
     return outcome
 
 

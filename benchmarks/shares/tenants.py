@@ -2,11 +2,12 @@
 
     python benchmarks/shares/tenants.py --seeds 1 6
     python benchmarks/shares/tenants.py --engine cpu
-    python benchmarks/shares/tenants.py --small azure2023_conv.csv --flood azure2023_code.csv
+    python benchmarks/shares/tenants.py --small azure2023_conv.csv --flood azure2023_code.csv --seconds 120 --no-backlog
 
-A light tenant beside one that sends 100 times its tokens: its TTFT, over its TTFT alone on the same machine. Then
-tenants with prompts of very different lengths, who always have some waiting: Jain's index of the device time that they
-get for their weights (1: exactly their shares). Lengths are drawn, or those of traces; a seed draws the load.
+A light tenant beside one that sends 100 times its tokens: its TTFT, over its TTFT alone on the same machine; and the
+work that is done for both, over that of first come, first served. Then tenants with prompts of very different lengths,
+who always have some waiting: Jain's index of the device time that they get for their weights (1: exactly their shares).
+Lengths are drawn, or those of traces; a seed draws the load.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Flooded:
     alone: list[float]
     shares: list[float]
     fcfs: list[float]
+    work: float  # done by shares, over what first come, first served does
 
     def ratio(self, waits: list[float], share: float) -> float:
         return quantile(waits, share) / quantile(self.alone, share)
@@ -86,11 +88,14 @@ def flooded(
     light = poisson(rng, small, tokens_per_s, seconds, "small")
     heavy = poisson(rng, flood, FLOOD_FACTOR * tokens_per_s, seconds, "flood")
 
-    def waits(load: list[Arrival], rule: str) -> list[float]:
-        outcome = run(load, Setup(rule=rule, policy=policy, seed=seed), seconds)
+    def served(load: list[Arrival], rule: str) -> Outcome:
+        return run(load, Setup(rule=rule, policy=policy, seed=seed), seconds)
+
+    def waits(outcome: Outcome) -> list[float]:
         return [one.ttft(seconds) for one in outcome.served if one.arrival.tenant == "small"]
 
-    return Flooded(waits(light, "shares"), waits(light + heavy, "shares"), waits(light + heavy, "fcfs"))
+    alone, shares, fcfs = served(light, "shares"), served(light + heavy, "shares"), served(light + heavy, "fcfs")
+    return Flooded(waits(alone), waits(shares), waits(fcfs), shares.useful_s / fcfs.useful_s)
 
 
 def jain(values: list[float]) -> float:
@@ -119,8 +124,8 @@ def backlogged(
 
 def show_flooded(seeds: range, scale: Scale, seconds: float, run: Run) -> None:
     print(f"One tenant sends {FLOOD_FACTOR} times the tokens of the other, policy {scale.policy}")
-    print(" seed   alone p50/p99      shares p50/p99 (over alone)      fcfs p50/p99 (over alone)   seconds")
-    ratios: list[float] = []
+    print(" seed   alone p50/p99      shares p50/p99 (over alone)      fcfs p50/p99 (over alone)   work")
+    ratios, work = [], []
     for seed in seeds:
         one = flooded(seed, scale.small, scale.flood, scale.tokens_per_s, seconds, scale.policy, run)
         parts = [
@@ -129,8 +134,10 @@ def show_flooded(seeds: range, scale: Scale, seconds: float, run: Run) -> None:
             for waits in (one.alone, one.shares, one.fcfs)
         ]
         ratios.append(one.ratio(one.shares, 0.99))
-        print(f"{seed:5d}  " + "   ".join(parts) + f"   ({len(one.alone)} requests)", flush=True)
+        work.append(one.work)
+        print(f"{seed:5d}  {'   '.join(parts)}   {one.work:.3f}   ({len(one.alone)} requests)", flush=True)
     print(f"p99 over alone: best {min(ratios):.2f}, worst {max(ratios):.2f}; goal {MAX_TTFT_RATIO}")
+    print(f"work over fcfs: best {max(work):.3f}, worst {min(work):.3f}")
 
 
 def show_backlogged(seeds: range, scale: Scale, seconds: float, run: Run) -> None:
@@ -154,6 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, help="of the light tenant")
     parser.add_argument("--seconds", type=float, default=30, help="of each run; of virtual time unless --engine cpu")
     parser.add_argument("--policy", help="target:25; with --engine cpu, fixed:N for steps of 120 ms")
+    parser.add_argument("--no-backlog", action="store_true", help="only the light tenant beside the other")
     options = parser.parse_args()
     run, scale = simulate, GPU
     if options.engine == "cpu":
@@ -166,7 +174,8 @@ def main() -> None:
     changes = {name: value for name, value in given.items() if value is not None}
     scale = replace(scale, **changes)
     show_flooded(range(*scale.seeds), scale, options.seconds, run)
-    show_backlogged(range(*scale.seeds), scale, scale.backlog_time * options.seconds, run)
+    if not options.no_backlog:
+        show_backlogged(range(*scale.seeds), scale, scale.backlog_time * options.seconds, run)
 
 
 if __name__ == "__main__":

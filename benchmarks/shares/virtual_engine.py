@@ -7,8 +7,8 @@ The same scheduler can serve a load by three rules: `shares` (its own), `fcfs` (
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from evenflow.core.account import Account
 from evenflow.core.holdings import Holdings
@@ -53,7 +53,8 @@ class Served:
     last_token: float | None = None
     num_tokens: int = 0
     num_preemptions: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # that it found when it started
+    num_prefilled: int = 0  # of its prompt, when the run ended
 
     def took(self, now: float) -> None:
         """It got a token."""
@@ -72,6 +73,12 @@ class Served:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     @property
+    def done(self) -> Arrival:
+        """The part of it that was served."""
+        prompt = self.arrival.num_prompt_tokens if self.num_tokens else self.num_prefilled
+        return replace(self.arrival, num_prompt_tokens=prompt, num_output_tokens=self.num_tokens)
+
+    @property
     def is_complete(self) -> bool:
         return self.num_tokens >= self.arrival.num_output_tokens
 
@@ -84,12 +91,15 @@ class Outcome:
     seconds: float
     num_steps: int = 0
     num_tokens: int = 0  # computed or given out, each once: recomputed ones do not count
+    useful_s: float = 0.0  # device seconds of the same, without what was cached
     work: list[tuple[float, str, float]] = field(default_factory=list)  # when, tenant, device seconds
 
-    def count_tokens(self) -> None:
-        self.num_tokens = sum(
-            one.num_tokens + (one.arrival.num_prompt_tokens if one.num_tokens else 0) for one in self.served
-        )
+    def count(self) -> None:
+        device = Device()
+        done = [one.done for one in self.served]
+        self.num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in done)
+        cached = [min(one.cached_tokens, part.num_prompt_tokens) for one, part in zip(self.served, done, strict=True)]
+        self.useful_s = sum(map(device.seconds_alone, done, cached))
 
 
 class Device:
@@ -114,11 +124,11 @@ class Device:
         of_row = (seconds - sum(attention for _, _, attention in parts)) / plan.num_rows
         return ((tenant, attention + rows * of_row) for tenant, rows, attention in parts)
 
-    def seconds_alone(self, arrival: Arrival) -> float:
+    def seconds_alone(self, arrival: Arrival, num_cached_tokens: int = 0) -> float:
         """A request's device seconds in large batches."""
         prompt, output, costs = arrival.num_prompt_tokens, arrival.num_output_tokens, self.costs
-        prefill = costs.row * prompt + costs.attention * prompt * prompt / 2
-        return prefill + output * (costs.row + costs.context * (prompt + output / 2) + costs.step / 256)
+        computed = costs.row * (prompt - num_cached_tokens) + costs.attention * (prompt**2 - num_cached_tokens**2) / 2
+        return computed + output * (costs.row + costs.context * (prompt + output / 2) + costs.step / 256)
 
 
 class PriorityOrder(ServiceOrder):
@@ -127,7 +137,7 @@ class PriorityOrder(ServiceOrder):
 
     is_shared = True
 
-    def __iter__(self) -> Iterator[Request]:
+    def waiting_but(self, at_limit: Set[str] = frozenset()) -> Iterator[Request]:
         waiting = [request for line in self._lines.values() for request in line.waiting]
         return iter(sorted(waiting, key=lambda one: (one.account.level, one.rank)))
 
@@ -170,10 +180,13 @@ class Setup:
             classes=self.classes,
             tenant_weights=self.tenant_weights,
         )
-        scheduler = Scheduler(config, ExecutorCaps(), step_time=StepTimeModel(costs))
-        if self.rule == "priority":
-            scheduler.order = PriorityOrder(self.classes, {}, lambda start, length: float(length))
-        return scheduler
+        order = PriorityOrder(self.classes, {}, lambda start, length: float(length))
+        return Scheduler(
+            config,
+            ExecutorCaps(),
+            step_time=StepTimeModel(costs),
+            order=order if self.rule == "priority" else None,
+        )
 
 
 def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_work: bool = False) -> Outcome:
@@ -204,13 +217,16 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
         for admission in plan.admissions:
             one = served[int(admission.request_id)]
             one.num_preemptions += admission.epoch > 0
-            one.cached_tokens = max(one.cached_tokens, admission.num_cached_tokens)
+            if admission.epoch == 0:
+                one.cached_tokens = admission.num_cached_tokens
         for request, _, tokens in committed.emissions:
             if tokens:
                 served[int(request.id)].took(now)
     outcome.seconds = now
+    for request in scheduler.requests.values():
+        served[int(request.id)].num_prefilled = request.num_committed
     outcome.served = [one for one in served if one.arrival.at <= now]
-    outcome.count_tokens()
+    outcome.count()
     return outcome
 
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from evenflow.core.outcome import Committed
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, RequestRecord, SamplingParams
-from evenflow.core.scheduler import Committed, Scheduler, SchedulerConfig
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import failed_result
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 from evenflow.executors.recorded import Record, header_record, policy_record, read, read_header, read_policy, write_line

@@ -395,3 +395,13 @@ def test_no_prompt_starves_for_those_that_pass_it(seed: int) -> None:
         driver.scheduler.pool.check_invariants()
     passed = [one for one in later if one.is_running or one.is_finished]
     assert 0 < sum(one.max_known_tokens for one in passed) <= large.max_known_tokens
+
+
+def test_a_record_stays_what_it_was_when_the_request_was_added() -> None:
+    driver = Driver()
+    request = driver.add(20, max_tokens=40)
+    record = request.record()
+    before = list(record.block_hashes)
+    driver.run()
+    assert len(request.block_hashes) > len(before)
+    assert record.block_hashes == before

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from evenflow.core.outcome import Committed
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import FinishReason, Request, Status
-from evenflow.core.scheduler import Committed
 from evenflow.core.tier import TierConfig
 from tests.core.driving import Driver, StepFailed, check_replay
 from tests.core.promises import check_scheduler

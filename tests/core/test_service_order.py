@@ -379,6 +379,35 @@ def test_the_decode_that_finds_no_block_takes_one_of_the_tenant_with_most() -> N
         driver.check_output(request)
 
 
+def most_context(tenants: tuple[str, ...]) -> int:
+    """The most positions that streams of a flood have at a time; those of other tenants come now and then."""
+    driver = Driver(
+        "target:100",
+        cost=lambda shape: 0.0002 * shape.total_rows + 1e-5 * shape.decode_context,
+        num_blocks=10_000,
+        max_num_seqs=64,
+    )
+    for number in range(60):
+        driver.add(300, max_tokens=20, name=f"flood{number}", tenant="flood")
+    most = 0
+    for step in range(150):
+        if step % 20 == 0:
+            for tenant in tenants:
+                driver.add(20, max_tokens=2, tenant=tenant)
+        driver.step()
+        running = [one for one in driver.scheduler.requests.values() if one.status is Status.RUNNING]
+        most = max(most, sum(one.num_known for one in running if one.tenant == "flood"))
+    driver.run()
+    assert all(one.is_finished for one in driver.requests.values())
+    return most
+
+
+def test_streams_of_one_tenant_leave_the_target_to_prompts_of_others() -> None:
+    limit = 1500  # positions, 15% of the target
+    assert most_context(("light",)) <= limit + 3 * 320
+    assert most_context(()) > limit + 3 * 320
+
+
 def test_one_tenant_or_many_alone_plan_the_same() -> None:
     """A single class and tenant is the plain scheduler, whatever their names."""
     plans = []

@@ -10,6 +10,7 @@ from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.core.tier import TierConfig
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
@@ -51,6 +52,7 @@ def fake_engine(
     cost: Callable[[StepShape], float] = lambda shape: 0.001 * shape.total_rows,
     disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
     enable_prefix_caching: bool = True,
+    tier: TierConfig | None = None,
     record: Any = None,
 ) -> Engine:
     config = SchedulerConfig(
@@ -58,8 +60,15 @@ def fake_engine(
         policy=PolicySpec.parse(policy),
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=enable_prefix_caching,
+        tier=tier,
     )
-    executor = FakeExecutor(vocab_size=VOCAB, caps=ExecutorCaps(max_steps_in_flight=depth), cost=cost, disturb=disturb)
+    executor = FakeExecutor(
+        vocab_size=VOCAB,
+        caps=ExecutorCaps(max_steps_in_flight=depth),
+        cost=cost,
+        disturb=disturb,
+        restore_seconds=tier.restore_seconds if tier is not None else 0.0,
+    )
     scheduler = Scheduler(config, executor.caps)
     return Engine(
         scheduler,

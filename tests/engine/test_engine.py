@@ -188,7 +188,7 @@ def test_without_a_codec_there_are_only_tokens() -> None:
 def test_work_that_cannot_be_planned_is_an_error_not_an_endless_loop() -> None:
     llm = fake_llm()
     add(llm, [1, 2, 3])
-    llm.engine.scheduler._free_slots.clear()
+    llm.engine.scheduler.seats._free_slots.clear()
     with pytest.raises(EngineFailed, match="1 unfinished"):
         llm.step()
 

@@ -348,7 +348,7 @@ def stuck_engine() -> Run:
     run.add("a", list(range(10)))
     run.engine.step()
     scheduler = run.engine.scheduler
-    scheduler._admissible = lambda yielded: iter(())  # type: ignore[method-assign]
+    scheduler.room._admissible = lambda: iter(())  # type: ignore[method-assign]
     return run
 
 

@@ -21,6 +21,7 @@ class BlockMover:
     ) -> None:
         self._pool, self._prefix_cache, self._tier = pool, prefix_cache, tier
         self._block_size, self._price = block_size, price
+        self.num_recomputed = 0  # blocks that the tier had when they were computed
         self._waiting: list[Request] = []  # could start in this step, but for what the tier has of them
 
     def start_step(self) -> None:
@@ -55,6 +56,12 @@ class BlockMover:
         start, end = len(cached) * self._block_size, num_blocks * self._block_size
         computing = self._price(start, request.num_known - start) - self._price(end, request.num_known - end)
         return stored if self._tier.restore_seconds * len(stored) <= max(0.0, computing) else []
+
+    def on_admit(self, request: Request) -> None:
+        """A request starts now: it computes what the tier has of it."""
+        if self._tier is not None:
+            stored, _ = self._prefix_cache.stored_after(request, len(self._prefix_cache.find(request)))
+            self.num_recomputed += len(stored)
 
     def take_moves(self) -> TierMoves:
         """The step's moves, when all that it computes has its blocks: what is restored takes the rest."""

@@ -194,6 +194,9 @@ class TierResult(NamedTuple):
     num_saving: int = 0  # copied, but not stored yet
     save_seconds: float = 0.0  # mean of a block; 0: none was saved
     restore_seconds: float = 0.0
+    num_saved: int = 0  # blocks that are stored now, and their bytes as encoded
+    saved_bytes: int = 0
+    restored_bytes: int = 0
 
     def then(self, later: TierResult) -> TierResult:
         """Both as one, for when a step's result was lost."""
@@ -202,6 +205,9 @@ class TierResult(NamedTuple):
             lost=self.lost + later.lost,
             save_seconds=later.save_seconds or self.save_seconds,
             restore_seconds=later.restore_seconds or self.restore_seconds,
+            num_saved=self.num_saved + later.num_saved,
+            saved_bytes=self.saved_bytes + later.saved_bytes,
+            restored_bytes=self.restored_bytes + later.restored_bytes,
         )
 
 

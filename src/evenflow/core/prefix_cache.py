@@ -41,7 +41,7 @@ class PrefixCache:
         self._pool = pool
         self._tier = tier
         self._block_size = block_size
-        self._enabled = enabled
+        self.enabled = enabled
         self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> id of the request computing it
 
     def find(self, request: Request) -> list[int]:
@@ -81,18 +81,18 @@ class PrefixCache:
         return self._being_computed.get(block_hash)
 
     def _usable_hashes(self, request: Request) -> Iterator[bytes]:
-        usable = self._enabled and not request.sampling.needs_every_row
+        usable = self.enabled and not request.sampling.needs_every_row
         return islice(request.block_hashes, (request.num_known - 1) // self._block_size if usable else 0)
 
     def start_computing(self, request: Request) -> None:
-        if self._enabled:
+        if self.enabled:
             first = request.num_cached_tokens // self._block_size
             for block_hash in islice(request.block_hashes, first, None):
                 self._being_computed.setdefault(block_hash, request.id)
 
     def publish(self, request: Request, num_committed_before: int) -> None:
         """Publish the blocks completed since. Sampled tokens are hashed here."""
-        if not self._enabled:
+        if not self.enabled:
             return
         first, end = num_committed_before // self._block_size, request.num_committed // self._block_size
         if end > len(request.block_hashes):

@@ -22,6 +22,12 @@ def prefill_price(step_time: StepTimeModel, caps: ExecutorCaps, start: int, leng
     return step_time.predict(caps.prefill_shape(start, length)) or nominal_price(length)
 
 
+def context_price(step_time: StepTimeModel, caps: ExecutorCaps, num_streams: int, positions: int) -> float:
+    """Seconds of a step that streams take because they have context."""
+    whole, plain = (caps.step_shape(num_decodes=num_streams, decode_context=size) for size in (positions, 0))
+    return max(0.0, step_time.predict(whole) - step_time.predict(plain))
+
+
 def step_prices(
     step_time: StepTimeModel,
     caps: ExecutorCaps,
@@ -39,8 +45,7 @@ def step_prices(
         rows[account] = rows.get(account, 0) + 1
         contexts[account] = contexts.get(account, 0) + context
     num_decodes, all_context = sum(rows.values()), sum(contexts.values())
-    whole, plain = (caps.step_shape(num_decodes=num_decodes, decode_context=size) for size in (all_context, 0))
-    of_position = max(0.0, step_time.predict(whole) - step_time.predict(plain)) / max(1, all_context)
+    of_position = context_price(step_time, caps, num_decodes, all_context) / max(1, all_context)
     prices = {account: of_position * context for account, context in contexts.items()}
     for account, start, length in chunks:
         rows[account] = rows.get(account, 0) + length

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from evenflow.core.deadlines import LateToken
-from evenflow.core.plan import ChunkReason, RowLogprobs, StepShape
+from evenflow.core.plan import ChunkReason, RowLogprobs, StepShape, TierResult
 from evenflow.core.step_time import StepTimeModel
 
 
@@ -70,6 +70,38 @@ class Stall(NamedTuple):
     causes: tuple[Cause, ...]  # largest first; they add up to the gap
 
 
+class TierReport(NamedTuple):
+    """KV blocks that moved between the pool and the tier, since the last report of a step with rows."""
+
+    num_stored: int = 0  # now
+    num_saved: int = 0
+    saved_bytes: int = 0  # as encoded, like `restored_bytes`
+    save_seconds: float = 0.0
+    num_restored: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    num_lost: int = 0  # were to be restored
+    num_recomputed: int = 0  # were computed although the tier had them
+
+    def then(self, result: TierResult, num_recomputed: int, num_stored: int) -> TierReport:
+        """With what the next step moved."""
+        num_restored = len(result.restored)
+        return TierReport(
+            num_stored,
+            self.num_saved + result.num_saved,
+            self.saved_bytes + result.saved_bytes,
+            self.save_seconds + result.save_seconds * result.num_saved,
+            self.num_restored + num_restored,
+            self.restored_bytes + result.restored_bytes,
+            self.restore_seconds + result.restore_seconds * num_restored,
+            self.num_lost + len(result.lost),
+            self.num_recomputed + num_recomputed,
+        )
+
+
+NOTHING_MOVED = TierReport()
+
+
 class StepReport(NamedTuple):
     """One committed step. Times are of the engine's clock."""
 
@@ -101,6 +133,7 @@ class StepReport(NamedTuple):
     is_own_time: bool = True  # False: `seconds` may include part of another step's
     retried: tuple[str, ...] = ()  # requests that are computed again after a fault
     admission_failure: str | None = None  # what is wrong if nothing is admitted although it could be
+    tier: TierReport | None = None  # None: there is none, or the step has no rows
 
     @property
     def started_at(self) -> float:

@@ -188,7 +188,7 @@ class RequestRecord:
             max_model_len=self.max_known_tokens,
             eos_token_ids=tuple(self.stop_token_ids),
             salt=self.salt,
-            block_hashes=self.block_hashes,
+            block_hashes=list(self.block_hashes),
             arrival_time=self.arrival_time,
             tenant=self.tenant,
             service_class=self.service_class,
@@ -262,7 +262,7 @@ class Request:
             self.max_known_tokens,
             sorted(self.stop_token_ids),
             self.salt,
-            self.block_hashes,
+            list(self.block_hashes),  # it grows with the output
             self.arrival_time,
             self.tenant,
             self.service_class,

@@ -11,9 +11,9 @@ With one class and one tenant only the rank is left. The same for evenflow's own
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from evenflow.core.account import PROMOTED, Account
@@ -161,6 +161,11 @@ class ServiceLines(Generic[RequestType]):
         """Are there several classes or tenants?"""
         return len(self._lines) > 1
 
+    @property
+    def is_contended(self) -> bool:
+        """Have several tenants of one class been served recently?"""
+        return any(one.tenants.is_contended(self._num_steps) for one in self._classes.values())
+
     def spec_of(self, request: RequestType) -> ServiceClass:
         return self._classes[request.account.service_class].spec
 
@@ -174,13 +179,18 @@ class ServiceLines(Generic[RequestType]):
 
     def __iter__(self) -> Iterator[RequestType]:
         """Waiting requests in order of service, as if each prompt were computed whole in its turn."""
-        if not self.is_shared:
-            return chain.from_iterable(line.waiting for line in self._lines.values())
-        starts = {
-            account: [(one, one.place.num_cached_tokens) for one in line.waiting]
+        return self.waiting_but()
+
+    def waiting_but(self, at_limit: Set[str] = frozenset()) -> Iterator[RequestType]:
+        """The same without those of these tenants; promoted ones stay."""
+        lines = [
+            (account, line)
             for account, line in self._lines.items()
-            if line.waiting
-        }
+            if account.tenant not in at_limit or account.level == PROMOTED
+        ]
+        if len(lines) == 1:
+            return iter(lines[0][1].waiting)
+        starts = {account: ((one, one.place.num_cached_tokens) for one in line.waiting) for account, line in lines}
         return (request for request, _ in self._merge(starts))
 
     def arrange(self, starts: list[tuple[RequestType, int]], room: int) -> list[tuple[RequestType, int]]:
@@ -193,21 +203,23 @@ class ServiceLines(Generic[RequestType]):
             by_account.setdefault(start[0].account, []).append(start)
         return list(islice(self._merge(by_account), room))
 
-    def _merge(self, lines: Mapping[Account, Sequence[tuple[RequestType, int]]]) -> Iterator[tuple[RequestType, int]]:
-        heap = [(*self._standing(account), starts[0][0].rank, 0, account) for account, starts in lines.items()]
+    def _merge(self, lines: Mapping[Account, Iterable[tuple[RequestType, int]]]) -> Iterator[tuple[RequestType, int]]:
+        heap = []
+        for account, starts in lines.items():
+            rest = iter(starts)
+            if (first := next(rest, None)) is not None:
+                heap.append((*self._standing(account), first[0].rank, account, first, rest))
         heapq.heapify(heap)
         while heap:
-            level, counter, served_at, _, place, account = heap[0]
-            start = lines[account][place]
+            level, counter, served_at, _, account, start, rest = heap[0]
             yield start
-            place += 1
-            if place == len(lines[account]):
+            if (following := next(rest, None)) is None:
                 heapq.heappop(heap)
                 continue
             if level != PROMOTED:
                 request, position = start
                 counter += self._price_of(position, request.num_known - position) / self._weight(account.tenant)
-            heapq.heapreplace(heap, (level, counter, served_at, lines[account][place][0].rank, place, account))
+            heapq.heapreplace(heap, (level, counter, served_at, following[0].rank, account, following, rest))
 
     def _standing(self, account: Account) -> tuple[int, float, int]:
         if account.level == PROMOTED:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 LENT_S = 1.0  # seconds of service, for weight 1, that a tenant gets back of what it lent
+_RECENT_STEPS = 1024  # a tenant that was served in one of these may well come again
 _MAX_KNOWN = 1024  # tenants whose counters are kept; those that nothing depends on go first
 
 
@@ -30,6 +31,10 @@ class TenantShares:
     def standing(self, tenant: str) -> tuple[float, int]:
         """The lowest goes first; of equals, the one that was not served for longest."""
         return self._counters.get(tenant, self._floor), self._served_at.get(tenant, -1)
+
+    def is_contended(self, step: int) -> bool:
+        """Have several been served recently?"""
+        return len(self._served_at) > 1 and sum(step - at < _RECENT_STEPS for at in self._served_at.values()) > 1
 
     def enter(self, tenant: str, others: Iterable[str]) -> None:
         """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed.

@@ -11,11 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from evenflow.core.outcome import Committed
 from evenflow.core.plan import NO_TIER_RESULT, StepPlan, StepResult, TierResult
 from evenflow.core.policies import PolicySpec
-from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Ended, StepReport, StepTimes
+from evenflow.core.report import (
+    NOTHING_MOVED,
+    AdmissionReport,
+    Attribution,
+    ChunkReport,
+    Ended,
+    StepReport,
+    StepTimes,
+    TierReport,
+)
 from evenflow.core.request import FinishReason, Request
-from evenflow.core.scheduler import Committed, Scheduler
+from evenflow.core.scheduler import Scheduler
 from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
@@ -54,6 +64,8 @@ class Engine:
     _gc_seconds: float = 0.0  # at the last commit
     _num_failed_steps: int = 0  # in a row
     _admission_failure: str | None = None
+    _moved: TierReport = NOTHING_MOVED  # not reported yet
+    _num_recomputed: int = 0  # at the last commit
 
     def __post_init__(self) -> None:
         self.gc_timer = GcTimer(self.clock)
@@ -174,10 +186,17 @@ class Engine:
                 *(scheduler.policy.max_step_tokens, scheduler.pool.num_blocks),
             )
         self._check_admission()
+        self._count_moves(result.tier)
         report = self._report(committed, now)
         if not report.is_empty:
             self.stats.observe(report)
+            self._moved = NOTHING_MOVED
         return report
+
+    def _count_moves(self, result: TierResult) -> None:
+        if (tier := self.scheduler.tier) is not None:
+            before, self._num_recomputed = self._num_recomputed, self.scheduler.num_recomputed_blocks
+            self._moved = self._moved.then(result, self._num_recomputed - before, tier.num_stored)
 
     def _check_admission(self) -> None:
         before, self._admission_failure = self._admission_failure, self.scheduler.admission_failure()
@@ -228,6 +247,7 @@ class Engine:
             prompt_logprobs={place - num_decodes: rows for place, rows in result.prompt_logprobs.items()},
             retried=tuple([request.id for request in committed.retried]),
             admission_failure=self._admission_failure,
+            tier=self._moved if scheduler.tier is not None and plan.num_sequences else None,
         )
 
     def _split_time(self, committed: Committed, now: float) -> StepTimes:

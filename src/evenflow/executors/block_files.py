@@ -85,7 +85,7 @@ class BlockFiles:
                 state = path.stat()
                 if path.suffix == ".tmp" and time.time() - state.st_mtime > _ABANDONED_S:
                     path.unlink()
-                elif path.suffix == _SUFFIX:
+                elif path.suffix == _SUFFIX and path.is_file():
                     yield _Found(path, state.st_size, state.st_mtime)
 
     def _check(self, found: _Found) -> Content:

@@ -86,6 +86,7 @@ class FakeExecutor:
         self._restore_seconds = restore_seconds
         self._loses = loses
         self._tier: dict[bytes, list[int]] = {}  # the cells of stored blocks
+        self._num_saved = 0  # since the last result
         self._returning: deque[tuple[float, int, bytes]] = deque()  # when it is there, block, hash
 
     def submit(self, plan: StepPlan) -> None:
@@ -117,6 +118,7 @@ class FakeExecutor:
             del self._tier[block_hash]
         for block, block_hash, _ in moves.saves:
             self._tier[block_hash] = [self._cells[cell] for cell in self._cells_of(block)]
+            self._num_saved += 1
         for block, block_hash in moves.restores:
             after = self._returning[-1][0] if self._returning else self.clock.now
             self._returning.append((after + self._restore_seconds, block, block_hash))
@@ -132,8 +134,15 @@ class FakeExecutor:
             for cell, digest in zip(self._cells_of(block), self._tier[block_hash], strict=True):
                 self._cells[cell] = digest
             restored.append(block_hash)
-        seconds = self._restore_seconds if restored else 0.0
-        return TierResult(tuple(restored), tuple(lost), restore_seconds=seconds)
+        num_saved, self._num_saved = self._num_saved, 0
+        return TierResult(
+            restored=tuple(restored),
+            lost=tuple(lost),
+            restore_seconds=self._restore_seconds if restored else 0.0,
+            num_saved=num_saved,
+            saved_bytes=num_saved * self._block_size,  # as if a token had one
+            restored_bytes=len(restored) * self._block_size,
+        )
 
     def _cells_of(self, block: int) -> range:
         return range(block * self._block_size, (block + 1) * self._block_size)

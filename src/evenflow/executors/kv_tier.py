@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -48,20 +48,22 @@ class BlockMemory(Protocol):
         ...
 
 
-class _Seconds:
-    """The mean time of a block since it was last asked for."""
+@dataclass(slots=True)
+class _Moved:
+    """Blocks that were moved one way."""
 
-    def __init__(self) -> None:
-        self._total, self._count = 0.0, 0
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
 
-    def add(self, seconds: float, count: int = 1) -> None:
-        self._total += seconds
-        self._count += count
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.count += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
 
-    def take(self) -> float:
-        mean = self._total / self._count if self._count else 0.0
-        self._total, self._count = 0.0, 0
-        return mean
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / max(1, self.count)
 
 
 class KvTier:
@@ -78,7 +80,7 @@ class KvTier:
         self._num_saving = self._num_returning = 0
         self._restored: list[bytes] = []
         self._lost: list[bytes] = []
-        self._save_times, self._restore_times = _Seconds(), _Seconds()
+        self._saved, self._filled = _Moved(), _Moved()  # since the last result
         self._changed = threading.Condition()
         self._is_closed = False
         # Two, because what is needed must not wait for what is put away.
@@ -129,9 +131,13 @@ class KvTier:
                 restored=tuple(self._restored),
                 lost=tuple(self._lost),
                 num_saving=self._num_saving,
-                save_seconds=self._save_times.take(),
-                restore_seconds=self._restore_times.take(),
+                save_seconds=self._saved.mean_seconds,
+                restore_seconds=self._filled.mean_seconds,
+                num_saved=self._saved.count,
+                saved_bytes=self._saved.num_bytes,
+                restored_bytes=self._filled.num_bytes,
             )
+            self._saved, self._filled = _Moved(), _Moved()
             self._num_returning -= len(self._restored) + len(self._lost)
             self._restored, self._lost = [], []
         return result
@@ -174,23 +180,26 @@ class KvTier:
 
     def _save(self, staged: Sequence[tuple[Save, Callable[[], Tensor]]], copying: float) -> None:
         for save, block in staged:
-            began = time.perf_counter()
+            began, num_bytes = time.perf_counter(), 0
             try:
                 if not self._is_closed:
-                    self._keep(save, block)
+                    num_bytes = self._keep(save, block)
             except Exception:  # a GPU that fails, say: the block is lost, the thread goes on
                 logger.exception("a KV block was not kept")
             with self._changed:
                 self._staged.pop(save.block_hash, None)
                 self._num_saving -= 1
-                self._save_times.add(time.perf_counter() - began + copying)
+                if num_bytes:
+                    self._saved.add(num_bytes, time.perf_counter() - began + copying)
                 self._changed.notify_all()
 
-    def _keep(self, save: Save, block: Callable[[], Tensor]) -> None:
+    def _keep(self, save: Save, block: Callable[[], Tensor]) -> int:
+        """Returns its bytes."""
         with torch.inference_mode():
             data = self._codec.encode(block())
         self._write_file(Content(save.block_hash, save.tenant), data)
         self._hold(save.block_hash, data)
+        return len(data)
 
     def _write_file(self, content: Content, data: bytes) -> None:
         if self._files is None:
@@ -216,30 +225,31 @@ class KvTier:
     def _restore(self, block: int, block_hash: bytes) -> None:
         began = time.perf_counter()
         try:
-            is_there = self._fill(block, block_hash)
+            num_bytes = self._fill(block, block_hash)
         except Exception as error:  # the block is lost, the thread goes on
             logger.warning("A KV block cannot be restored and is computed again: %r.", error)
-            is_there = False
+            num_bytes = 0
         with self._changed:
-            (self._restored if is_there else self._lost).append(block_hash)
-            if is_there:
-                self._restore_times.add(time.perf_counter() - began)
+            (self._restored if num_bytes else self._lost).append(block_hash)
+            if num_bytes:
+                self._filled.add(num_bytes, time.perf_counter() - began)
             self._changed.notify_all()
 
-    def _fill(self, block: int, block_hash: bytes) -> bool:
+    def _fill(self, block: int, block_hash: bytes) -> int:
+        """Returns its bytes; 0: it is not there."""
         with self._changed:
             staged, data = self._staged.get(block_hash), self._host.get(block_hash)
         with torch.inference_mode():
             if staged is not None:
                 self._memory.write(block, staged())
-                return True
+                return self._layout.num_bytes
             if data is None and self._files is not None:
                 data = self._files.read(block_hash)
             if data is None:
-                return False
+                return 0
             self._memory.write(block, self._codec.decode(data, self._layout))
         self._hold(block_hash, data)
-        return True
+        return len(data)
 
     def _drop(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:

@@ -11,6 +11,9 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from evenflow.core.blocks import Content
+from evenflow.core.request import SamplingParams
+from evenflow.core.tier import TierConfig
 from evenflow.server.access import Caller
 from evenflow.server.metrics.distributions import RecentQuantiles
 from evenflow.server.metrics.observer import (
@@ -22,6 +25,7 @@ from evenflow.server.metrics.observer import (
     router,
 )
 from evenflow.server.metrics.tenants import MAX_TENANTS, OTHER_TENANTS
+from tests.engine.fakes import fake_engine, prepare
 from tests.server.stepping import ObservedEngine, step_seconds
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -270,3 +274,32 @@ def test_the_documentation_names_every_metric_with_its_kind() -> None:
     documented = dict(re.findall(r"^\| `((?:vllm|evenflow):\w+)` \| (\w+) \|", DOCUMENTATION.read_text(), re.MULTILINE))
     families = [family for family in observed.observer.collectors.collect() if ":" in family.name]
     assert documented == {family.name: family.type for family in families}
+
+
+def test_moves_of_kv_blocks_are_counted() -> None:
+    tier = TierConfig(num_blocks=40, save_seconds=0.0, restore_seconds=0.001)
+    observed = ObservedEngine("fixed:64", num_blocks=12, tier=tier)
+    for number, token in enumerate((1, 2, 1)):  # the second displaces the first, which comes back
+        observed.add(f"r{number}", 130, max_tokens=2, token=token)
+        observed.run()
+    saved, restored, lost, recomputed = (
+        observed.figure("evenflow:kv_tier_blocks_total", event=event)
+        for event in ("saved", "restored", "lost", "recomputed")
+    )
+    assert saved >= restored > 0
+    assert (lost, recomputed) == (0, 0)
+    assert observed.figure("evenflow:kv_tier_bytes_total", direction="out") == 16 * saved
+    assert observed.figure("evenflow:kv_tier_bytes_total", direction="in") == 16 * restored
+    assert observed.figure("evenflow:kv_tier_seconds_total", direction="in") == pytest.approx(0.001 * restored)
+    assert observed.figure("evenflow:kv_tier_stored_blocks") == saved
+
+
+def test_blocks_that_are_computed_although_they_are_stored_are_counted() -> None:
+    hashes = prepare(fake_engine(), [1] * 130, SamplingParams(), "r0").block_hashes
+    contents = tuple(Content(block_hash, "") for block_hash in hashes)
+    tier = TierConfig(num_blocks=40, save_seconds=0.0, restore_seconds=100.0, contents=contents)
+    observed = ObservedEngine("fixed:64", tier=tier)
+    observed.add("r0", 130, max_tokens=2)
+    observed.run()
+    assert observed.figure("evenflow:kv_tier_blocks_total", event="recomputed") == len(hashes)
+    assert observed.figure("evenflow:kv_tier_blocks_total", event="restored") == 0

@@ -17,6 +17,8 @@ from evenflow.server.metrics.tenants import TenantFigures
 PROMPT_SOURCES = ("local_compute", "local_cache_hit")
 STEP_PARTS = ("decode", "prefill")
 FAULTS = ("step", "engine")
+TIER_EVENTS = ("saved", "restored", "lost", "recomputed")
+TIER_DIRECTIONS = ("out", "in")
 REFUSALS = ("queue_full", "class_limit", "tenant_limit", "late", "expired", "draining")
 
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -179,6 +181,10 @@ class EvenflowMetrics:
         self.feasible_target = gauge(
             "evenflow:tbt_feasible_target_seconds", "Lowest feasible target if the current one is not."
         )
+        self.tier_stored = gauge("evenflow:kv_tier_stored_blocks", "KV blocks in host memory or on disk.")
+        self.tier_blocks = split("evenflow:kv_tier_blocks", "KV blocks, by what became of them.", "event", TIER_EVENTS)
+        self.tier_bytes = split("evenflow:kv_tier_bytes", "Bytes of KV moved.", "direction", TIER_DIRECTIONS)
+        self.tier_seconds = split("evenflow:kv_tier_seconds", "Seconds of these moves.", "direction", TIER_DIRECTIONS)
         self.tbt_p50 = gauge("evenflow:tbt_p50_seconds", "Median time between tokens over the last minute.")
         self.tbt_p99 = gauge("evenflow:tbt_p99_seconds", "99th percentile of the same.")
         self.ttft_p50 = gauge("evenflow:ttft_p50_seconds", "Median time to first token over the last minute.")

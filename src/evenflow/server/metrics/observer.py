@@ -17,11 +17,12 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from evenflow.core.report import ChunkReport, StepReport
+from evenflow.core.report import ChunkReport, StepReport, TierReport
 from evenflow.server.access import Caller
 from evenflow.server.metrics.by_class import ClassFigures
 from evenflow.server.metrics.distributions import RecentQuantiles
 from evenflow.server.metrics.instruments import (
+    TIER_EVENTS,
     ClassMetrics,
     EvenflowMetrics,
     MetricFactory,
@@ -151,6 +152,8 @@ class Observer:
         self._record_tokens(report)
         self._observe_step(report)
         self._count_late_tokens(report)
+        if report.tier is not None:
+            self._count_moves(report.tier)
         for listener in self._listeners:
             listener.on_step(report)
 
@@ -206,6 +209,17 @@ class Observer:
                 record.num_retries += 1
                 for listener in self._listeners:
                     listener.on_request_retried(record)
+
+    def _count_moves(self, tier: TierReport) -> None:
+        own = self._own
+        own.tier_stored.set(tier.num_stored)
+        counts = tier.num_saved, tier.num_restored, tier.num_lost, tier.num_recomputed
+        for event, count in zip(TIER_EVENTS, counts, strict=True):
+            own.tier_blocks(event).inc(count)
+        own.tier_bytes("out").inc(tier.saved_bytes)
+        own.tier_bytes("in").inc(tier.restored_bytes)
+        own.tier_seconds("out").inc(tier.save_seconds)
+        own.tier_seconds("in").inc(tier.restore_seconds)
 
     def _record_admissions(self, report: StepReport) -> None:
         """Record which requests were admitted and which chunks they got."""

@@ -1,0 +1,37 @@
+"""Steps as a scheduler keeps them: in flight, and with their outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from evenflow.core.deadlines import LateToken
+from evenflow.core.plan import StepPlan, StepResult, StepShape
+from evenflow.core.request import Request
+
+# A request, its index in the StepResult, its new tokens. A NamedTuple would make a decode cost a fifth more here.
+Emission = tuple[Request, int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The outcome of a step: which requests got tokens, which ended, and which are computed again after a fault."""
+
+    plan: StepPlan
+    result: StepResult
+    emissions: list[Emission]
+    finished: list[Request]
+    shape: StepShape
+    predicted_seconds: float
+    late: list[LateToken] = field(default_factory=list)
+    retried: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was planned and has not been committed."""
+
+    plan: StepPlan
+    shape: StepShape
+    predicted_seconds: float
+    planned_at: float
+    sequences: list[Request]  # decodes, then chunks, as in the plan
