@@ -14,6 +14,7 @@ from tests.models import tiny_llama
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
+@pytest.mark.slow
 def test_streams_beside_a_long_prompt(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "async_streams.py"), str(tiny_llama()), "3"],

@@ -380,7 +380,7 @@ def alone_and_unchunked(prompt: list[int], max_seq_len: int) -> list[int]:
 PROMPT_TOKENS = st.lists(st.integers(0, 255), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(PROMPT_TOKENS, min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 50))
 def test_tokens_do_not_depend_on_chunks_or_batches(
     prompts: list[list[int]], batch_size: int, prefill_step: int

@@ -122,6 +122,7 @@ def test_a_true_difference_is_found_and_its_interval_holds_it() -> None:
     assert estimate(outcome, "output tokens/s").ratio == pytest.approx(1 / 1.3)
 
 
+@pytest.mark.slow
 def test_no_difference_is_rarely_called_one() -> None:
     called = [
         found.differs

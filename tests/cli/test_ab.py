@@ -100,6 +100,7 @@ def test_an_interrupt_reports_the_complete_pairs() -> None:
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_two_pairs_reports_nothing() -> None:
     finished = run_interrupted(round_number=4)
     assert (finished.returncode, finished.stdout) == (130, "")

@@ -11,6 +11,7 @@ from evenflow.executors.recorded import replay
 from tests.cli.running import long_context_llama, run_cli
 
 
+@pytest.mark.slow
 def test_chunk_sizes_a_target_and_no_chunks_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "steps.jsonl"
     arguments = ["--model", long_context_llama(), "--repeat", 2, "--json", "-", "--record", record]

@@ -90,6 +90,7 @@ def test_quick_takes_one_run_of_shorter_prompts_one_at_a_time(capsys: pytest.Cap
     assert 1 <= report["long_prompts"] <= 3
 
 
+@pytest.mark.slow
 def test_an_interrupt_prints_the_figures_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENFLOW_NATIVE", "0")  # nothing to compile for this test's own cache
     interrupt = (

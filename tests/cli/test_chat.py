@@ -60,6 +60,7 @@ def test_a_conversation_goes_on_until_it_is_reset(chat: Typing) -> None:
     assert finished.err == "A new conversation.\n"
 
 
+@pytest.mark.slow
 def test_a_server_answers_the_same(chat: Typing) -> None:
     with serving("--policy", "unchunked") as (_, url):
         finished = chat(["Hi", "And then?"], "--url", f"{url}/v1/", *SAMPLED)

@@ -42,6 +42,7 @@ def live_demo() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_cleanly(live_demo: subprocess.Popen[str]) -> None:
     assert live_demo.stdout is not None
     [address] = re.findall(r"http://[\d.:]+", live_demo.stdout.readline())

@@ -94,6 +94,7 @@ def kill_when(is_time: Callable[[], bool], arguments: list[object]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_chunked_against_unchunked_killed_half_way_and_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

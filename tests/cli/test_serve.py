@@ -62,6 +62,7 @@ def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, t
     assert record.read_text().count('"event":"step"') == 5
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_quits_at_once() -> None:
     with serving("--model", long_context_llama(), "--drain-time", "600s") as (process, url):
         body = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -76,6 +77,7 @@ def test_a_second_interrupt_quits_at_once() -> None:
             assert "shutting down" in "".join(lines)
 
 
+@pytest.mark.slow
 def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENFLOW_API_KEY", "from the environment")
     keys = tmp_path / "keys"

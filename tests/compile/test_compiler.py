@@ -31,7 +31,7 @@ from evenflow.errors import InvalidConfig
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 from tests.compile.compilers import compile_library, needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 TOLERANCE = 1e-4
 

@@ -327,7 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 IN_CI = bool(os.environ.get("CI"))
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=80 if IN_CI else 40,
+    max_examples=40 if IN_CI else 20,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

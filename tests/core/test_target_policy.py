@@ -30,7 +30,7 @@ from tests.core.target_load import (
 )
 
 SLOW = pytest.param(400, marks=pytest.mark.slow)
-TARGETS = (25, 50, 100, 200, SLOW)
+TARGETS = (25, 50, 100, pytest.param(200, marks=pytest.mark.slow), SLOW)
 FINE = (*range(64, 1025, 64), *range(1280, 8193, 256))
 COARSE = (64, 256, 1024, 4096)
 

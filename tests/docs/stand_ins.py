@@ -75,11 +75,15 @@ SLOW = {
     "docs/compile.md": "compiles a model",
     "docs/demo.md": "a server and a load",
     "docs/deploy.md": "a server",
+    "docs/deterministic.md": "a server",
     "docs/eval.md": "three evaluations and a server",
+    "docs/index.md": "what the README runs",
+    "docs/kv_tier.md": "a server",
     "docs/metrics.md": "a server",
     "docs/operations.md": "a server",
     "docs/quickstart.md": "two servers",
     "docs/server.md": "two servers",
+    "docs/shares.md": "a server",
     "docs/structured_output.md": "a server",
 }
 

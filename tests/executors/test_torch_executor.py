@@ -32,7 +32,8 @@ def test_int4_of_weights_that_fit_four_bits_follows_float32_closely() -> None:
         found[weights] = torch.tensor([row.chosen.logprob for row in result.prompt_logprobs[0]])
         executor.close()
     difference = (found["int4"] - found["float32"]).abs().mean()
-    assert 0 < difference < 0.1 * found["float32"].std()
+    # Not at all where the products of many rows are float32's: on x86 without bfloat16.
+    assert difference < 0.1 * found["float32"].std()
 
 
 def test_an_unknown_weight_format_is_refused() -> None:

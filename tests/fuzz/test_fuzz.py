@@ -25,6 +25,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_or_answer_or_fail_with_a_reason() -> None:
     files = [file for file in SHARES if file != MANIFEST]  # needs the compiler's imports, which take seconds
     done = fuzz("--count", "500", "--seconds", "6", "--seed", "1", "--files", *files)

@@ -115,7 +115,7 @@ class BlockFiles:
             "tenant": content.tenant[:_MOST_TENANT_CHARACTERS],
             "bytes": len(data),
         }
-        line = json.dumps(header | {"checksum": _checksum(header, data)}).encode() + b"\n"
+        line = _header_line(header, data)
         self._make_room(len(line) + len(data))
         path = self._path(content.block_hash)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -143,9 +143,9 @@ class BlockFiles:
         try:
             line, _, data = path.read_bytes().partition(b"\n")
             header = _read_header(line + b"\n")
-            checksum = header.pop("checksum")
+            del header["checksum"]
             is_ours = header["model"] == self._model and header["hash"] == block_hash.hex()
-            if is_ours and checksum == _checksum(header, data):
+            if is_ours and line + b"\n" == _header_line(header, data):
                 os.utime(path)  # used just now, for the next start
                 return data
             logger.warning("Ignored %s: its checksum is wrong. The block is computed again.", path)
@@ -177,10 +177,11 @@ def _read_header(line: bytes) -> dict[str, Any]:
     return header
 
 
-def _checksum(header: dict[str, Any], data: bytes) -> str:
+def _header_line(header: dict[str, Any], data: bytes) -> bytes:
+    """With the checksum of both."""
     digest = blake2b(json.dumps(header).encode(), digest_size=16)
     digest.update(data)
-    return digest.hexdigest()
+    return json.dumps(header | {"checksum": digest.hexdigest()}).encode() + b"\n"
 
 
 def _private(path: str, flags: int) -> int:

@@ -58,6 +58,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.mark.slow
 def test_numbers_of_all_sizes_in_all_fields(server: RunningServer) -> None:
     """top_k of 2**64 was a 500 before, and its request stayed open for ever."""
     schema = server.get("/openapi.json").json()

@@ -129,6 +129,7 @@ def test_a_response_says_which_tier_served_it(server: RunningServer) -> None:
     assert tier("heavy", "priority") == "default"
 
 
+@pytest.mark.slow
 def test_the_order_is_by_class_and_share_and_not_by_arrival(server: RunningServer, log: Path) -> None:
     num_before = len(lines(log))
     threads: list[threading.Thread] = []

@@ -49,6 +49,7 @@ def closed_accounts(path: Path) -> Accounts:
     return accounts
 
 
+@pytest.mark.slow
 def test_after_a_kill_what_was_shown_is_told_and_the_rest_begins_again(tmp_path: Path) -> None:
     """A real engine with a real model dies by kill -9 under a stream, a whole answer, and requests that wait."""
     log = tmp_path / "log"

@@ -162,6 +162,7 @@ def test_a_shutdown_tells_streams_that_do_not_end_in_time() -> None:
     assert "shutting down" in json.loads(received[-2].removeprefix("data: "))["error"]["message"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_streams_at_once_are_all_answered() -> None:
     async def count_events(client: httpx.AsyncClient, number: int) -> int:
         body = {"prompt": [number, 3, 4], "max_tokens": 20, "stream": True, "logprobs": 0}
@@ -180,6 +181,7 @@ def test_hundreds_of_streams_at_once_are_all_answered() -> None:
         assert server.client.num_open == 0
 
 
+@pytest.mark.slow
 def test_after_many_that_left_early_nothing_is_left_behind() -> None:
     """Requests that end, are aborted at any moment, or are stopped by text: all places and blocks are free again."""
     source = random.Random(3)
@@ -219,6 +221,7 @@ def test_after_many_that_left_early_nothing_is_left_behind() -> None:
         assert last.kv_cache_usage == 0
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_keeps_what_was_recorded(tmp_path: Path) -> None:
     """Before, each restart emptied the recording."""
     record = tmp_path / "steps.jsonl"

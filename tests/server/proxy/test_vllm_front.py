@@ -270,7 +270,7 @@ def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
     _wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("is_leader_alive", [False, True])
+@pytest.mark.parametrize("is_leader_alive", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_guard_ends_workers_that_do_not_go_by_themselves(is_leader_alive: bool) -> None:
     worker = "trap '' TERM; echo $$; while :; do sleep 0.05; done"
     leader = ["/bin/sh", "-c", '/bin/sh -c "$1" & wait', "leader", worker]
