@@ -1,6 +1,6 @@
 """Random loads in virtual time: every promise at each step, every request accounted for, flat memory.
 
-Two runs, which two workers do at the same time. EVENFLOW_ENDURANCE_STEPS=500000 makes it a million steps: seven minutes.
+Two runs, which two workers do at the same time. EVENFLOW_ENDURANCE_STEPS=500000 makes it a million steps: 7 minutes.
 """
 
 from __future__ import annotations
