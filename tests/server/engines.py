@@ -70,6 +70,7 @@ def scripted_engine(
     classes: Classes = DEFAULT_CLASSES,
     faults: Sequence[Fault] = (),
     marker: str = "",
+    step_timeout_s: float = 60.0,
 ) -> Engine:
     """`faults` happen in the first process alone, which leaves this file behind; without a file, in each."""
     sizes = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
@@ -80,7 +81,7 @@ def scripted_engine(
         Path(marker).touch()
     executor = FaultyExecutor(ScriptedExecutor(step_s, script, poison), faults)
     limits = Limits(max_model_len, VOCAB_SIZE)
-    return Engine(Scheduler(config, executor.caps), executor, limits, pulse=Pulse(step_timeout_s=0.5))
+    return Engine(Scheduler(config, executor.caps), executor, limits, pulse=Pulse(step_timeout_s))
 
 
 def always_moving_engine(config: EngineConfig) -> Engine:

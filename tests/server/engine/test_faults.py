@@ -104,7 +104,9 @@ def test_a_hung_engine_is_replaced(moment: Moment, tmp_path: Path) -> None:
     """The last rows of the fault table; what had not been shown begins again."""
     after = {"prefill": 1, "decode": 70, "restore": 0, "commit": 70}[moment]
     prompt = list(range(40))
-    engine: dict[str, Any] = {"faults": [Fault("hang", moment, after=after)], "marker": str(tmp_path / "marker")}
+    hang = Fault("hang", moment, after=after)
+    # A busy machine's steps end within five seconds.
+    engine: dict[str, Any] = {"faults": [hang], "marker": str(tmp_path / "marker"), "step_timeout_s": 5.0}
     with scripted_server(step_s=0.002, settings={"request_log": tmp_path / "log"}, **engine) as server:
         texts = []
         for _ in range(3):
