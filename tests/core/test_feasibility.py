@@ -63,6 +63,7 @@ class NoisyMachine:
             free_tokens=1 << 20,
             long_prefill_token_threshold=0,
             caps=caps,
+            turn=1,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, Policy, StepView
@@ -9,7 +11,14 @@ from evenflow.core.step_time import StepTimeModel
 from tests.core.driving import Driver, layout
 
 
-def view(num_decodes: int, *lengths: int, max_num_seqs: int = 5, threshold: int = 0, free: int = 10_000) -> StepView:
+def view(
+    num_decodes: int,
+    *lengths: int,
+    max_num_seqs: int = 5,
+    threshold: int = 0,
+    free: int = 10_000,
+    turn: int | None = None,
+) -> StepView:
     return StepView(
         now=0.0,
         num_in_flight=0,
@@ -24,6 +33,7 @@ def view(num_decodes: int, *lengths: int, max_num_seqs: int = 5, threshold: int 
         free_tokens=free,
         long_prefill_token_threshold=threshold,
         caps=ExecutorCaps(),
+        turn=len(lengths) if turn is None else turn,
     )
 
 
@@ -141,3 +151,28 @@ def test_every_policy_stays_within_the_budget_and_the_threshold() -> None:
         quotas = make_policy(policy, 100).plan(view(20, 500, 500, threshold=48))
         assert sum(quota.tokens for quota in quotas.chunks) <= 80, policy
         assert all(quota.tokens <= 48 for quota in quotas.chunks), policy
+
+
+# ---- tenants in turn ----
+
+
+def test_what_ends_the_turn_of_a_tenant_is_not_delayed_by_prompts_of_others() -> None:
+    """Others fill a quarter of such a step at most: it would not be efficient if it were shorter."""
+    turn, end = "turn", "end_of_prompt"
+    assert chunks("fixed:400", view(10, 200, 900, turn=1), 400) == [(0, 200, end)]
+    assert chunks("fixed:400", view(10, 30, 900, turn=1), 400) == [(0, 30, end), (1, 60, turn)]
+    assert chunks("fixed:400", view(10, 30, 40, 900, turn=2), 400) == [(0, 30, end), (1, 40, end), (2, 20, turn)]
+
+
+def test_a_turn_that_does_not_end_in_this_step_takes_all_of_it() -> None:
+    assert chunks("fixed:400", view(10, 500, 900, turn=1), 400) == [(0, 390, "budget")]
+    alone = view(10, 200, 900)
+    assert chunks("fixed:400", alone, 400) == [(0, 200, "end_of_prompt"), (1, 190, "budget")]
+    capped = view(10, 200, 900, turn=1, threshold=100)
+    assert chunks("fixed:400", capped, 400) == [(0, 100, "long_prefill"), (1, 100, "long_prefill")]
+
+
+def test_a_stream_that_is_computed_again_is_no_first_token() -> None:
+    again = Candidate("again", 0, 120, num_prompt_tokens=100)
+    both = replace(view(10, 900, turn=1), candidates=[again, Candidate("other", 0, 900, 900)])
+    assert chunks("fixed:400", both, 400) == [(0, 120, "end_of_prompt"), (1, 270, "budget")]

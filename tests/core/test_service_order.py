@@ -403,9 +403,31 @@ def most_context(tenants: tuple[str, ...]) -> int:
 
 
 def test_streams_of_one_tenant_leave_the_target_to_prompts_of_others() -> None:
-    limit = 1500  # positions, 15% of the target
+    limit = 1800  # positions, 18% of the target
     assert most_context(("light",)) <= limit + 3 * 320
     assert most_context(()) > limit + 3 * 320
+
+
+@pytest.mark.parametrize("policy", ["fixed:400", "target:100"])
+def test_a_first_token_does_not_wait_for_prompts_of_another_tenant_in_its_step(policy: str) -> None:
+    """Those of another class fill the step: batch work takes what is left."""
+    rows = {}
+    for tenant, service_class in (("flood", "standard"), ("flood", "batch"), ("light", "batch")):
+        driver = Driver(policy, cost=lambda shape: 0.0002 * shape.total_rows, num_blocks=10_000)
+        for number in range(40):
+            driver.add(400, max_tokens=2, name=f"flood{number}", tenant=tenant, service_class=service_class)
+        for _ in range(8):
+            driver.step()
+        light = driver.add(150, max_tokens=4, name="light", tenant="light", service_class="standard")
+        driver.step()
+        assert light.num_output_tokens == 1
+        [own, *others] = driver.plans[-1].chunks
+        assert (own.request_id, own.length) == ("light", 150)
+        rows[tenant, service_class] = sum(one.length for one in others)
+        assert not others or others[-1].reason == "turn" or service_class == "batch"
+        driver.run()
+    assert rows["flood", "standard"] <= 100
+    assert rows["flood", "batch"] >= 200 <= rows["light", "batch"]
 
 
 def test_one_tenant_or_many_alone_plan_the_same() -> None:

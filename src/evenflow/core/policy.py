@@ -6,6 +6,7 @@ Every policy takes all decodes first; they differ in how much prefill runs besid
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from evenflow.core.step_time import StepTimeModel
 # When decodes alone fill the budget, prefill still gets FLOOR_TOKENS every FLOOR_STEPS steps.
 FLOOR_TOKENS = 16
 FLOOR_STEPS = 8
+# Where the prompts of one tenant end in a step, those of others only fill it up to this share: every row more would
+# delay first tokens, and loses nothing if it comes in the next step. Shorter steps would not be efficient.
+LEAST_FILLED = 0.25
 
 
 class Candidate(NamedTuple):
@@ -46,6 +50,24 @@ class StepView:
     free_tokens: int  # free KV cache
     long_prefill_token_threshold: int  # upper bound of a prompt's tokens in a step; 0: none
     caps: ExecutorCaps
+    turn: int  # how many of the candidates, from the first on, are of the tenant that is next
+
+    @property
+    def tokens_of_turn(self) -> float:
+        """Prefill tokens that bring the first tokens of the tenant that is next, if others have prompts too."""
+        own = self.candidates[: self.turn]
+        if self.turn == len(self.candidates) or not all(self._can_begin(one) for one in own):
+            return math.inf
+        return sum(one.length for one in own)
+
+    def _can_begin(self, candidate: Candidate) -> bool:
+        """Could this step give it its first token? Not if it has had it, and is computed again."""
+        is_new = candidate.start + candidate.length == candidate.num_prompt_tokens
+        return is_new and self.most_of(candidate) == candidate.length
+
+    def most_of(self, candidate: Candidate) -> int:
+        """Upper bound of a prompt's tokens in a step."""
+        return min(candidate.length, self.long_prefill_token_threshold or candidate.length)
 
 
 class Quota(NamedTuple):

@@ -10,6 +10,8 @@ from evenflow.core.step_time import StepTimeModel
 
 # Seconds of a row before the first step was measured: only the ratios of prices matter.
 _NOMINAL_ROW_S = 1e-4
+# Prefill rows of a step in which a GPU computes for as long as it reads the weights, or longer.
+_FULL_STEP_ROWS = 512
 
 
 def nominal_price(num_rows: int) -> float:
@@ -26,6 +28,13 @@ def context_price(step_time: StepTimeModel, caps: ExecutorCaps, num_streams: int
     """Seconds of a step that streams take because they have context."""
     whole, plain = (caps.step_shape(num_decodes=num_streams, decode_context=size) for size in (positions, 0))
     return max(0.0, step_time.predict(whole) - step_time.predict(plain))
+
+
+def stream_price(step_time: StepTimeModel, caps: ExecutorCaps, num_streams: int, positions: int) -> float:
+    """Seconds that streams take of a step that prompts fill: their rows and their contexts."""
+    fill = [(0, _FULL_STEP_ROWS)]
+    with_streams = caps.step_shape(num_decodes=num_streams, decode_context=positions, chunks=fill)
+    return max(0.0, step_time.predict(with_streams) - step_time.predict(caps.step_shape(chunks=fill)))
 
 
 def step_prices(

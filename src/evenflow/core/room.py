@@ -20,8 +20,8 @@ from evenflow.core.service_order import ServiceOrder, Start
 
 # Waiting requests that are looked at behind one that does not fit.
 _MAX_TRIED = 32
-# Under a target, the most of it that a tenant's streams take for reading their contexts, while others are served too.
-_MAX_CONTEXT_SHARE = 0.15
+# Under a target, the most of it that a tenant's streams take of prompts, while others are served too.
+_MAX_STREAM_SHARE = 0.18
 
 
 class Room:
@@ -38,7 +38,7 @@ class Room:
         block_size: int,
         max_num_seqs: int,
         caps: ExecutorCaps,
-        context_price: Callable[[int, int], float],
+        stream_price: Callable[[int, int], float],
     ) -> None:
         self._seats = seats
         self._order = order
@@ -48,7 +48,7 @@ class Room:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._caps = caps
-        self._context_price = context_price  # seconds of a step because of this many streams with this much context
+        self._stream_price = stream_price  # seconds of a full step for this many streams with this much context
         # Of the step that is planned:
         self._at_limit: set[str] = set()  # tenants whose prompts do not start
         self._yielded: set[str] = set()  # requests that made way, and do not come back
@@ -68,11 +68,11 @@ class Room:
         positions: dict[str, list[int]] = {}
         for request in self._seats:
             positions.setdefault(request.tenant, []).append(request.num_known)
-        most = _MAX_CONTEXT_SHARE * target
+        most = _MAX_STREAM_SHARE * target
         return {
             tenant
             for tenant, of_tenant in positions.items()
-            if self._context_price(len(of_tenant), sum(of_tenant)) > most
+            if self._stream_price(len(of_tenant), sum(of_tenant)) > most
         }
 
     def _make_way(self, max_step_tokens: int) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from evenflow.core.chunk_rules import AdaptiveChunker, chunk_size_for_prompt, select_optimal_chunk_size
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Policy, Quota, Quotas, StepView, share_out
+from evenflow.core.policy import (
+    FLOOR_STEPS,
+    FLOOR_TOKENS,
+    LEAST_FILLED,
+    Policy,
+    Quota,
+    Quotas,
+    StepView,
+    share_out,
+)
 
 _ADAPTIVE_BASE_CHUNK = 128
 
@@ -51,21 +60,24 @@ class Budgeted(Policy):
         left = self.max_step_tokens - view.num_decodes
         quotas: Sequence[Quota] = ()
         if view.candidates and left > 0:
-            quotas = self.chunks(view, left)
+            short = max(view.tokens_of_turn, LEAST_FILLED * self.max_step_tokens - view.num_decodes)
+            limits = (left, ChunkReason.BUDGET), (short, ChunkReason.TURN)
+            tokens, reason = min(limits, key=lambda limit: limit[0])
+            quotas = self.chunks(view, int(tokens), reason)
         elif view.candidates and self._steps_without_prefill + 1 >= FLOOR_STEPS:
             floor = share_out(view, min(FLOOR_TOKENS, self.max_step_tokens), max_chunks=1)
             quotas = [quota._replace(reason=ChunkReason.FLOOR) for quota in floor]
         self._steps_without_prefill = 0 if quotas or not view.candidates else self._steps_without_prefill + 1
         return Quotas(True, tuple(quotas))
 
-    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
-        return share_out(view, budget)
+    def chunks(self, view: StepView, budget: int, reason: ChunkReason) -> Sequence[Quota]:
+        return share_out(view, budget, reason)
 
 
 class ByLoad(Budgeted):
     """One chunk size a step, smaller when most slots decode, larger for long prompts."""
 
-    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+    def chunks(self, view: StepView, budget: int, reason: ChunkReason) -> Sequence[Quota]:
         first = view.candidates[0]
         size = select_optimal_chunk_size(
             sequence_length=first.num_prompt_tokens,
@@ -83,7 +95,7 @@ class Adaptive(Budgeted):
         super().__init__(max_step_tokens)
         self._chunker = AdaptiveChunker(decode_latency_target=latency_target)
 
-    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
+    def chunks(self, view: StepView, budget: int, reason: ChunkReason) -> Sequence[Quota]:
         size = self._chunker.select_chunk_size(_ADAPTIVE_BASE_CHUNK, view.num_decodes / view.max_num_seqs)
         return share_out(view, min(size, budget), ChunkReason.CHUNK_SIZE)
 
@@ -95,5 +107,7 @@ class Adaptive(Budgeted):
 class ByPromptLength(Budgeted):
     """Chunks of 512, 1,024 or 2,048 tokens, by the length of their prompt."""
 
-    def chunks(self, view: StepView, budget: int) -> Sequence[Quota]:
-        return share_out(view, budget, limit_of=lambda candidate: chunk_size_for_prompt(candidate.num_prompt_tokens))
+    def chunks(self, view: StepView, budget: int, reason: ChunkReason) -> Sequence[Quota]:
+        return share_out(
+            view, budget, reason, limit_of=lambda candidate: chunk_size_for_prompt(candidate.num_prompt_tokens)
+        )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
 
+from evenflow.core.account import length_of_turn
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import Place, Urgency, rank_time, urgency
@@ -21,7 +22,7 @@ from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, StepView
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.prices import context_price, nominal_price, prefill_price, step_prices
+from evenflow.core.prices import nominal_price, prefill_price, step_prices, stream_price
 from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.room import Room
@@ -93,7 +94,7 @@ class Scheduler:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             caps=self.caps,
-            context_price=self._context_price,
+            stream_price=self._stream_price,
         )
         self._overheads: deque[float] = deque(maxlen=16)  # recent seconds of steps, less the run itself
         self._committed_at = -math.inf
@@ -173,8 +174,8 @@ class Scheduler:
     def _prefill_price(self, start: int, length: int) -> float:
         return prefill_price(self.step_time, self.caps, start, length)
 
-    def _context_price(self, num_streams: int, positions: int) -> float:
-        return context_price(self.step_time, self.caps, num_streams, positions)
+    def _stream_price(self, num_streams: int, positions: int) -> float:
+        return stream_price(self.step_time, self.caps, num_streams, positions)
 
     def _heads_of_lines(self, now: float) -> list[list[Request]]:
         """Of each account, the earliest prompts that have no token yet, with their current ranks."""
@@ -320,6 +321,7 @@ class Scheduler:
             free_tokens=self.pool.num_free * self.block_size,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             caps=self.caps,
+            turn=length_of_turn([self.requests[one.request_id].account for one in candidates]),
         )
 
     def admission_failure(self) -> str | None:

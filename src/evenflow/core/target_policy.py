@@ -11,7 +11,7 @@ from collections.abc import Callable
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
 from evenflow.core.feasibility import Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policy import FLOOR_TOKENS, Candidate, Policy, Quota, Quotas, StepView, share_out
+from evenflow.core.policy import FLOOR_TOKENS, LEAST_FILLED, Policy, Quota, Quotas, StepView, share_out
 
 # With no stream decoding, longer steps are more efficient; but a request that arrives meanwhile has to wait.
 IDLE_STRETCH = 2.0
@@ -40,7 +40,13 @@ class Target(Policy):
         start = max(view.now, self._busy_until) if view.num_in_flight else view.now
         quotas: list[Quota] = []
         if view.candidates:
-            tokens, reason = self._largest_prefill(view, self._seconds_left(view, start))
+            seconds = self._seconds_left(view, start)
+            tokens, reason = self._largest_prefill(view, seconds)
+            if tokens > view.tokens_of_turn:
+                tokens = _most_in_time(
+                    view, view.step_time.upper, LEAST_FILLED * seconds, int(view.tokens_of_turn), tokens
+                )
+                reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
         return Quotas(True, tuple(quotas))
@@ -56,7 +62,7 @@ class Target(Policy):
 
     def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
         """Prefill tokens for this step, and what limits them."""
-        wanted = sum(_most_of(view, candidate) for candidate in view.candidates)
+        wanted = sum(map(view.most_of, view.candidates))
         floor = min(FLOOR_TOKENS, wanted)
         proven = max(SLOW_START * view.step_time.largest_rows_known - view.num_decodes, floor)
         budget = max(self.max_step_tokens - view.num_decodes, floor)
@@ -100,18 +106,13 @@ def _most_in_time(
     return fits
 
 
-def _most_of(view: StepView, candidate: Candidate) -> int:
-    """Upper bound of a prompt's tokens in a step, by the same rule as in `share_out`."""
-    return min(candidate.length, view.long_prefill_token_threshold or candidate.length)
-
-
 def _shape(view: StepView, num_tokens: int) -> StepShape:
     """The step in which the candidates, in order, get this many tokens."""
     left, chunks, num_ended = num_tokens, list[tuple[int, int]](), 0
     for candidate in view.candidates:
         if not left:
             break
-        length = min(_most_of(view, candidate), left)
+        length = min(view.most_of(candidate), left)
         chunks.append((candidate.start, length))
         num_ended += length == candidate.length
         left -= length

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from evenflow.core.account import NOBODY, Account
+from evenflow.core.account import NOBODY, Account, length_of_turn
 from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, urgency
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
@@ -253,6 +253,7 @@ class Steering:
             free_tokens=free_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
             caps=self._host.caps,
+            turn=length_of_turn([self._streams[one.request_id].account for one in candidates]),
         )
         quotas = self._planner.plan(view).chunks
         if (feasible := self._planner.infeasibility_warning()) is not None:

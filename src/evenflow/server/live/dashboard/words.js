@@ -35,6 +35,7 @@ const REASONS = {
   alignment: "the size was rounded for speed",
   floor: "only the minimum that keeps prefill moving fitted",
   latency: "more would have made a token late",
+  turn: "another tenant's first token would have come later",
   warm_up: "no larger step has been measured yet",
 };
 
