@@ -19,6 +19,7 @@ from evenflow.core.deadlines import (
     Urgency,
     charge_overtaking,
     rank_time,
+    rank_times,
     urgency,
 )
 
@@ -151,9 +152,12 @@ def milliseconds(start: int, length: int) -> float:
     return length / 1000
 
 
-def rank(place: Place, start: int | None = None, now: float | None = None, patience: float = 4.0) -> float:
-    start = place.num_cached_tokens if start is None else start
-    return rank_time(place, start, place.arrival_time if now is None else now, patience, milliseconds)
+def rank(place: Place, start: int | None = None, patience: float = 4.0) -> float:
+    return rank_time(place, place.num_cached_tokens if start is None else start, patience, milliseconds)
+
+
+def ranks(now: float, *head: tuple[Place, int]) -> list[float]:
+    return rank_times(head, now, 4.0, milliseconds)
 
 
 def test_prompts_are_ranked_by_arrival_and_a_patience_in_proportion_to_their_prefill() -> None:
@@ -171,8 +175,8 @@ def test_patience_is_bounded() -> None:
 
 def test_patience_follows_the_prediction() -> None:
     place = Place(10.0, 500, 0)
-    assert rank_time(place, 0, 10.0, 4.0, lambda start, length: length / 250) == 18.0
-    assert rank_time(place, 0, 11.0, 4.0, milliseconds) == 12.0
+    assert rank_time(place, 0, 4.0, lambda start, length: length / 250) == 18.0
+    assert rank_time(place, 0, 4.0, milliseconds) == 12.0
 
 
 def test_the_time_served_does_not_use_patience_up() -> None:
@@ -185,8 +189,54 @@ def test_the_time_served_does_not_use_patience_up() -> None:
 
 def test_a_prompt_overtaken_for_its_share_is_ranked_by_its_arrival_until_it_has_waited_longer() -> None:
     place = Place(10.0, 500, 0, overtaken_s=2 * OVERTAKING_SHARE)
-    assert rank(place, now=11.0) == 10.0
-    assert rank(place, now=12.5) == 12.0
+    assert ranks(11.0, (place, 0)) == [10.0]  # its first token would come 1.5 s after its arrival
+    assert ranks(11.5, (place, 0)) == [12.0]
+
+
+def test_a_prompt_overtakes_if_all_that_it_has_left_fits_into_the_share() -> None:
+    """600 ms of prefill and 300 that are later: 900 ms to the first token, of which 270 may go to others."""
+    long, short = Place(10.0, 600, 0), Place(10.0, 300, 0)
+    assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 11.2]
+    assert ranks(10.2, (long, 0), (short, 0)) == [12.4, 11.2]  # one that has waited longer gives more
+    long.overtaken_s = 0.1
+    assert ranks(10.3, (long, 0), (short, 100)) == [12.4, 10.9]  # and is passed to the end
+    long.overtaken_s = 0.2
+    assert ranks(10.4, (long, 0), (short, 200)) == [12.4, pytest.approx(10.6)]
+
+
+def test_it_is_the_next_of_the_later_prompts_that_has_to_fit() -> None:
+    first, second, third = Place(10.0, 1000, 0), Place(10.1, 600, 0), Place(10.2, 100, 0)
+    assert ranks(10.2, (first, 0), (second, 0), (third, 0)) == pytest.approx([14.0, 12.5, 10.6])
+    # The third may not pass the second, which has given its share, so the second is next.
+    second.overtaken_s = 0.25
+    assert ranks(10.2, (first, 0), (second, 0), (third, 0)) == pytest.approx([10.0, 10.1, 10.6])
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.floats(0, 3)), min_size=2, max_size=8), st.integers(10, 200))
+def test_prompts_are_overtaken_for_their_share_and_served_in_few_turns(
+    arrivals: list[tuple[int, float]], step: int
+) -> None:
+    """One prompt at a time, in steps: the share is kept to a step, and no two prompts take turns."""
+    arrivals.sort(key=lambda one: one[1])
+    places = [Place(at, tokens, 0) for tokens, at in arrivals]
+    done, now, turns, ended = [0] * len(places), 0.0, list[int](), dict[int, float]()
+    while len(ended) < len(places):
+        head = [n for n, place in enumerate(places) if n not in ended and place.arrival_time <= now]
+        if not head:
+            now = min(place.arrival_time for n, place in enumerate(places) if n not in ended)
+            continue
+        found = ranks(now, *((places[n], done[n]) for n in head))
+        _, chosen = min(zip(found, head, strict=True))
+        tokens = min(step, places[chosen].num_tokens - done[chosen])
+        charge_overtaking([(places[n], tokens if n == chosen else 0) for n in head], tokens, tokens / 1000)
+        done[chosen] += tokens
+        now += tokens / 1000
+        turns += [chosen] if turns[-1:] != [chosen] else []
+        if done[chosen] == places[chosen].num_tokens:
+            ended[chosen] = now
+    for number, place in enumerate(places):
+        assert place.overtaken_s <= OVERTAKING_SHARE * (ended[number] - place.arrival_time) + step / 1000 + 1e-9
+    assert len(turns) <= 2 * len(places)  # only one that arrives interrupts another
 
 
 def test_prompts_are_charged_for_later_ones_that_are_served() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from evenflow.core.deadlines import OVERTAKING_SHARE
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
@@ -73,18 +72,17 @@ def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_pa
 def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> None:
     driven = steering(tmp_path)
     add(driven, "long", 50_000)
-    driven.now += 0.1 / OVERTAKING_SHARE
     add(driven, "short", 8000)
     plan_for(driven, "long", "short")
-    assert turn_of(driven, "short") < turn_of(driven, "long")
-    for _ in range(2):  # of 81 ms each, while its share of the wait is 100 ms
-        assert turn_of(driven, "long") > 100
+    for _ in range(2):  # of 81 ms each, while its share of 582 ms until its first token is 175
+        assert turn_of(driven, "long") > turn_of(driven, "short") > 100
         launch(driven, "step", ("short", 0, 8000))
+        driven.now += 0.0001
         plan_for(driven, "long", "short")
     assert turn_of(driven, "long") == 100 < turn_of(driven, "short")
-    driven.now = 100 + 2 * 0.081 / OVERTAKING_SHARE + 0.1
+    driven.now += 0.3
     plan_for(driven, "long", "short")
-    assert turn_of(driven, "long") > 100
+    assert turn_of(driven, "long") > turn_of(driven, "short")
 
 
 def plan_for(driven: Driven, *names: str) -> None:

@@ -100,20 +100,39 @@ class Place:
     passed_tokens: int = 0  # most tokens of requests that were admitted before it while it did not fit
 
 
-def rank_time(place: Place, start: int, now: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:
-    """Prompts are served in this order: by arrival, plus a patience in proportion to their own prefill.
+def rank_time(place: Place, start: int, patience: float, seconds_of: Callable[[int, int], float]) -> float:
+    """A prompt's place in line: its arrival, plus a patience in proportion to its own prefill.
 
-    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves, and only
-    for a share of the time that it waits. The time that a prompt is served does not use its patience up. `seconds_of`
-    predicts the prefill of a start and a length, and `start` is where the prompt has got to: as the prediction gets
-    better, the rank follows.
+    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves. The time
+    that a prompt is served does not use its patience up. `seconds_of` predicts the prefill of a start and a length, and
+    `start` is where the prompt has got to: as the prediction gets better, the rank follows.
     """
-    if place.overtaken_s > OVERTAKING_SHARE * (now - place.arrival_time):
-        return place.arrival_time
     left = seconds_of(start, place.num_tokens - start)
     served = seconds_of(place.num_cached_tokens, place.num_tokens - place.num_cached_tokens) - left
     most = min(MAX_PATIENCE_S, place.ttft_target or math.inf)
     return place.arrival_time + min(patience * left + max(0.0, served), most)
+
+
+def rank_times(
+    head: Sequence[tuple[Place, int]], now: float, patience: float, seconds_of: Callable[[int, int], float]
+) -> list[float]:
+    """The same for the earliest prompts of a line, in order of arrival, each with where it has got to.
+
+    Later prompts overtake one for a share of its waiting time, and start to do so when all that they have left fits
+    into it: prompts that took turns would all be late.
+    """
+    ranks: list[float] = []
+    next_rank, next_left = math.inf, 0.0  # of the later prompts, the one that is served next
+    for place, start in reversed(head):
+        rank, left = rank_time(place, start, patience, seconds_of), seconds_of(start, place.num_tokens - start)
+        overtaking = next_left if next_rank < rank else 0.0
+        ttft = now - place.arrival_time + left + overtaking
+        if place.overtaken_s + overtaking > OVERTAKING_SHARE * ttft:
+            rank = place.arrival_time
+        if rank <= next_rank:
+            next_rank, next_left = rank, left
+        ranks.append(rank)
+    return ranks[::-1]
 
 
 def charge_overtaking(head: Sequence[tuple[Place, int]], step_tokens: int, step_seconds: float) -> None:

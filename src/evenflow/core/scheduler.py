@@ -15,7 +15,7 @@ from itertools import chain, count, repeat
 from evenflow.core.account import length_of_turn
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
-from evenflow.core.deadlines import Place, Urgency, rank_time, urgency
+from evenflow.core.deadlines import Place, Urgency, rank_time, rank_times, urgency
 from evenflow.core.outcome import Committed, InFlight
 from evenflow.core.plan import Chunk, ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
@@ -123,7 +123,8 @@ class Scheduler:
         ttft_target = request.sampling.ttft_target or service_class.ttft_target
         request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
         if self.policy.patience:
-            request.rank = self._rank(request, request.arrival_time)
+            rank = rank_time(request.place, num_cached, self.policy.patience, self._prefill_seconds)
+            request.rank = rank, request.rank[1]
         self._refuse_if_late(request, service_class)
         self.order.add(request)
         self._num_arrivals += 1
@@ -162,12 +163,6 @@ class Scheduler:
         self._next_expiry = min((one.expires_at for one in self._expiring.values()), default=math.inf)
         return found
 
-    def _rank(self, request: Request, now: float) -> tuple[float, int]:
-        """Its place in line, by what its prefill is predicted to take now."""
-        place = request.place
-        start = request.num_scheduled if request.status is Status.RUNNING else place.num_cached_tokens
-        return rank_time(place, start, now, self.policy.patience, self._prefill_seconds), request.rank[1]
-
     def _prefill_seconds(self, start: int, length: int) -> float:
         return self.step_time.predict(self.caps.prefill_shape(start, length))
 
@@ -180,11 +175,14 @@ class Scheduler:
     def _heads_of_lines(self, now: float) -> list[list[Request]]:
         """Of each account, the earliest prompts that have no token yet, with their current ranks."""
         heads = list(self.order.heads())
-        for request in chain.from_iterable(heads):
-            if request.status is Status.RUNNING:
-                request.rank = self._rank(request, now)
-            else:
-                self.order.update(request, self._rank(request, now))
+        for head in heads:
+            places = [(one.place, one.num_scheduled if one.is_running else one.place.num_cached_tokens) for one in head]
+            ranks = rank_times(places, now, self.policy.patience, self._prefill_seconds)
+            for request, rank in zip(head, ranks, strict=True):
+                if request.is_running:
+                    request.rank = rank, request.rank[1]
+                else:
+                    self.order.update(request, (rank, request.rank[1]))
         return heads
 
     def abort(self, request_id: str) -> bool:

@@ -9,12 +9,11 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from evenflow.core.account import NOBODY, Account, length_of_turn
-from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, urgency
+from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, rank_times, urgency
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
@@ -193,7 +192,7 @@ class Steering:
             self._order.discard(self._streams[request.id])
         self._streams[request.id] = stream
         self._order.add(stream)
-        self._update_rank(stream, now)
+        stream.rank = rank_time(place, place.num_cached_tokens, self._patience, self._prefill_seconds), stream.rank[1]
         self._reporter.arrived(request.id, arrived_at, request.num_prompt_tokens, request.max_tokens)
 
     def rank(self, request_id: str) -> tuple[int, float, int, tuple[float, int]]:
@@ -204,10 +203,9 @@ class Steering:
         """How urgent it is: the lower, the more."""
         return self._streams[request_id].account.level
 
-    def _update_rank(self, stream: _Stream, now: float) -> None:
-        patience = self._planner.patience if self._planner is not None else 0.0
-        rank = rank_time(stream.place, stream.num_scheduled, now, patience, self._prefill_seconds)
-        stream.rank = rank, stream.rank[1]
+    @property
+    def _patience(self) -> float:
+        return self._planner.patience if self._planner is not None else 0.0
 
     def _prefill_seconds(self, start: int, length: int) -> float:
         return self.step_time.predict(self._host.caps.prefill_shape(start, length))
@@ -233,8 +231,11 @@ class Steering:
         assert self._pacing is not None
         for candidate in candidates:
             self._streams[candidate.request_id].got_to(candidate.start)
-        for stream in chain.from_iterable(self._order.heads()) if candidates else ():
-            self._update_rank(stream, now)
+        for head in self._order.heads() if candidates else ():
+            places = [(stream.place, stream.num_scheduled) for stream in head]
+            ranks = rank_times(places, now, self._patience, self._prefill_seconds)
+            for stream, rank in zip(head, ranks, strict=True):
+                stream.rank = rank, stream.rank[1]
         self._order.demote_late(now)
         decoding = [decode for decode in decodes if decode.rows]
         urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
