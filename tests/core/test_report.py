@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenflow.core.deadlines import LateToken
@@ -138,6 +138,7 @@ step_figures = st.tuples(
 
 
 @given(st.lists(step_figures, min_size=1, max_size=8), st.tuples(*[st.floats(0, 2)] * 3))
+@example([(0.0, 1.5, 0.0, 0, [1], 0.0)], (0.0, 0.0, 5e-324))  # costs that vanish when they are multiplied
 def test_parts_add_up_to_the_seconds_and_causes_to_the_time_since_the_last_step(
     steps: list[tuple[float, float, float, int, list[int], float]], costs: tuple[float, float, float]
 ) -> None:

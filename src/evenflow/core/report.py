@@ -214,13 +214,14 @@ class Attribution:
             if not shapes[0].total_rows:  # without decodes, the fixed cost of a step is its chunks'
                 parts = [0.0, parts[0] + parts[1], *parts[2:]]
         total = sum(parts)
+        shares = [part / total for part in parts]
         since_last = seconds if self._last_at is None else at - self._last_at
         self._last_at = at
         in_step = min(seconds, since_last)
         explained = min(predicted_seconds, in_step)
         rest = in_step - explained, since_last - in_step
-        causes = tuple(_causes([explained * part / total for part in parts], chunks, *rest, gc_seconds))
-        decode_seconds, *chunk_seconds = [seconds * part / total for part in parts]
+        causes = tuple(_causes([explained * share for share in shares], chunks, *rest, gc_seconds))
+        decode_seconds, *chunk_seconds = [seconds * share for share in shares]
         return StepTimes(decode_seconds, chunk_seconds, causes)
 
 
