@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator
+from statistics import median
 
 from virtual_engine import Arrival, Outcome, Served, Setup, by_tenant
 
@@ -19,12 +20,16 @@ class CpuEngine:
     def __init__(self, model: str, weights: str) -> None:
         self._settings = {"model": model, "weights": weights, "max_num_seqs": 8, "enable_prefix_caching": False}
 
-    def prefill_tokens_per_s(self) -> float:
-        """Of one prompt, the faster of two."""
-        with LLM(**self._settings, policy="fixed:256") as llm:  # type: ignore[arg-type]
-            prompts = [random.Random(seed).choices(range(100, 10_000), k=256) for seed in range(2)]
-            outputs = [llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))[0] for prompt in prompts]
-        return max(output.prefill_tokens_per_s or 0.0 for output in outputs)
+    def prefill_tokens_per_s(self, step_s: float) -> float:
+        """In steps of this many seconds: shorter steps are slower, so their size is found in a few tries."""
+        prompts = [random.Random(seed).choices(range(100, 10_000), k=512) for seed in range(3)]
+        speed, num_tokens = 0.0, 256
+        for _ in range(3):
+            with LLM(**self._settings, policy=f"fixed:{num_tokens}") as llm:  # type: ignore[arg-type]
+                outputs = [llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))[0] for prompt in prompts]
+            speed = median(output.prefill_tokens_per_s or 0.0 for output in outputs)
+            num_tokens = max(16, round(step_s * speed))
+        return speed
 
     def __call__(self, arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_work: bool = False) -> Outcome:
         """Serve a load until this time."""

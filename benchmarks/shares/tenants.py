@@ -24,6 +24,7 @@ from virtual_engine import Arrival, Outcome, Setup, quantile, simulate
 
 FLOOD_FACTOR = 100
 MAX_TTFT_RATIO, MIN_JAIN = 1.5, 0.95
+_CPU_STEP_S = 0.12
 _WARM_UP_S = 5.0  # of the backlogged tenants, before their service counts
 _DRAWN_SMALL = drawn_sizes((200, 8_000), (16, 256))
 _DRAWN_FLOOD = drawn_sizes((1_000, 64_000), (16, 512))
@@ -63,7 +64,7 @@ GPU = Scale(small=_DRAWN_SMALL, flood=_DRAWN_FLOOD, tokens_per_s=2_500, policy="
 
 
 def cpu_scale(tokens_per_s: float) -> Scale:
-    """For a machine that prefills this many tokens a second: steps of 120 ms, prompts of several."""
+    """For a machine that prefills this many tokens a second: prompts of several steps."""
 
     def sizes(low_s: float, high_s: float) -> Sizes:
         return drawn_sizes((round(low_s * tokens_per_s), round(high_s * tokens_per_s)), (4, 16))
@@ -72,7 +73,7 @@ def cpu_scale(tokens_per_s: float) -> Scale:
         small=sizes(0.4, 0.7),
         flood=sizes(0.7, 2.5),
         tokens_per_s=0.25 * tokens_per_s,
-        policy=f"fixed:{max(16, round(0.12 * tokens_per_s))}",
+        policy=f"fixed:{max(16, round(_CPU_STEP_S * tokens_per_s))}",
         seeds=(1, 2),
         longest=(round(0.5 * tokens_per_s), round(2.5 * tokens_per_s)),
         backlog_tokens_per_s=(round(2 * tokens_per_s), round(4 * tokens_per_s)),
@@ -166,8 +167,8 @@ def main() -> None:
     run, scale = simulate, GPU
     if options.engine == "cpu":
         run = CpuEngine(options.model, options.weights)
-        speed = run.prefill_tokens_per_s()
-        print(f"This machine prefills {speed:.0f} tokens/s with nothing beside")
+        speed = run.prefill_tokens_per_s(_CPU_STEP_S)
+        print(f"This machine prefills {speed:.0f} tokens/s alone, in steps of {1000 * _CPU_STEP_S:.0f} ms")
         scale = cpu_scale(speed)
     given = {name: getattr(options, name) for name in ("tokens_per_s", "policy", "seeds")}
     given |= {name: traced_sizes(trace(path)) for name in ("small", "flood") if (path := getattr(options, name))}
