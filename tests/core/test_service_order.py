@@ -430,6 +430,17 @@ def test_a_first_token_does_not_wait_for_prompts_of_another_tenant_in_its_step(p
     assert rows["flood", "batch"] >= 200 <= rows["light", "batch"]
 
 
+def test_tenants_with_equal_shares_fill_their_steps() -> None:
+    """None of them is owed more than the others: short steps would only cost efficiency."""
+    driver = Driver("fixed:400", cost=lambda shape: 0.0002 * shape.total_rows, num_blocks=10_000, max_num_seqs=64)
+    for number in range(40):
+        for tenant in ("a", "b", "c"):
+            driver.add(90, max_tokens=1, name=f"{tenant}{number}", tenant=tenant)
+    driver.run()
+    full = [sum(chunk.length for chunk in plan.chunks) for plan in driver.plans]
+    assert full[:-1] == [400] * (len(full) - 1)
+
+
 def test_one_tenant_or_many_alone_plan_the_same() -> None:
     """A single class and tenant is the plain scheduler, whatever their names."""
     plans = []

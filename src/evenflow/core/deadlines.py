@@ -118,8 +118,8 @@ def rank_times(
 ) -> list[float]:
     """The same for the earliest prompts of a line, in order of arrival, each with where it has got to.
 
-    Later prompts overtake one for a share of its waiting time, and start to do so when all that they have left fits
-    into it: prompts that took turns would all be late.
+    Later prompts overtake one for a share of the time until its first token, and start to do so when all that they have
+    left fits into it: prompts that took turns would all be late.
     """
     ranks: list[float] = []
     next_rank, next_left = math.inf, 0.0  # of the later prompts, the one that is served next

@@ -23,7 +23,7 @@ class ChunkReason(StrEnum):
     ALIGNMENT = "alignment"  # rounded down to a size that the executor runs well
     FLOOR = "floor"  # no room for prefill: the minimum that keeps it moving
     LATENCY = "latency"  # more would have made a stream's next token late
-    TURN = "turn"  # more would have delayed the first token of another tenant, whose turn it is
+    TURN = "turn"  # more would have delayed the first token of a lighter tenant, which comes with this step
     WARM_UP = "warm_up"  # twice the largest step seen so far: beyond it, step times are guesses
 
 

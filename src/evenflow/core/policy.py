@@ -19,8 +19,8 @@ from evenflow.core.step_time import StepTimeModel
 # When decodes alone fill the budget, prefill still gets FLOOR_TOKENS every FLOOR_STEPS steps.
 FLOOR_TOKENS = 16
 FLOOR_STEPS = 8
-# Where the prompts of one tenant end in a step, those of others only fill it up to this share: every row more would
-# delay first tokens, and loses nothing if it comes in the next step. Shorter steps would not be efficient.
+# A step in which a tenant's turn ends is filled with prompts of others up to this share only: more rows would delay
+# first tokens, and lose nothing if they come in the next step. A step that is shorter still would not be efficient.
 LEAST_FILLED = 0.25
 
 
@@ -50,7 +50,7 @@ class StepView:
     free_tokens: int  # free KV cache
     long_prefill_token_threshold: int  # upper bound of a prompt's tokens in a step; 0: none
     caps: ExecutorCaps
-    turn: int  # how many of the candidates, from the first on, are of the tenant that is next
+    turn: int  # how many candidates, from the first on, the tenant that is next has; see `ServiceLines.length_of_turn`
 
     @property
     def tokens_of_turn(self) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
 
-from evenflow.core.account import length_of_turn
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import Place, Urgency, rank_time, rank_times, urgency
@@ -319,7 +318,7 @@ class Scheduler:
             free_tokens=self.pool.num_free * self.block_size,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             caps=self.caps,
-            turn=length_of_turn([self.requests[one.request_id].account for one in candidates]),
+            turn=self.order.length_of_turn([(self.requests[one.request_id], one.start) for one in candidates]),
         )
 
     def admission_failure(self) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from evenflow.core.account import PROMOTED, Account
@@ -220,6 +220,19 @@ class ServiceLines(Generic[RequestType]):
                 request, position = start
                 counter += self._price_of(position, request.num_known - position) / self._weight(account.tenant)
             heapq.heapreplace(heap, (level, counter, served_at, following[0].rank, account, following, rest))
+
+    def length_of_turn(self, prompts: Sequence[tuple[RequestType, int]]) -> int:
+        """How many of these, in order of service, are of the tenant that is next, if it has had so little that it
+        would still be next after them; else all. Classes do not take turns."""
+        account = prompts[0][0].account if prompts else None
+        own = list(takewhile(lambda one: one[0].account == account, prompts))
+        if account is None or len(own) == len(prompts):
+            return len(prompts)
+        seconds = sum(self._price_of(start, request.num_known - start) for request, start in own)
+        level, counter, _ = self._standing(account)
+        next_level, next_counter, _ = self._standing(prompts[len(own)][0].account)
+        is_next = level == next_level and counter + seconds / self._weight(account.tenant) < next_counter
+        return len(own) if is_next else len(prompts)
 
     def _standing(self, account: Account) -> tuple[int, float, int]:
         if account.level == PROMOTED:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from evenflow.core.account import NOBODY, Account, length_of_turn
+from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, rank_times, urgency
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
@@ -254,7 +254,7 @@ class Steering:
             free_tokens=free_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
             caps=self._host.caps,
-            turn=length_of_turn([self._streams[one.request_id].account for one in candidates]),
+            turn=self._order.length_of_turn([(self._streams[one.request_id], one.start) for one in candidates]),
         )
         quotas = self._planner.plan(view).chunks
         if (feasible := self._planner.infeasibility_warning()) is not None:
