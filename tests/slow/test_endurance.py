@@ -14,7 +14,7 @@ from tests.core.test_service_load import SEED_OF_THE_DAY
 
 pytestmark = pytest.mark.slow
 
-STEPS = int(os.environ.get("EVENFLOW_ENDURANCE_STEPS", "50000"))
+STEPS = int(os.environ.get("EVENFLOW_ENDURANCE_STEPS", "25000"))
 
 EVENTS = ("class changes", "clock jumps", "failed rows", "failed steps", "policy changes", "preempted", "refusals")
 ENDS = ("length", "error", "aborted", "stopped", "expired")
