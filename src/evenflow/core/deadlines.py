@@ -107,7 +107,10 @@ def rank_time(place: Place, start: int, patience: float, seconds_of: Callable[[i
     that a prompt is served does not use its patience up. `seconds_of` predicts the prefill of a start and a length, and
     `start` is where the prompt has got to: as the prediction gets better, the rank follows.
     """
-    left = seconds_of(start, place.num_tokens - start)
+    return _rank_time(place, seconds_of(start, place.num_tokens - start), patience, seconds_of)
+
+
+def _rank_time(place: Place, left: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     served = seconds_of(place.num_cached_tokens, place.num_tokens - place.num_cached_tokens) - left
     most = min(MAX_PATIENCE_S, place.ttft_target or math.inf)
     return place.arrival_time + min(patience * left + max(0.0, served), most)
@@ -124,7 +127,8 @@ def rank_times(
     ranks: list[float] = []
     next_rank, next_left = math.inf, 0.0  # of the later prompts, the one that is served next
     for place, start in reversed(head):
-        rank, left = rank_time(place, start, patience, seconds_of), seconds_of(start, place.num_tokens - start)
+        left = seconds_of(start, place.num_tokens - start)
+        rank = _rank_time(place, left, patience, seconds_of)
         overtaking = next_left if next_rank < rank else 0.0
         ttft = now - place.arrival_time + left + overtaking
         if place.overtaken_s + overtaking > OVERTAKING_SHARE * ttft:

@@ -42,10 +42,9 @@ class Target(Policy):
         if view.candidates:
             seconds = self._seconds_left(view, start)
             tokens, reason = self._largest_prefill(view, seconds)
-            if tokens > view.tokens_of_turn:
-                tokens = _most_in_time(
-                    view, view.step_time.upper, LEAST_FILLED * seconds, int(view.tokens_of_turn), tokens
-                )
+            own = view.tokens_of_turn
+            if tokens > own:
+                tokens = _most_in_time(view, view.step_time.upper, LEAST_FILLED * seconds, int(own), tokens)
                 reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
