@@ -4,6 +4,7 @@ The text is Python's language reference, which ships with Python (pydoc_data), s
 block goes through the codec once, before the next chunk: as if the request were preempted between all its chunks.
     python benchmarks/kv_tier.py                     # the default model, about three minutes on two cores
     python benchmarks/kv_tier.py --parts perplexity --model MODEL_FOLDER --tokens 8192
+    python benchmarks/kv_tier.py --parts restores --device cuda --load-format dummy --model CONFIG_FOLDER --tokens 65536
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import random
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from evenflow.model.linear import FloatLinear
 from evenflow.model.loader import LoadedModel, load_model
 
 BLOCK_SIZE = 16
+ANSWER_TOKENS = 8
 
 
 class Quality(NamedTuple):
@@ -145,35 +149,39 @@ def sample_block(model: LoadedModel, token_ids: Sequence[int]) -> Tensor:
 # ---- restore against recompute ----
 
 
-def show_restores(name: str, model: LoadedModel, token_ids: Sequence[int]) -> None:
+def show_restores(model: LoadedModel, token_ids: Sequence[int], settings: dict[str, Any]) -> None:
     """Time to first token of a prompt that is computed, and of one that comes back: two that evict each other."""
-    longest = min(len(token_ids) // 2, model.config.max_position - 2)
+    longest = min(len(token_ids) // 2, model.config.max_position - ANSWER_TOKENS - 1)
     for length in (longest // 4, longest):
         print(f"\nfirst token of a prompt of {length} tokens:", flush=True)
         prompts = [list(token_ids[:length]), list(token_ids[-length:])]
         for form in CODECS:
             with tempfile.TemporaryDirectory() as folder:
                 on_host = {"kv_offload_memory": 4 << 30, "kv_offload_format": form}
-                computed, restored = _first_tokens(name, model, prompts, on_host)
+                (computed, expected), (restored, tokens) = _first_tokens(model, prompts, settings | on_host)
                 print(f"  computed {computed:.3f} s; from the host, {form}: {restored:.3f} s", flush=True)
+                print(f"  {sum(map(eq, tokens, expected))} of {len(tokens)} answers are the same", flush=True)
                 on_disk = {"cache_dir": folder, "kv_offload_format": form}
-                _first_tokens(name, model, prompts, on_disk)
-                after_restart, _ = _first_tokens(name, model, prompts, on_disk)
+                _first_tokens(model, prompts, settings | on_disk)
+                (after_restart, _), _ = _first_tokens(model, prompts, settings | on_disk)
                 print(f"  from disk after a restart, {form}: {after_restart:.3f} s", flush=True)
 
 
 def _first_tokens(
-    name: str, model: LoadedModel, prompts: Sequence[list[int]], settings: dict[str, Any]
-) -> tuple[float, float]:
-    """Means of the first round and of the second. A short prompt goes first: the first step of a process is slower."""
-    room = (len(prompts[0]) + 3 * BLOCK_SIZE) * 2 * kv_bytes_per_token(model.config)
-    rounds = []
-    with LLM(name, device="cpu", policy="fixed:512", kv_cache_memory=room, **settings) as llm:
-        llm.generate([prompts[0][:8]], SamplingParams(max_tokens=1, temperature=0.0))
+    model: LoadedModel, prompts: Sequence[list[int]], settings: dict[str, Any]
+) -> list[tuple[float, list[list[int]]]]:
+    """Mean TTFT and answers of two rounds. A short prompt goes first: the first step of a process is slower."""
+    # On a CPU the pool keeps float32 twice, for requests and for prefixes; on a GPU 16 bits once.
+    factor, policy = (2, "fixed:512") if settings["device"] == "cpu" else (0.5, "fixed:8192")
+    room = int((len(prompts[0]) + ANSWER_TOKENS + 3 * BLOCK_SIZE) * factor * kv_bytes_per_token(model.config))
+    rounds, sampling = [], SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(policy=policy, kv_cache_memory=room, **settings) as llm:
+        llm.generate([prompts[0][:8]], sampling)
         for _ in range(2):
-            outputs = [llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))[0] for prompt in prompts]
-            rounds.append(sum(output.ttft_s or 0.0 for output in outputs) / len(outputs))
-    return rounds[0], rounds[1]
+            outputs = [llm.generate([prompt], sampling)[0] for prompt in prompts]
+            ttft = sum(output.ttft_s or 0.0 for output in outputs) / len(outputs)
+            rounds.append((ttft, [list(output.token_ids) for output in outputs]))
+    return rounds
 
 
 def main() -> None:
@@ -181,9 +189,15 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--parts", nargs="*", default=["codecs", "perplexity", "restores"], help="which to run")
+    parser.add_argument("--device", default="cpu", help="of the restores")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights and tokens, for restores alone")
     arguments = parser.parse_args()
-    model = load_model(arguments.model)
-    token_ids = text_tokens(model, arguments.tokens)
+    is_dummy = arguments.load_format == "dummy"
+    model = load_model(arguments.model, is_dummy=is_dummy)
+    if is_dummy:
+        token_ids = random.Random(0).choices(range(1000, model.config.vocab_size), k=arguments.tokens)
+    else:
+        token_ids = text_tokens(model, arguments.tokens)
     with torch.inference_mode():
         if "codecs" in arguments.parts:
             block = sample_block(model, token_ids)
@@ -194,7 +208,8 @@ def main() -> None:
         if "perplexity" in arguments.parts:
             show_perplexity(model, token_ids)
     if "restores" in arguments.parts:
-        show_restores(arguments.model, model, token_ids)
+        settings = {"model": arguments.model, "device": arguments.device, "load_format": arguments.load_format}
+        show_restores(model, token_ids, settings)
 
 
 if __name__ == "__main__":

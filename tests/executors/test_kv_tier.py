@@ -1,9 +1,10 @@
-"""The tier on real block memory: of the CPU's engine, and paged as on a GPU (here with tensors on the CPU)."""
+"""The tier on real block memory: of the CPU's engine, and paged as on a GPU, there and with tensors on the CPU."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from evenflow.model.cuda.blocks import PagedBlocks
 from evenflow.model.kv_cache import PrefixStore
 from evenflow.model.kv_codec import CODECS
 from evenflow.model.loader import load_model
+from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
@@ -26,11 +28,11 @@ def contiguous() -> BlockMemory:
     return PrefixStore(load_model(tiny_llama()).config, NUM_BLOCKS, BLOCK_SIZE)
 
 
-def paged() -> BlockMemory:
-    return PagedBlocks(torch.zeros(4, NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16, dtype=torch.bfloat16))
+def paged(device: str) -> BlockMemory:
+    return PagedBlocks(torch.zeros(4, NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16, dtype=torch.bfloat16, device=device))
 
 
-@pytest.fixture(params=[contiguous, paged])
+@pytest.fixture(params=[contiguous, partial(paged, "cpu"), pytest.param(partial(paged, "cuda"), marks=needs_cuda)])
 def memory(request: pytest.FixtureRequest) -> BlockMemory:
     make: Callable[[], BlockMemory] = request.param
     return make()
