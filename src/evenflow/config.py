@@ -18,7 +18,7 @@ WEIGHTS_BY_DEVICE: dict[str, tuple[WeightsName, ...]] = {  # the default first
     "cuda": ("bfloat16", "float16", "float32"),
 }
 DEVICES = tuple(WEIGHTS_BY_DEVICE)
-KvFormat = Literal["lossless", "int8"]
+KvFormat = Literal["plain", "lossless", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what utilization leaves, on a CPU at most 4 GiB
     enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
     kv_offload_memory: int = 0  # bytes of host memory for prefixes that leave the KV cache; 0: none
-    kv_offload_format: KvFormat = "lossless"  # int8: a quarter of float32, half of 16 bits, with a small error
+    kv_offload_format: KvFormat | None = None  # int8 has a small error; None: lossless on a CPU, plain on a GPU
     cache_dir: str | None = None  # a folder in which the prefix cache survives a restart
     cache_dir_size: int = 4 * GIB  # bytes that it may take
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
@@ -100,7 +100,7 @@ class EngineConfig:
             "device": (None, *DEVICES),
             "weights": ("auto", *dict.fromkeys(chain(*WEIGHTS_BY_DEVICE.values()))),
             "load_format": ("auto", "dummy"),
-            "kv_offload_format": ("lossless", "int8"),
+            "kv_offload_format": (None, "plain", "lossless", "int8"),
         }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -137,6 +139,20 @@ def test_memory_that_cannot_be_had_fails_the_step_and_not_the_executor(place: Pl
         run(executor, plan(admissions=(huge,), changes=(blocks(3, 0),), chunks=(chunk(3, 0, 5, samples=True),)))
     run(executor, plan(released=(3,)))
     assert generate(executor, admit(0, prompt(5)), (), 3) == expected
+
+
+@pytest.mark.parametrize("place", [CPU, pytest.param(CUDA_BFLOAT16, marks=needs_cuda)])
+def test_an_executor_that_is_closed_gives_its_memory_back(place: Place) -> None:
+    executor = make(place, True)
+    generate(executor, admit(0, prompt(5)), (), 3)
+    assert isinstance(executor, CudaExecutor)
+    kept = [weakref.ref(one) for one in (executor._decoder, executor._kv, executor._inputs)]
+    gc.disable()  # it must not be needed
+    try:
+        executor.close()
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class LittleMemory(ReferenceAttention):

@@ -13,10 +13,11 @@ import torch
 
 from evenflow.core.plan import Save, TierMoves, TierResult
 from evenflow.executors.block_files import BlockFiles
+from evenflow.executors.host_blocks import HostBlocks
 from evenflow.executors.kv_tier import BlockMemory, KvTier
 from evenflow.model.cuda.blocks import PagedBlocks
 from evenflow.model.kv_cache import PrefixStore
-from evenflow.model.kv_codec import CODECS
+from evenflow.model.kv_codec import CODECS, BlockLayout
 from evenflow.model.loader import load_model
 from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
@@ -66,8 +67,12 @@ def restore(tier: KvTier, block: int, number: int) -> TierResult:
     return tier.collect()
 
 
-def test_a_block_comes_back_with_the_same_bits_though_it_was_overwritten(memory: BlockMemory) -> None:
-    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
+EXACT = pytest.mark.parametrize("form", ["plain", "lossless"])
+
+
+@EXACT
+def test_a_block_comes_back_with_the_same_bits_though_it_was_overwritten(memory: BlockMemory, form: str) -> None:
+    tier = KvTier(memory, CODECS[form], host_bytes=1 << 20)
     values = filled(memory, 3, seed=1)
     save(tier, 3, 1)
     filled(memory, 3, seed=2)  # at once, as the step does that follows
@@ -75,12 +80,13 @@ def test_a_block_comes_back_with_the_same_bits_though_it_was_overwritten(memory:
     result = restore(tier, 5, 1)
     assert result.restored == (name(1),)
     assert result.restore_seconds > 0
-    assert torch.equal(memory.read([5])()[0], values)
+    assert torch.equal(memory.read([5])[0](None), values)
     tier.close()
 
 
-def test_a_block_can_return_while_it_is_still_being_saved(memory: BlockMemory) -> None:
-    tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
+@EXACT
+def test_a_block_can_return_while_it_is_still_being_saved(memory: BlockMemory, form: str) -> None:
+    tier = KvTier(memory, CODECS[form], host_bytes=1 << 20)
     values = [filled(memory, block, seed=block) for block in range(4)]
     tier.apply(
         TierMoves(
@@ -93,7 +99,7 @@ def test_a_block_can_return_while_it_is_still_being_saved(memory: BlockMemory) -
         tier.wait()
         restored.update(tier.collect().restored)
     for block in range(4):
-        assert torch.equal(memory.read([7 - block])()[0], values[block])
+        assert torch.equal(memory.read([7 - block])[0](None), values[block])
     tier.close()
 
 
@@ -108,8 +114,9 @@ def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory) -> None:
     tier.close()
 
 
-def test_the_host_keeps_what_fits_the_most_recent_first(memory: BlockMemory) -> None:
-    codec = CODECS["int8"]
+@pytest.mark.parametrize("form", ["plain", "int8"])
+def test_the_host_keeps_what_fits_the_most_recent_first(memory: BlockMemory, form: str) -> None:
+    codec = CODECS[form]
     tier = KvTier(memory, codec, host_bytes=2 * codec.most_bytes(memory.layout))
     for number in range(4):
         filled(memory, number, seed=number)
@@ -120,9 +127,12 @@ def test_the_host_keeps_what_fits_the_most_recent_first(memory: BlockMemory) -> 
     tier.close()
 
 
-def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(memory: BlockMemory, tmp_path: Path) -> None:
+@EXACT
+def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(
+    memory: BlockMemory, form: str, tmp_path: Path
+) -> None:
     def new_tier() -> KvTier:
-        return KvTier(memory, CODECS["lossless"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+        return KvTier(memory, CODECS[form], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
 
     tier = new_tier()
     values = filled(memory, 0, seed=9)
@@ -133,7 +143,7 @@ def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(memory:
     assert config.keeps_all
     assert [content.tenant for content in config.contents] == ["acme"]
     assert restore(tier, 6, 1).restored == (name(1),)
-    assert torch.equal(memory.read([6])()[0], values)
+    assert torch.equal(memory.read([6])[0](None), values)
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     assert restore(tier, 5, 1).lost == (name(1),)
@@ -153,7 +163,7 @@ def test_a_disk_that_fails_ends_the_files_and_not_the_tier(
             saved(tier)
     assert caplog.text.count("not kept on disk any more") == 1
     assert restore(tier, 4, 2).restored == (name(2),)
-    assert torch.equal(memory.read([4])()[0], values)
+    assert torch.equal(memory.read([4])[0](None), values)
     tier.close()
 
 
@@ -164,6 +174,23 @@ def test_int8_returns_nearly_the_same_values(memory: BlockMemory) -> None:
     restore(tier, 5, 1)  # perhaps from the copy
     saved(tier)
     restore(tier, 5, 1)
-    error = (memory.read([5])()[0].float() - values).norm() / values.norm()
+    error = (memory.read([5])[0](None).float() - values).norm() / values.norm()
     assert 0 < error < 0.02
     tier.close()
+
+
+def test_blocks_kept_as_they_are_use_the_same_memory_again_and_again() -> None:
+    layout = BlockLayout((2, 16, 4), torch.float32)
+    host = HostBlocks(3 * layout.num_bytes, layout, is_pinned=False)
+    places = set()
+    for number in range(50):
+        place = host.new_place()
+        places.add(place.data_ptr())
+        host.put(name(number), place.fill_(number))
+    assert len(places) == 4
+    taken = host.take(name(48))
+    assert isinstance(taken, torch.Tensor)
+    host.put(name(50), host.new_place())
+    host.put(name(51), host.new_place().fill_(51))
+    assert taken.unique().tolist() == [48]  # nothing is written over what was taken
+    assert host.take(name(48)) is None

@@ -134,6 +134,9 @@ class End:
     driver: Driver
     number: int
 
+    def synchronize(self) -> None:
+        return
+
     def elapsed_time(self, later: End) -> float:
         ends = self.driver.device.ends
         return 1000 * (ends[later.number] - ends[self.number])

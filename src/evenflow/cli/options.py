@@ -118,7 +118,9 @@ class ModelOptions:
         metavar="SIZE",
         show_default="none",
     )
-    kv_offload_format: str | None = option("How they are kept.", metavar="lossless|int8", show_default="lossless")
+    kv_offload_format: str | None = option(
+        "How they are kept.", metavar="plain|lossless|int8", show_default="lossless, on a GPU plain"
+    )
     cache_dir: str | None = option("Folder in which the prefix cache survives a restart.", metavar="DIR")
     cache_dir_size: int | None = option(
         "Most that it may take.", parser=parse_size, metavar="SIZE", show_default="4GiB"

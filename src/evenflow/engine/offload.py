@@ -20,7 +20,8 @@ logger = logging.getLogger("evenflow")
 
 def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: BlockMemory) -> tuple[KvTier, TierConfig]:
     """For a model at `path`. Files in its folder that another model or setting has written are not read."""
-    codec, layout = CODECS[config.kv_offload_format], blocks.layout
+    codec = CODECS[config.kv_offload_format or ("plain" if blocks.is_on_gpu else "lossless")]
+    layout = blocks.layout
     files = None
     if config.cache_dir is not None:
         identity = model, config.weights, config.load_format, config.block_size, layout, codec.name, sys.byteorder

@@ -188,6 +188,9 @@ class CudaExecutor:
             self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
+        # Weights, KV and graphs, which refer to this object: the device's memory must not wait for a collector.
+        del self._decoder, self._kv, self._memory, self._captured_logits, self._decode_graphs, self._layer_graphs
+        del self._inputs, self._captured_inputs, self._captured_rows, self._sampler, self.blocks
 
     def _launch(self, step: _Launched) -> None:
         plan = step.plan

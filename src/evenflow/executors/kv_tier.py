@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,8 @@ from evenflow.core.plan import ExecutorCaps, Save, StepPlan, StepResult, TierMov
 from evenflow.core.tier import TierConfig
 from evenflow.executors.base import Executor
 from evenflow.executors.block_files import BlockFiles
-from evenflow.model.kv_codec import BlockLayout, Codec
+from evenflow.executors.host_blocks import Held, HostBlocks, size_of
+from evenflow.model.kv_codec import BlockCopy, BlockLayout, Codec, Plain, copied
 
 logger = logging.getLogger("evenflow")
 
@@ -39,8 +40,11 @@ class BlockMemory(Protocol):
     @property
     def layout(self) -> BlockLayout: ...
 
-    def read(self, block_ids: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
-        """Copies of these, from before any step that is submitted later; the call waits for them."""
+    @property
+    def is_on_gpu(self) -> bool: ...
+
+    def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
+        """Copies of these, from before any step that is submitted later."""
         ...
 
     def write(self, block_id: int, block: Tensor) -> None:
@@ -74,9 +78,8 @@ class KvTier:
         self._memory, self._codec, self._files = memory, codec, files
         self._layout = memory.layout
         self._host_bytes = host_bytes
-        self._host: OrderedDict[bytes, bytes] = OrderedDict()  # encoded blocks, the least recently used first
-        self._num_host_bytes = 0
-        self._staged: dict[bytes, Callable[[], Tensor]] = {}  # copied out of the pool, not encoded yet
+        self._host = HostBlocks(host_bytes, self._layout, is_pinned=memory.is_on_gpu)
+        self._staged: dict[bytes, BlockCopy] = {}  # copied out of the pool, not encoded yet
         self._num_saving = self._num_returning = 0
         self._restored: list[bytes] = []
         self._lost: list[bytes] = []
@@ -106,15 +109,15 @@ class KvTier:
     def _stage(self, saves: Sequence[Save]) -> None:
         began = time.perf_counter()
         try:
-            read = self._memory.read([save.block for save in saves])
+            copies = self._memory.read([save.block for save in saves])
         except (MemoryError, RuntimeError) as error:
             logger.warning("%d KV blocks were not kept: no memory to copy them (%s).", len(saves), error)
             return
         copying = (time.perf_counter() - began) / len(saves)
-        staged = [(save, partial(_item, read, place)) for place, save in enumerate(saves)]
+        staged = list(zip(saves, copies, strict=True))
         with self._changed:
             self._num_saving += len(saves)
-            self._staged |= {save.block_hash: block for save, block in staged}
+            self._staged |= {save.block_hash: copy for save, copy in staged}
         self._saver.submit(self._save, staged, copying)
 
     def wait(self) -> None:
@@ -143,15 +146,18 @@ class KvTier:
         return result
 
     def measure(self) -> tuple[float, float]:
-        """Seconds to save and to restore one block, tried out on noise."""
+        """Seconds to save and to restore one block, tried out on noise while no request has one."""
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
         times = []
-        for _ in range(3):  # the first is slower
-            began = time.perf_counter()
-            data = self._codec.encode(block)
-            encoded = time.perf_counter()
-            self._codec.decode(data, self._layout)
-            times.append((encoded - began, time.perf_counter() - encoded))
+        with torch.inference_mode():
+            self._memory.write(0, block)
+            for _ in range(3):  # the first is slower
+                began = time.perf_counter()
+                data = self._encode(self._memory.read([0])[0])
+                encoded = time.perf_counter()
+                self._memory.write(0, self._decode(data))
+                times.append((encoded - began, time.perf_counter() - encoded))
+                self._host.give_back(data)
         return min(times)
 
     def config(self, *, disk_bytes: int = 0) -> TierConfig:
@@ -175,15 +181,18 @@ class KvTier:
         for worker in (self._saver, self._restorer):
             worker.shutdown(cancel_futures=True)
         self._host.clear()
+        self._staged.clear()
+        del self._memory
 
     # ---- called by the threads beside it ----
 
-    def _save(self, staged: Sequence[tuple[Save, Callable[[], Tensor]]], copying: float) -> None:
-        for save, block in staged:
+    def _save(self, staged: list[tuple[Save, BlockCopy]], copying: float) -> None:
+        while staged:  # a GPU's memory is free again once all its copies are
+            save, copy = staged.pop(0)
             began, num_bytes = time.perf_counter(), 0
             try:
                 if not self._is_closed:
-                    num_bytes = self._keep(save, block)
+                    num_bytes = self._keep(save, copy)
             except Exception:  # a GPU that fails, say: the block is lost, the thread goes on
                 logger.exception("a KV block was not kept")
             with self._changed:
@@ -193,34 +202,28 @@ class KvTier:
                     self._saved.add(num_bytes, time.perf_counter() - began + copying)
                 self._changed.notify_all()
 
-    def _keep(self, save: Save, block: Callable[[], Tensor]) -> int:
+    def _keep(self, save: Save, copy: BlockCopy) -> int:
         """Returns its bytes."""
         with torch.inference_mode():
-            data = self._codec.encode(block())
+            data = self._encode(copy)
         self._write_file(Content(save.block_hash, save.tenant), data)
-        self._hold(save.block_hash, data)
-        return len(data)
+        self._host.put(save.block_hash, data)
+        return size_of(data)
 
-    def _write_file(self, content: Content, data: bytes) -> None:
+    def _encode(self, copy: BlockCopy) -> Held:
+        return copy(self._host.new_place()) if isinstance(self._codec, Plain) else self._codec.encode(copy(None))
+
+    def _decode(self, data: Held) -> Tensor:
+        return data if isinstance(data, Tensor) else self._codec.decode(data, self._layout)
+
+    def _write_file(self, content: Content, data: Held) -> None:
         if self._files is None:
             return
         try:
-            self._files.write(content, data)
+            self._files.write(content, self._codec.encode(data) if isinstance(data, Tensor) else data)
         except OSError as error:
             logger.warning("The prefix cache is not kept on disk any more: %s.", error)
             self._files = None
-
-    def _hold(self, block_hash: bytes, data: bytes) -> None:
-        """On the host too, as the most recently used; older ones make room. What is in no file is then lost."""
-        with self._changed:
-            self._forget(block_hash)
-            self._host[block_hash] = data
-            self._num_host_bytes += len(data)
-            while self._num_host_bytes > self._host_bytes:
-                self._forget(next(iter(self._host)))
-
-    def _forget(self, block_hash: bytes) -> None:
-        self._num_host_bytes -= len(self._host.pop(block_hash, b""))
 
     def _restore(self, block: int, block_hash: bytes) -> None:
         began = time.perf_counter()
@@ -238,32 +241,30 @@ class KvTier:
     def _fill(self, block: int, block_hash: bytes) -> int:
         """Returns its bytes; 0: it is not there."""
         with self._changed:
-            staged, data = self._staged.get(block_hash), self._host.get(block_hash)
+            staged = self._staged.get(block_hash)
         with torch.inference_mode():
             if staged is not None:
-                self._memory.write(block, staged())
+                self._memory.write(block, staged(None))
                 return self._layout.num_bytes
+            data = self._host.take(block_hash)
             if data is None and self._files is not None:
                 data = self._files.read(block_hash)
+            if isinstance(data, bytes) and isinstance(self._codec, Plain):
+                data = self._encode(partial(copied, self._codec.decode(data, self._layout)))
             if data is None:
                 return 0
-            self._memory.write(block, self._codec.decode(data, self._layout))
-        self._hold(block_hash, data)
-        return len(data)
+            self._memory.write(block, self._decode(data))
+        self._host.put(block_hash, data)
+        return size_of(data)
 
     def _drop(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
-            with self._changed:
-                self._forget(block_hash)
+            self._host.remove(block_hash)
             if self._files is not None:
                 try:
                     self._files.remove(block_hash)
                 except OSError as error:
                     logger.warning("A file of the prefix cache cannot be removed: %s.", error)
-
-
-def _item(read: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
-    return read()[place]
 
 
 class TieredExecutor:

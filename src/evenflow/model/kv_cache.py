@@ -7,13 +7,14 @@ and a prefix hit is one copy. The system commits pages only when they are first 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.kv_codec import BlockLayout
+from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
 _CAPACITY_STEP = 64  # capacities are multiples of this many tokens
 
@@ -42,6 +43,8 @@ def new_sequence_kv(config: ModelConfig, num_tokens: int) -> Tensor:
 class PrefixStore:
     """The KV of full blocks by block id; it outlives the sequence that computed it."""
 
+    is_on_gpu = False
+
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._blocks = torch.empty(num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -60,10 +63,8 @@ class PrefixStore:
     def layout(self) -> BlockLayout:
         return BlockLayout(tuple(self._blocks.shape[1:]), self._blocks.dtype)
 
-    def read(self, block_ids: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
-        """Copies of these blocks."""
-        blocks = [self._blocks[block_id].clone() for block_id in block_ids]
-        return lambda: blocks
+    def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
+        return [partial(copied, self._blocks[block_id].clone()) for block_id in block_ids]
 
     def write(self, block_id: int, block: Tensor) -> None:
         self._blocks[block_id].copy_(block)

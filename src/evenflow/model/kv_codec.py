@@ -1,12 +1,13 @@
-"""How a KV block is written outside the pool: exactly, or in 8 bits a value.
+"""How a KV block is written outside the pool: as it is, packed, or in 8 bits a value.
 
-Both work on any layout whose last dimension is a head's. docs/kv_tier.md has what was measured.
+All work on any layout whose last dimension is a head's. docs/kv_tier.md has what was measured.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +35,15 @@ class BlockLayout:
         return self.num_values * self.dtype.itemsize
 
 
+# Waits for a copy of a block, and gives it on the host: written to the tensor, if there is one.
+BlockCopy = Callable[[Tensor | None], Tensor]
+
+
+def copied(block: Tensor, into: Tensor | None) -> Tensor:
+    """Of a copy that is on the host already."""
+    return block if into is None else into.copy_(block)
+
+
 class Codec(Protocol):
     """Turns a block into bytes and back. `decode` raises ValueError if these are not what `encode` gave."""
 
@@ -44,6 +54,23 @@ class Codec(Protocol):
     def decode(self, content: bytes, layout: BlockLayout) -> Tensor: ...
 
     def most_bytes(self, layout: BlockLayout) -> int: ...
+
+
+class Plain:
+    """The block's own bytes: a GPU can compute a packed one again before a CPU has unpacked it."""
+
+    name = "plain"
+
+    def encode(self, block: Tensor) -> bytes:
+        return _bytes_of(block).tobytes()
+
+    def decode(self, content: bytes, layout: BlockLayout) -> Tensor:
+        if len(content) != layout.num_bytes:
+            raise ValueError(f"{len(content)} bytes are not a block of {layout.num_bytes}")
+        return torch.frombuffer(bytearray(content), dtype=layout.dtype).view(layout.shape)
+
+    def most_bytes(self, layout: BlockLayout) -> int:
+        return layout.num_bytes
 
 
 class Lossless:
@@ -103,7 +130,7 @@ class Int8:
         return layout.num_values + layout.num_values // layout.shape[-1] * _SCALE.itemsize
 
 
-CODECS: dict[str, Codec] = {"lossless": Lossless(), "int8": Int8()}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Plain(), Lossless(), Int8())}
 
 
 def _bytes_of(block: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -384,6 +384,7 @@ class _Leader(SglangSteering):
         before, self._last_end = self._last_end, self._ends.popleft() if self._ends else None
         if before is None or self._last_end is None:
             return None
+        self._last_end.synchronize()  # it was recorded just after the result was copied
         seconds: float = before.elapsed_time(self._last_end) / 1000
         return seconds
 

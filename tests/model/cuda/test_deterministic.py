@@ -23,11 +23,7 @@ def _layer(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int =
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 72, 48), (70, 264, 300), (200, 384, 64)])
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("part", [4096, 128])
-def test_matches_torch(
-    dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deterministic, "_PART", part)
+def test_matches_torch(dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
     left, weight, bias = _layer(rows, inputs, outputs, dtype)
     expected = torch.nn.functional.linear(left.double(), weight.double(), bias.double() if has_bias else None)
     found = deterministic.linear(left, weight, bias if has_bias else None)
@@ -40,8 +36,20 @@ def test_matches_torch(
 def test_the_bits_do_not_depend_on_the_batch(inputs: int, outputs: int) -> None:
     rows, weight, bias = _layer(3000, inputs, outputs, torch.bfloat16)
     expected = deterministic.linear(rows, weight, bias)
-    for first, last in ((0, 1), (7, 8), (5, 69), (100, 165), (0, 600), (1000, 3000)):
+    for first, last in ((0, 1), (7, 8), (5, 69), (100, 165), (0, 64), (8, 136), (0, 600), (0, 2048), (1000, 3000)):
         assert torch.equal(deterministic.linear(rows[first:last], weight, bias), expected[first:last]), (first, last)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="the library is used on a GPU alone; needs CUDA")
+def test_a_library_that_sums_in_another_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(rows.flip(1), weight.flip(1).contiguous(), bias))
+
+    rows, weight, bias = _layer(128, 4096, 512, torch.bfloat16)
+    expected = deterministic.linear(rows, weight, bias)
+    monkeypatch.setattr(deterministic, "_agreements", {})
+    monkeypatch.setattr(deterministic, "library_linear", backwards)
+    assert torch.equal(deterministic.linear(rows, weight, bias), expected)
 
 
 def test_rows_next_to_it_do_not_change_a_row() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from evenflow.model.cuda.logprobs import start_copy
-from evenflow.model.kv_codec import BlockLayout
+from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
 
 class PagedBlocks:
@@ -16,33 +16,39 @@ class PagedBlocks:
 
     def __init__(self, kv: Tensor) -> None:
         self._kv = kv
-        # What is written must not wait for the steps that are queued.
-        self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None  # type: ignore[no-untyped-call]
+        self.is_on_gpu = kv.is_cuda
+        # What is read or written must not wait for the steps that are queued, nor they for it.
+        self._streams = [torch.cuda.Stream(kv.device) for _ in range(2)] if kv.is_cuda else []  # type: ignore[no-untyped-call]
 
     @property
     def layout(self) -> BlockLayout:
         return BlockLayout(tuple(self._kv[:, 0].shape), self._kv.dtype)
 
-    def read(self, block_ids: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
-        """Copies of these blocks as they are after the steps launched so far; the call waits for them."""
+    def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
+        """On a GPU, copied there first, after the steps launched so far."""
         with torch.inference_mode():
             places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
-            copies = start_copy(self._kv.index_select(1, places).transpose(0, 1).contiguous())
+            blocks = self._kv.index_select(1, places).transpose(0, 1).contiguous().unbind()
         if not self._kv.is_cuda:
-            return lambda: copies.unbind()
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+            return [partial(copied, block) for block in blocks]
+        is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_copied.record()
+        return [partial(self._fetch, is_copied, block) for block in blocks]
 
-        def wait() -> Sequence[Tensor]:
-            copied.synchronize()
-            return copies.unbind()
-
-        return wait
+    def _fetch(self, is_copied: torch.cuda.Event, block: Tensor, into: Tensor | None) -> Tensor:
+        stream = self._streams[0]
+        target = torch.empty(block.shape, dtype=block.dtype, pin_memory=True) if into is None else into
+        with torch.cuda.stream(stream):
+            stream.wait_event(is_copied)
+            target.copy_(block, non_blocking=True)
+        stream.synchronize()
+        return target
 
     def write(self, block_id: int, block: Tensor) -> None:
-        if self._stream is None:
+        if not self._kv.is_cuda:
             self._kv[:, block_id].copy_(block)
             return
-        with torch.cuda.stream(self._stream):
-            self._kv[:, block_id].copy_(block.pin_memory(), non_blocking=True)
-        self._stream.synchronize()
+        stream = self._streams[1]
+        with torch.cuda.stream(stream):
+            self._kv[:, block_id].copy_(block if block.is_pinned() else block.pin_memory(), non_blocking=True)
+        stream.synchronize()

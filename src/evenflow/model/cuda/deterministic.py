@@ -1,9 +1,9 @@
-"""Operations whose rows come out bitwise the same in any batch: the deterministic mode's matrix product, in Triton.
+"""Operations whose rows come out bitwise the same in any batch: the deterministic mode's matrix product.
 
-Implements `Operations`; the others work row by row already. A library's product picks its kernel by the number of rows,
-and with it the order of the sums. Here every output is summed in the same order: within a part of `_PART` inputs by the
-tensor cores, 16 inputs at a time, then part by part. Tiles differ only in which outputs they hold. Import this module
-only where Triton is installed.
+Implements `Operations`; the others work row by row already. A library picks its kernel by the number of rows, and with
+it the order of the sums. Here every output is summed in one order, 16 inputs at a time from the first to the last, as
+tensor cores do it: by a kernel in Triton, whose tiles differ only in which outputs they hold, or by the library's, for
+each number of rows at which it gives the same bits. Import this module only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -18,93 +18,90 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from evenflow.model.cuda import kernels
 from evenflow.model.cuda.limits import Limits, limits_of
+from evenflow.model.cuda.operations import library_linear
 
 add_rms_norm = kernels.add_rms_norm
 rope_and_write_kv = kernels.rope_and_write_kv
 silu_mul = kernels.silu_mul
 largest = kernels.largest
 
-_PART = 4096  # inputs; parts can run in parallel, so that few rows fill the GPU
-_MERGE_BLOCK = 1024
+_MOST_ROWS = 2048  # of one product; more are cut into pieces, so that few numbers of rows are compared
+_ROWS_COMPARED = 8  # their multiples, and what divides it: those of captured graphs are among them
+_agreements: dict[tuple[object, ...], bool] = {}  # where the library gives the same bits
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """`splits` says whether each part of the inputs has a program of its own."""
-
     rows: int
     columns: int
     depth: int
     num_warps: int
     num_stages: int
-    splits: bool
 
 
-def _tiling(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype, limits: Limits) -> _Tiling:
-    """The widest tiles that still fill the GPU."""
+def _tiling(num_rows: int, num_columns: int, dtype: torch.dtype, limits: Limits) -> _Tiling:
+    """Wide tiles if they fill the GPU, or if rows are few, so that reading the weight is all that counts."""
     if dtype == torch.float32:
-        return _Tiling(64, 64, 32, 4, 3, splits=False)
+        return _Tiling(64, 64, 32, 4, 3)
     rows, num_warps = (64, 4) if num_rows <= 64 else (128, 8)
-    for splits in (False, True):
-        widest = 128 if num_parts > 1 and not splits else 256  # two sums in registers, or one
-        columns = widest
-        while columns > 32:
-            num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns) * (num_parts if splits else 1)
-            if num_tiles >= 0.9 * limits.num_processors:
-                stage_bytes = (rows + columns) * 64 * dtype.itemsize
-                return _Tiling(rows, columns, 64, num_warps, min(4, limits.shared_memory // stage_bytes), splits)
-            columns //= 2
-    return _Tiling(rows, 32, 128 if rows == 64 else 64, num_warps, 4, splits=num_parts > 1)
+    num_wide = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, 128)
+    columns = 128 if num_rows <= 32 or num_wide >= 0.9 * limits.num_processors else 64
+    depth = 128 if rows == columns == 64 else 64
+    stage_bytes = (rows + columns) * depth * dtype.itemsize
+    return _Tiling(rows, columns, depth, num_warps, min(8, limits.shared_memory // stage_bytes))
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Rows times the weight's rows, plus the bias; each row's result depends on that row alone, bit by bit."""
+    output = rows.new_empty(len(rows), len(weight)) if out is None else out
+    for first in range(0, len(rows), _MOST_ROWS):
+        piece, target = rows[first : first + _MOST_ROWS], output[first : first + _MOST_ROWS]
+        product = library_linear if _library_agrees(piece, weight, bias, target) else own_linear
+        product(piece, weight, bias, target)
+    return output
+
+
+def _library_agrees(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> bool:
+    """Does the library sum this many rows in the same order? Found out once, on noise: any other order shows."""
+    if not rows.is_cuda or (len(rows) % _ROWS_COMPARED and _ROWS_COMPARED % len(rows)):
+        return False
+    key = (len(rows), weight.shape, rows.dtype, output.dtype, bias is None, rows.device)
+    if key not in _agreements:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        noise = torch.empty_like(rows).normal_(generator=torch.Generator(rows.device).manual_seed(0))
+        of_library, own = torch.empty_like(output), torch.empty_like(output)
+        library_linear(noise, weight, bias, of_library)
+        own_linear(noise, weight, bias, own)
+        _agreements[key] = torch.equal(of_library, own)
+    return _agreements[key]
+
+
+def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    """By the kernel here, whatever the library would give."""
     (num_rows, num_inputs), num_columns = rows.shape, weight.shape[0]
     if num_inputs * rows.itemsize % 16 or num_inputs != weight.shape[1]:
         raise ValueError(
             f"Got {num_inputs} inputs, but expected {weight.shape[1]}, with rows of a multiple of 16 bytes."
         )
-    output = rows.new_empty(num_rows, num_columns) if out is None else out
     assert output.is_contiguous(), "the kernel writes rows one after another"
-    if num_rows == 0:
-        return output
-    num_parts = triton.cdiv(num_inputs, _PART)
-    tiling = _tiling(num_rows, num_columns, num_parts, rows.dtype, limits_of(rows.device))
-    parts = output
-    if tiling.splits:
-        parts = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=rows.device)
-    num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns)
+    tiling = _tiling(num_rows, num_columns, rows.dtype, limits_of(rows.device))
     # Descriptors let the GPU's copy engine compute addresses and fill what lies outside with zeros.
-    _multiply[(num_tiles, num_parts if tiling.splits else 1)](
+    _multiply[(triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns),)](
         TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.depth]),
         TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]),
         output if bias is None else bias,
-        parts,
+        output,
         num_rows,
         num_columns,
         num_inputs,
-        PART=_PART,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
-        SPLITS=tiling.splits,
-        HAS_PARTS=num_parts > 1,
         HAS_BIAS=bias is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    if tiling.splits:
-        _add_parts[(num_rows, triton.cdiv(num_columns, _MERGE_BLOCK))](
-            parts,
-            output if bias is None else bias,
-            output,
-            num_columns,
-            parts.stride(0),
-            NUM_PARTS=num_parts,
-            HAS_BIAS=bias is not None,
-            BLOCK=_MERGE_BLOCK,
-        )
-    return output
 
 
 @triton.jit
@@ -116,36 +113,24 @@ def _multiply(
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     num_inputs: tl.tensor,
-    PART: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
     row_tile, column_tile = _tile(tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS))
     row, column = row_tile * ROWS, column_tile * COLUMNS
-    if SPLITS:
-        begin = tl.program_id(1) * PART
-        total = _sum_part(rows, weight, row, column, begin, tl.minimum(begin + PART, num_inputs), ROWS, COLUMNS, DEPTH)
-    elif HAS_PARTS:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for begin in range(0, num_inputs, PART):
-            end = tl.minimum(begin + PART, num_inputs)
-            total += _sum_part(rows, weight, row, column, begin, end, ROWS, COLUMNS, DEPTH)
-    else:
-        total = _sum_part(rows, weight, row, column, 0, num_inputs, ROWS, COLUMNS, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, num_inputs, DEPTH):
+        left, right = rows.load([row, first]), weight.load([column, first])
+        total = tl.dot(left, right.T, total, input_precision="ieee")
     columns = column + tl.arange(0, COLUMNS)
-    if HAS_BIAS and not SPLITS:
+    if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
-    target = output + row.to(tl.int64) * num_columns
-    if SPLITS:
-        target += tl.program_id(1).to(tl.int64) * num_rows * num_columns
     row_in_tile = tl.arange(0, ROWS)
     inside = (row + row_in_tile < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = row_in_tile[:, None] * num_columns + columns[None, :]
-    tl.store(target + offsets, total.to(output.dtype.element_ty), mask=inside)
+    tl.store(output + row.to(tl.int64) * num_columns + offsets, total.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -156,44 +141,3 @@ def _tile(num_row_tiles: tl.tensor, num_column_tiles: tl.tensor) -> tl.tuple:
     band_height = tl.minimum(num_row_tiles - 8 * band, 8)
     index_in_band = index % (8 * num_column_tiles)
     return 8 * band + index_in_band % band_height, index_in_band // band_height
-
-
-@triton.jit
-def _sum_part(
-    rows: tl.tensor,
-    weight: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-) -> tl.tensor:
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(begin, end, DEPTH):
-        left, right = rows.load([row, first]), weight.load([column, first])
-        total = tl.dot(left, right.T, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _add_parts(
-    parts: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    num_columns: tl.tensor,
-    part_stride: tl.tensor,
-    NUM_PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < num_columns
-    source = tl.program_id(0).to(tl.int64) * num_columns + column
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(parts + part * part_stride.to(tl.int64) + source, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + source, total.to(output.dtype.element_ty), mask=inside)

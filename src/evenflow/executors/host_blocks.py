@@ -1,0 +1,75 @@
+"""KV blocks in host memory: encoded, or as they are, where a GPU reads and writes them by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from evenflow.model.kv_codec import BlockLayout
+
+_SLAB_BYTES = 16 << 20  # pinned at a time: that takes milliseconds, in which nothing can be launched
+
+Held = bytes | Tensor
+
+
+class HostBlocks:
+    """The most recently used blocks, up to a number of bytes. May be called by several threads."""
+
+    def __init__(self, most_bytes: int, layout: BlockLayout, *, is_pinned: bool) -> None:
+        self._most_bytes, self._layout, self._is_pinned = most_bytes, layout, is_pinned
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def new_place(self) -> Tensor:
+        """For a block as it is; `put` it when it is filled."""
+        with self._lock:
+            if not self._free:
+                shape = max(1, _SLAB_BYTES // self._layout.num_bytes), *self._layout.shape
+                self._free += torch.empty(shape, dtype=self._layout.dtype, pin_memory=self._is_pinned).unbind()
+            return self._free.pop()
+
+    def put(self, block_hash: bytes, data: Held) -> None:
+        """As the most recently used; older ones make room."""
+        with self._lock:
+            self._forget(block_hash)
+            self._held[block_hash] = data
+            self._num_bytes += size_of(data)
+            while self._num_bytes > self._most_bytes:
+                self._forget(next(iter(self._held)))
+
+    def take(self, block_hash: bytes) -> Held | None:
+        """Out of here, so that nothing is written over it; None: it is not here."""
+        with self._lock:
+            data = self._held.pop(block_hash, None)
+            self._num_bytes -= 0 if data is None else size_of(data)
+            return data
+
+    def remove(self, block_hash: bytes) -> None:
+        with self._lock:
+            self._forget(block_hash)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._free.clear()
+            self._num_bytes = 0
+
+    def give_back(self, data: Held) -> None:
+        """Nobody needs what `take` or `new_place` gave."""
+        if isinstance(data, Tensor):
+            self._free.append(data)
+
+    def _forget(self, block_hash: bytes) -> None:
+        data = self._held.pop(block_hash, None)
+        if data is not None:
+            self._num_bytes -= size_of(data)
+            self.give_back(data)
+
+
+def size_of(data: Held) -> int:
+    return data.nbytes if isinstance(data, Tensor) else len(data)
