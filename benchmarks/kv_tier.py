@@ -149,13 +149,13 @@ def sample_block(model: LoadedModel, token_ids: Sequence[int]) -> Tensor:
 # ---- restore against recompute ----
 
 
-def show_restores(model: LoadedModel, token_ids: Sequence[int], settings: dict[str, Any]) -> None:
+def show_restores(model: LoadedModel, token_ids: Sequence[int], forms: Sequence[str], settings: dict[str, Any]) -> None:
     """Time to first token of a prompt that is computed, and of one that comes back: two that evict each other."""
     longest = min(len(token_ids) // 2, model.config.max_position - ANSWER_TOKENS - 1)
     for length in (longest // 4, longest):
         print(f"\nfirst token of a prompt of {length} tokens:", flush=True)
         prompts = [list(token_ids[:length]), list(token_ids[-length:])]
-        for form in CODECS:
+        for form in forms:
             with tempfile.TemporaryDirectory() as folder:
                 on_host = {"kv_offload_memory": 4 << 30, "kv_offload_format": form}
                 (computed, expected), (restored, tokens) = _first_tokens(model, prompts, settings | on_host)
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--parts", nargs="*", default=["codecs", "perplexity", "restores"], help="which to run")
+    parser.add_argument("--formats", nargs="*", default=[*CODECS], choices=[*CODECS], help="of the restores")
     parser.add_argument("--device", default="cpu", help="of the restores")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights and tokens, for restores alone")
     arguments = parser.parse_args()
@@ -209,7 +210,7 @@ def main() -> None:
             show_perplexity(model, token_ids)
     if "restores" in arguments.parts:
         settings = {"model": arguments.model, "device": arguments.device, "load_format": arguments.load_format}
-        show_restores(model, token_ids, settings)
+        show_restores(model, token_ids, arguments.formats, settings)
 
 
 if __name__ == "__main__":

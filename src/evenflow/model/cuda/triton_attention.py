@@ -33,7 +33,9 @@ from evenflow.model.cuda.splits import (
 )
 
 _DETERMINISTIC_SPLIT = 512  # positions reduced in one go: a multiple of every kernel's width
-_WORKSPACE_BYTES = 64 << 20  # for the parts of split tiles; 32-bit offsets reach all of it
+_WORKSPACE_BYTES = 64 << 20  # for the parts of split tiles
+# The deterministic mode has more of them: a part of the device's memory. 32-bit offsets reach all of it.
+_DETERMINISTIC_SHARE, _MOST_WORKSPACE_BYTES = 1 / 256, 512 << 20
 _LARGE_SHARED_MEMORY = 165 << 10  # bytes for one program, as on data-centre GPUs from Hopper on
 _LOG2_E = 1.4426950408889634
 
@@ -98,7 +100,10 @@ class TritonAttention:
         self._decode, self._chunk = _kernels_for(
             config.head_dim, self._group, dtype, deterministic, limits.shared_memory
         )
-        self._workspace = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+        num_bytes = _WORKSPACE_BYTES
+        if deterministic:
+            num_bytes = max(num_bytes, min(int(_DETERMINISTIC_SHARE * limits.memory), _MOST_WORKSPACE_BYTES))
+        self._workspace = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
         self._graph_tables: dict[int, Tensor] = {}
         self._launches: list[_Launch] = []
 
