@@ -159,8 +159,8 @@ def show_restores(model: LoadedModel, token_ids: Sequence[int], forms: Sequence[
             with tempfile.TemporaryDirectory() as folder:
                 on_host = {"kv_offload_memory": 4 << 30, "kv_offload_format": form}
                 (computed, expected), (restored, tokens) = _first_tokens(model, prompts, settings | on_host)
-                print(f"  computed {computed:.3f} s; from the host, {form}: {restored:.3f} s", flush=True)
-                print(f"  {sum(map(eq, tokens, expected))} of {len(tokens)} answers are the same", flush=True)
+                same = f"{sum(map(eq, tokens, expected))} of {len(tokens)} answers the same"
+                print(f"  computed {computed:.3f} s; from the host, {form}: {restored:.3f} s, {same}", flush=True)
                 on_disk = {"cache_dir": folder, "kv_offload_format": form}
                 _first_tokens(model, prompts, settings | on_disk)
                 (after_restart, _), _ = _first_tokens(model, prompts, settings | on_disk)
@@ -180,6 +180,7 @@ def _first_tokens(
         for _ in range(2):
             outputs = [llm.generate([prompt], sampling)[0] for prompt in prompts]
             ttft = sum(output.ttft_s or 0.0 for output in outputs) / len(outputs)
+            print(f"    {[output.num_cached_tokens for output in outputs]} tokens were there", flush=True)
             rounds.append((ttft, [list(output.token_ids) for output in outputs]))
     return rounds
 

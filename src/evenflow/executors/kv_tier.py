@@ -30,7 +30,6 @@ from evenflow.model.kv_codec import BlockCopy, BlockLayout, Codec, Plain, copied
 
 logger = logging.getLogger("evenflow")
 
-_MOST_STAGED_BYTES = 256 << 20  # copied and not encoded yet; what comes on top is not kept
 _CLOSE_SECONDS = 1.0  # for what is still to be saved at the end
 
 
@@ -42,6 +41,11 @@ class BlockMemory(Protocol):
 
     @property
     def is_on_gpu(self) -> bool: ...
+
+    @property
+    def most_copied(self) -> int:
+        """Copies that may exist at a time."""
+        ...
 
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
         """Copies of these, from before any step that is submitted later."""
@@ -98,7 +102,7 @@ class KvTier:
         """Copy what is to be saved, start everything else. Never fails: at worst a block is lost."""
         if moves.drops:
             self._saver.submit(self._drop, moves.drops)
-        room = max(1, _MOST_STAGED_BYTES // self._layout.num_bytes) - self._num_saving
+        room = self._memory.most_copied - self._num_saving  # what comes on top is not kept
         if saves := moves.saves[: max(0, room)]:
             self._stage(saves)
         for block, block_hash in moves.restores:

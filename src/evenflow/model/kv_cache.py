@@ -17,6 +17,7 @@ from evenflow.model.config import ModelConfig
 from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
 _CAPACITY_STEP = 64  # capacities are multiples of this many tokens
+_MOST_COPIED_BYTES = 256 << 20  # out of the prefix store, on their way to where they are kept
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
@@ -44,6 +45,10 @@ class PrefixStore:
     """The KV of full blocks by block id; it outlives the sequence that computed it."""
 
     is_on_gpu = False
+
+    @property
+    def most_copied(self) -> int:
+        return max(1, _MOST_COPIED_BYTES // self.layout.num_bytes)
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size

@@ -8,7 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from evenflow.model.cuda.limits import limits_of
 from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
+
+_COPIED_SHARE = 64  # the part of the device's memory that copies may take, of what is left beside the KV cache
 
 
 class PagedBlocks:
@@ -23,6 +26,12 @@ class PagedBlocks:
     @property
     def layout(self) -> BlockLayout:
         return BlockLayout(tuple(self._kv[:, 0].shape), self._kv.dtype)
+
+    @property
+    def most_copied(self) -> int:
+        """One step of a GPU may evict a gigabyte."""
+        num_bytes = limits_of(self._kv.device).memory // _COPIED_SHARE
+        return max(1, num_bytes // self.layout.num_bytes)
 
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
         """On a GPU, copied there first, after the steps launched so far."""
