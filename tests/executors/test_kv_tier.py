@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from evenflow.core.plan import Save, TierMoves, TierResult
+from evenflow.executors import host_blocks
 from evenflow.executors.block_files import BlockFiles
 from evenflow.executors.host_blocks import HostBlocks
 from evenflow.executors.kv_tier import BlockMemory, KvTier
@@ -179,9 +180,12 @@ def test_int8_returns_nearly_the_same_values(memory: BlockMemory) -> None:
     tier.close()
 
 
-def test_blocks_kept_as_they_are_use_the_same_memory_again_and_again() -> None:
+def test_blocks_kept_as_they_are_use_the_same_memory_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = BlockLayout((2, 16, 4), torch.float32)
+    monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 2 * layout.num_bytes)
     host = HostBlocks(3 * layout.num_bytes, layout, is_pinned=False)
+    host.reserve()
+    assert len(host._free) == 4
     places = set()
     for number in range(50):
         place = host.new_place()

@@ -50,6 +50,7 @@ class ExecutorCaps:
 
     max_steps_in_flight: int = 1
     max_prefill_sequences: int = 16  # chunks in one step
+    mixes: bool = True  # decodes and chunks in one batch; False: chunks first, then decodes, in two
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
     attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions

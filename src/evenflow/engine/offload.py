@@ -26,7 +26,14 @@ def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: Blo
     if config.cache_dir is not None:
         identity = model, config.weights, config.load_format, config.block_size, layout, codec.name, sys.byteorder
         files = BlockFiles(Path(config.cache_dir), _fingerprint(path, identity), config.cache_dir_size)
-    tier = KvTier(blocks, codec, host_bytes=config.kv_offload_memory, files=files)
+    try:
+        tier = KvTier(blocks, codec, host_bytes=config.kv_offload_memory, files=files)
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidConfig(
+            f"Got kv_offload_memory={config.kv_offload_memory} but the host cannot give that much memory to the GPU "
+            f"({reason}): lower it."
+        ) from error
     plan = tier.config(disk_bytes=config.cache_dir_size)
     if plan.num_blocks < 1:
         tier.close()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenflow.model.kv_codec import BlockLayout
 
-_SLAB_BYTES = 16 << 20  # pinned at a time: that takes milliseconds, in which nothing can be launched
+_SLAB_BYTES = 16 << 20  # taken at a time
 
 Held = bytes | Tensor
 
@@ -25,13 +25,22 @@ class HostBlocks:
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
+    def reserve(self) -> None:
+        """Take all memory for blocks as they are: to pin a gigabyte takes 0.3 s, in which a GPU gets nothing to do."""
+        with self._lock:
+            while len(self._free) * self._layout.num_bytes < self._most_bytes:
+                self._grow()
+
     def new_place(self) -> Tensor:
         """For a block as it is; `put` it when it is filled."""
         with self._lock:
             if not self._free:
-                shape = max(1, _SLAB_BYTES // self._layout.num_bytes), *self._layout.shape
-                self._free += torch.empty(shape, dtype=self._layout.dtype, pin_memory=self._is_pinned).unbind()
+                self._grow()
             return self._free.pop()
+
+    def _grow(self) -> None:
+        shape = max(1, _SLAB_BYTES // self._layout.num_bytes), *self._layout.shape
+        self._free += torch.empty(shape, dtype=self._layout.dtype, pin_memory=self._is_pinned).unbind()
 
     def put(self, block_hash: bytes, data: Held) -> None:
         """As the most recently used; older ones make room."""

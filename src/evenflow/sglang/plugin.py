@@ -8,7 +8,6 @@ from importlib.metadata import version
 
 from evenflow.errors import EvenflowError, MissingDependency
 from evenflow.hosts.settings import TARGET_VARIABLE, read_settings
-from evenflow.sglang.context_split import WORKSPACE_BYTES, WORKSPACE_VARIABLE
 
 TESTED_VERSIONS = ("0.5.16",)
 
@@ -22,7 +21,6 @@ def load() -> None:
         return
     try:
         read_settings(None)
-        os.environ.setdefault(WORKSPACE_VARIABLE, str(WORKSPACE_BYTES))
         _register()
     except EvenflowError as error:
         # Any other exception SGLang would log, and then serve without the target.
