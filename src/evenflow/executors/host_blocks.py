@@ -68,16 +68,13 @@ class HostBlocks:
             self._free.clear()
             self._num_bytes = 0
 
-    def give_back(self, data: Held) -> None:
-        """Nobody needs what `take` or `new_place` gave."""
-        if isinstance(data, Tensor):
-            self._free.append(data)
-
     def _forget(self, block_hash: bytes) -> None:
         data = self._held.pop(block_hash, None)
-        if data is not None:
-            self._num_bytes -= size_of(data)
-            self.give_back(data)
+        if data is None:
+            return
+        self._num_bytes -= size_of(data)
+        if isinstance(data, Tensor):
+            self._free.append(data)
 
 
 def size_of(data: Held) -> int:
