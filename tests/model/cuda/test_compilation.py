@@ -30,7 +30,6 @@ def test_kernels_compile_without_spilling() -> None:
         "_attend",
         "_merge_parts",
         "_multiply",
-        "_add_parts",
         "_search",
         "_largest_of_parts",
         "_gather",
