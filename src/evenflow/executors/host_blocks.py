@@ -28,7 +28,7 @@ class HostBlocks:
     def reserve(self) -> None:
         """Take all memory for blocks as they are: to pin a gigabyte takes 0.3 s, in which a GPU gets nothing to do."""
         with self._lock:
-            while len(self._free) * self._layout.num_bytes < self._most_bytes:
+            while len(self._free) * self._layout.num_bytes <= self._most_bytes:  # one is filled before another goes
                 self._grow()
 
     def new_place(self) -> Tensor:

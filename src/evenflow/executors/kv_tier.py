@@ -265,8 +265,11 @@ class KvTier:
                 data = self._encode(partial(copied, self._codec.decode(data, self._layout)))
             if data is None:
                 return 0
-            self._memory.write(block, self._decode(data))
-        self._host.put(block_hash, data)
+            values = self._decode(data)
+            try:
+                self._memory.write(block, values)
+            finally:  # what was taken goes back
+                self._host.put(block_hash, data)
         return size_of(data)
 
     def _drop(self, hashes: Sequence[bytes]) -> None:

@@ -52,7 +52,7 @@ class _Batch:
     """A batch that SGLang has scheduled, until its step's tokens are out."""
 
     step: InFlightStep
-    num_ended: int  # chunks that end their prompt
+    num_ended: int = 0  # chunks that end their prompt
     chunks: _Batch | None = None  # the batch of the step's chunks, if this one is its decodes'
     ends_step: bool = True  # False: decodes follow, or may follow
     has_result: bool = False
@@ -333,7 +333,7 @@ class _Leader(SglangSteering):
         context = sum(request.seqlen for request in decoding)
         if chunks is not None:
             chunks.step.decode_ids = {request.rid for request in decoding}
-            self._batches.append(_Batch(chunks.step, chunks.num_ended, chunks))
+            self._batches.append(_Batch(chunks.step, chunks=chunks))
             self.core.scheduled(chunks.step, len(decoding), context, chunks.num_ended, in_turns=True)
             return
         is_in_turns = bool(is_prefill and not decoding and step.decode_ids)
