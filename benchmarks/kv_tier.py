@@ -157,7 +157,8 @@ def show_restores(model: LoadedModel, token_ids: Sequence[int], forms: Sequence[
         prompts = [list(token_ids[:length]), list(token_ids[-length:])]
         for form in forms:
             with tempfile.TemporaryDirectory() as folder:
-                on_host = {"kv_offload_memory": 4 << 30, "kv_offload_format": form}
+                room = 2 * length * kv_bytes_per_token(model.config)  # of float32: for both, in any format
+                on_host = {"kv_offload_memory": max(4 << 30, room), "kv_offload_format": form}
                 (computed, expected), (restored, tokens) = _first_tokens(model, prompts, settings | on_host)
                 same = f"{sum(map(eq, tokens, expected))} of {len(tokens)} answers the same"
                 print(f"  computed {computed:.3f} s; from the host, {form}: {restored:.3f} s, {same}", flush=True)

@@ -41,8 +41,9 @@ def on_device(logits: Tensor, sequences: list[SampledSequence], device: str) -> 
     here = logits.to(device)
     rows = [DeviceSequence.of(slot, one, len(one.tokens) + 1, to_device) for slot, one in enumerate(sequences)]
     tokens, pending = DeviceSampler(to_device).sample(here, largest(here), rows)
+    expected = tokens.tolist()  # waits for the device
     samples = pending.read()
-    assert tokens.tolist() == samples.tokens
+    assert expected == samples.tokens
     for row, one in enumerate(rows):
         if one.history is not None:
             assert one.history.tolist() == [*one.sampled.tokens, samples.tokens[row]]

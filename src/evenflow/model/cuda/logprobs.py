@@ -40,10 +40,21 @@ def logprobs_of(logits: Tensor, chosen_ids: Tensor, num_top: Sequence[int | None
     """Of the model itself: `logits` are raw."""
     vocab_size = logits.shape[-1]
     most = max(min(_most(count) or 0, vocab_size) if count != ALL_LOGPROBS else vocab_size for count in num_top)
-    total = logits.logsumexp(-1, keepdim=True)
+    total = _log_sum_exp(logits)
     top, top_ids = logits.topk(most)
     chosen = logits.gather(1, chosen_ids.unsqueeze(1)) - total
     return Logprobs(chosen_ids, chosen.squeeze(1), top_ids, top - total)
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """By row, with the same bits in any batch: a reduction by torch picks its order of sums by the number of rows."""
+    largest = logits.amax(-1, keepdim=True)
+    sums = (logits - largest).exp_()
+    while (width := sums.shape[-1]) > 1:
+        half = (width + 1) // 2
+        sums[:, : width - half] += sums[:, half:]
+        sums = sums[:, :half]
+    return sums.log() + largest
 
 
 def _most(count: int | None) -> int | None:
