@@ -43,7 +43,7 @@ def memory(request: pytest.FixtureRequest) -> BlockMemory:
 def filled(memory: BlockMemory, block: int, seed: int) -> torch.Tensor:
     layout = memory.layout
     values = torch.randn(layout.shape, generator=torch.Generator().manual_seed(seed)).to(layout.dtype)
-    memory.write(block, values)
+    memory.write([block], [values])
     return values
 
 

@@ -43,8 +43,10 @@ def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: Blo
             f"{codec.most_bytes(layout)} bytes: raise it, or leave it out."
         )
     logger.info(
-        "Up to %d tokens that leave the KV cache are kept (%s); %d are there from earlier runs.",
+        "Up to %d tokens that leave the KV cache are kept (%s); %d are there from earlier runs. "
+        "%d tokens leave in %.3g ms and come back in %.3g ms.",
         *(plan.num_blocks * config.block_size, codec.name, len(plan.contents) * config.block_size),
+        *(config.block_size, 1000 * plan.save_seconds, 1000 * plan.restore_seconds),
     )
     return tier, plan
 

@@ -30,7 +30,8 @@ from evenflow.model.kv_codec import BlockCopy, BlockLayout, Codec, Plain, copied
 
 logger = logging.getLogger("evenflow")
 
-_TRIAL = Save(0, bytes(16), "")  # a block that nobody asks for
+_TOGETHER = 16  # blocks that are restored at a time
+_TRIALS = tuple(Save(0, b"not of a prefix" + bytes([number]), "") for number in range(_TOGETHER))
 _CLOSE_SECONDS = 1.0  # for what is still to be saved at the end
 
 
@@ -52,8 +53,8 @@ class BlockMemory(Protocol):
         """Copies of these, from before any step that is submitted later."""
         ...
 
-    def write(self, block_id: int, block: Tensor) -> None:
-        """Returns when it is written."""
+    def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        """Returns when they are written."""
         ...
 
 
@@ -108,10 +109,11 @@ class KvTier:
         room = self._memory.most_copied - self._num_saving  # what comes on top is not kept
         if saves := moves.saves[: max(0, room)]:
             self._stage(saves)
-        for block, block_hash in moves.restores:
+        for first in range(0, len(moves.restores), _TOGETHER):
+            group = moves.restores[first : first + _TOGETHER]
             with self._changed:
-                self._num_returning += 1
-            self._restorer.submit(self._restore, block, block_hash)
+                self._num_returning += len(group)
+            self._restorer.submit(self._restore, group)
 
     def _stage(self, saves: Sequence[Save]) -> None:
         began = time.perf_counter()
@@ -155,21 +157,25 @@ class KvTier:
     def measure(self) -> tuple[float, float]:
         """Seconds to save and to restore one block, tried out on noise while no request has one.
 
-        From a file, if there are files: most of what they hold is not on the host too.
+        From files, if there are files: most of what they hold is not on the host too.
         """
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
+        num_held = self._host_bytes // self._codec.most_bytes(self._layout)
+        trials = _TRIALS if self._files is not None else _TRIALS[: max(1, num_held)]
         times = []
         with torch.inference_mode():
-            self._memory.write(0, block)
+            self._memory.write([0], [block])
             for _ in range(3):  # the first is slower
                 began = time.perf_counter()
-                self._keep(_TRIAL, self._memory.read([0])[0])
+                for save, copy in zip(trials, self._memory.read([save.block for save in trials]), strict=True):
+                    self._keep(save, copy)
                 kept = time.perf_counter()
                 if self._files is not None:
-                    self._host.remove(_TRIAL.block_hash)
-                self._fill(0, _TRIAL.block_hash)
-                times.append((kept - began, time.perf_counter() - kept))
-        self._drop([_TRIAL.block_hash])
+                    for save in trials:
+                        self._host.remove(save.block_hash)
+                self._fill([(save.block, save.block_hash) for save in trials])
+                times.append(((kept - began) / len(trials), (time.perf_counter() - kept) / len(trials)))
+        self._drop([save.block_hash for save in trials])
         return min(times)
 
     def config(self, *, disk_bytes: int = 0) -> TierConfig:
@@ -237,40 +243,49 @@ class KvTier:
             logger.warning("The prefix cache is not kept on disk any more: %s.", error)
             self._files = None
 
-    def _restore(self, block: int, block_hash: bytes) -> None:
+    def _restore(self, group: Sequence[tuple[int, bytes]]) -> None:
         began = time.perf_counter()
         try:
-            num_bytes = self._fill(block, block_hash)
-        except Exception as error:  # the block is lost, the thread goes on
-            logger.warning("A KV block cannot be restored and is computed again: %r.", error)
-            num_bytes = 0
+            filled = self._fill(group)
+        except Exception as error:  # the blocks are lost, the thread goes on
+            logger.warning("%d KV blocks cannot be restored and are computed again: %r.", len(group), error)
+            filled = {}
+        seconds = (time.perf_counter() - began) / len(group)
         with self._changed:
-            (self._restored if num_bytes else self._lost).append(block_hash)
-            if num_bytes:
-                self._filled.add(num_bytes, time.perf_counter() - began)
+            for _, block_hash in group:
+                (self._restored if block_hash in filled else self._lost).append(block_hash)
+            for num_bytes in filled.values():
+                self._filled.add(num_bytes, seconds)
             self._changed.notify_all()
 
-    def _fill(self, block: int, block_hash: bytes) -> int:
-        """Returns its bytes; 0: it is not there."""
-        with self._changed:
-            staged = self._staged.get(block_hash)
+    def _fill(self, group: Sequence[tuple[int, bytes]]) -> dict[bytes, int]:
+        """Returns the bytes of those that are there, by hash."""
+        taken: dict[bytes, Held] = {}
+        values: dict[bytes, Tensor] = {}
         with torch.inference_mode():
-            if staged is not None:
-                self._memory.write(block, staged(None))
-                return self._layout.num_bytes
-            data = self._host.take(block_hash)
-            if data is None and self._files is not None:
-                data = self._files.read(block_hash)
-            if isinstance(data, bytes) and isinstance(self._codec, Plain):
-                data = self._encode(partial(copied, self._codec.decode(data, self._layout)))
-            if data is None:
-                return 0
-            values = self._decode(data)
             try:
-                self._memory.write(block, values)
+                for _, block_hash in group:
+                    with self._changed:
+                        staged = self._staged.get(block_hash)
+                    if staged is not None:
+                        values[block_hash] = staged(None)
+                    elif (data := self._take(block_hash)) is not None:
+                        taken[block_hash] = data
+                        values[block_hash] = self._decode(data)
+                blocks = [block for block, block_hash in group if block_hash in values]
+                self._memory.write(blocks, list(values.values()))
             finally:  # what was taken goes back
-                self._host.put(block_hash, data)
-        return size_of(data)
+                for block_hash, data in taken.items():
+                    self._host.put(block_hash, data)
+        return {name: size_of(taken[name]) if name in taken else self._layout.num_bytes for name in values}
+
+    def _take(self, block_hash: bytes) -> Held | None:
+        data = self._host.take(block_hash)
+        if data is None and self._files is not None:
+            data = self._files.read(block_hash)
+        if isinstance(data, bytes) and isinstance(self._codec, Plain):
+            return self._encode(partial(copied, self._codec.decode(data, self._layout)))
+        return data
 
     def _drop(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:

@@ -71,8 +71,9 @@ class PrefixStore:
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
         return [partial(copied, self._blocks[block_id].clone()) for block_id in block_ids]
 
-    def write(self, block_id: int, block: Tensor) -> None:
-        self._blocks[block_id].copy_(block)
+    def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        for block_id, block in zip(block_ids, blocks, strict=True):
+            self._blocks[block_id].copy_(block)
 
     def _span(self, sequence_kv: Tensor, block_index: int) -> Tensor:
         first = block_index * self._block_size

@@ -1,4 +1,4 @@
-"""Reads and writes single blocks of paged KV memory, from the host. On a GPU, copies go through pinned memory."""
+"""Reads and writes blocks of paged KV memory, from the host. On a GPU, copies go through pinned memory."""
 
 from __future__ import annotations
 
@@ -53,11 +53,17 @@ class PagedBlocks:
         stream.synchronize()
         return target
 
-    def write(self, block_id: int, block: Tensor) -> None:
+    def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        """On a GPU, copied there one after the other and then to their places together, which lie layers apart."""
         if not self._kv.is_cuda:
-            self._kv[:, block_id].copy_(block)
+            for block_id, block in zip(block_ids, blocks, strict=True):
+                self._kv[:, block_id].copy_(block)
             return
         stream = self._streams[1]
         with torch.cuda.stream(stream):
-            self._kv[:, block_id].copy_(block if block.is_pinned() else block.pin_memory(), non_blocking=True)
+            arrived = torch.empty((len(blocks), *self.layout.shape), dtype=self._kv.dtype, device=self._kv.device)
+            for place, block in zip(arrived, blocks, strict=True):
+                place.copy_(block if block.is_pinned() else block.pin_memory(), non_blocking=True)
+            places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
+            self._kv.index_copy_(1, places, arrived.transpose(0, 1))
         stream.synchronize()
