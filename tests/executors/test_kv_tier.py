@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from evenflow.core.plan import Save, TierMoves, TierResult
-from evenflow.executors import host_blocks
+from evenflow.executors import host_blocks, kv_tier
 from evenflow.executors.block_files import BlockFiles
 from evenflow.executors.host_blocks import HostBlocks
 from evenflow.executors.kv_tier import BlockMemory, KvTier
 from evenflow.model.cuda.blocks import PagedBlocks
 from evenflow.model.kv_cache import PrefixStore
-from evenflow.model.kv_codec import CODECS, BlockLayout
+from evenflow.model.kv_codec import CODECS, BlockCopy, BlockLayout
 from evenflow.model.loader import load_model
 from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
@@ -177,6 +178,39 @@ def test_int8_returns_nearly_the_same_values(memory: BlockMemory) -> None:
     restore(tier, 5, 1)
     error = (memory.read([5])[0](None).float() - values).norm() / values.norm()
     assert 0 < error < 0.02
+    tier.close()
+
+
+class SlowMemory:
+    """One that copies when the steps before have ended, on a clock of its own."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self.now = 0.0
+        self.layout, self.is_on_gpu, self.most_copied = memory.layout, False, memory.most_copied
+        self.write = memory.write
+
+    def read(self, block_ids: Sequence[int]) -> list[BlockCopy]:
+        waits = iter((0.25, *[0.0] * len(block_ids)))
+
+        def copy(block: BlockCopy, into: torch.Tensor | None) -> torch.Tensor:
+            self.now += next(waits) + 0.0001
+            return block(into)
+
+        return [partial(copy, block) for block in self._memory.read(block_ids)]
+
+
+def test_the_steps_that_a_copy_waits_for_are_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SlowMemory(contiguous())
+    monkeypatch.setattr(kv_tier, "time", SimpleNamespace(perf_counter=lambda: memory.now))
+    tier = KvTier(memory, CODECS["plain"], host_bytes=1 << 20)
+    tier.apply(TierMoves(saves=tuple(Save(block, name(block), "") for block in range(4))))
+    results = []
+    while not results or results[-1].num_saving:
+        tier.wait()
+        results.append(tier.collect())
+    assert sum(result.num_saved for result in results) == 4
+    assert max(result.save_seconds for result in results) == pytest.approx(0.0001)
     tier.close()
 
 

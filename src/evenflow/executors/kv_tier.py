@@ -64,16 +64,19 @@ class _Moved:
 
     count: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0
+    num_timed: int = 0
+    seconds: float = 0.0  # of those
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def add(self, num_bytes: int, seconds: float | None) -> None:
         self.count += 1
         self.num_bytes += num_bytes
-        self.seconds += seconds
+        if seconds is not None:
+            self.num_timed += 1
+            self.seconds += seconds
 
     @property
     def mean_seconds(self) -> float:
-        return self.seconds / max(1, self.count)
+        return self.seconds / max(1, self.num_timed)
 
 
 class KvTier:
@@ -205,6 +208,7 @@ class KvTier:
     # ---- called by the threads beside it ----
 
     def _save(self, staged: list[tuple[Save, BlockCopy]], copying: float) -> None:
+        waits = True  # the first one, for the steps before it
         while staged:  # a GPU's memory is free again once all its copies are
             save, copy = staged.pop(0)
             began, num_bytes = time.perf_counter(), 0
@@ -217,8 +221,9 @@ class KvTier:
                 self._staged.pop(save.block_hash, None)
                 self._num_saving -= 1
                 if num_bytes:
-                    self._saved.add(num_bytes, time.perf_counter() - began + copying)
+                    self._saved.add(num_bytes, None if waits else time.perf_counter() - began + copying)
                 self._changed.notify_all()
+            waits = False
 
     def _keep(self, save: Save, copy: BlockCopy) -> int:
         """Returns its bytes."""
