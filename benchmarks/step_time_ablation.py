@@ -51,7 +51,7 @@ def predictions(load: RecordedLoad, caps: ExecutorCaps, model: StepTimeModel) ->
     steps, in_flight_steps, gpu_free_us = load.steps, InFlightSteps(), 0
     for number, step in enumerate(steps):
         shape = _shape(step, caps)
-        flying = InFlightStep(planned_at=step.schedule_us / 1e6, key=step, shapes=(shape,))
+        flying = InFlightStep(planned_at=step.schedule_us / 1e6, key=step, shape=shape)
         in_flight_steps.add(flying)
         in_flight_steps.launched(step, step.launched_us / 1e6)
         taken_us, gpu_free_us = step.gpu_end_us - max(gpu_free_us, step.gpu_begin_us), step.gpu_end_us

@@ -38,7 +38,7 @@ from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
 PLAIN = "default"
 RUNS = ("32k,65k=new+target:50ms,new+target:25ms,default,fixed:512,fixed:1024,unmixed:512,unmixed:1024",)
 ANSWER_TOKENS = 32
-_PROMPTS_TO_COMPARE = (*[1024] * 8, *[2000] * 8)
+_PROMPTS_TO_COMPARE = (*[1024] * 8, *[2000] * 6, 9000, 12_000)
 
 
 class Bench(HostBench):
@@ -62,15 +62,14 @@ class Bench(HostBench):
         return sent
 
     async def compare_answers(self, modes: Sequence[str]) -> dict[str, int]:
-        """How many greedy answers of each mode equal those of the first, of prompts sent one by one."""
+        """How many greedy answers of each mode equal those of the first, of prompts that run beside each other."""
+        drawn = random.Random(0)
+        prompts = [drawn.choices(range(100, self._vocab_size - 100), k=length) for length in _PROMPTS_TO_COMPARE]
         answers: dict[str, list[Any]] = {}
         for mode in modes:
             await self.switch(mode)
-            drawn = random.Random(0)
-            for length in _PROMPTS_TO_COMPARE:
-                prompt = drawn.choices(range(100, self._vocab_size - 100), k=length)
-                output = await self._send(Ask(prompt, ANSWER_TOKENS))
-                answers.setdefault(mode, []).append(output["output_ids"])
+            outputs = await asyncio.gather(*(self._send(Ask(prompt, ANSWER_TOKENS)) for prompt in prompts))
+            answers[mode] = [output["output_ids"] for output in outputs]
         expected = answers[modes[0]]
         same = {mode: sum(map(lambda a, b: a == b, found, expected)) for mode, found in answers.items()}
         print(f"equal answers of {len(expected)}: {same}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenflow.core.plan import ExecutorCaps
-from evenflow.core.roofline import DEVICES, ModelWork, attention_waves, known_device, roofline
+from evenflow.core.roofline import DEVICES, ModelWork, WaveKernel, attention_waves, known_device, roofline
 from evenflow.core.step_costs import figures_of
 
 LLAMA_8B = ModelWork(
@@ -86,9 +86,17 @@ def test_attention_takes_whole_waves_of_tiles(rows: int, padded: int) -> None:
     assert shape.prefill_attention == rows * (2 * 1000 + rows + 1) // 2
 
 
+@pytest.mark.parametrize(("rows", "padded"), [(1, 512), (512, 512), (513, 1024), (1025, 1536)])
+def test_flashinfers_tiles_hold_one_head_and_are_not_split(rows: int, padded: int) -> None:
+    waves = attention_waves(32, 8, DEVICES["H200"], WaveKernel.FLASHINFER)
+    assert waves is not None
+    assert waves.padded_rows(rows) == padded
+
+
 def test_waves_are_known_of_hopper_gpus_alone() -> None:
     assert attention_waves(32, 8, DEVICES["A100"]) is None
     assert attention_waves(160, 160, DEVICES["H200"]) is None
+    assert attention_waves(160, 8, DEVICES["H200"], WaveKernel.FLASHINFER) is None
     assert CAPS.step_shape(chunks=[(0, 100)]).wave_attention == 0
 
 

@@ -12,8 +12,8 @@ MS = 0.001
 
 
 def step(number: int, planned_at: float, *, is_empty: bool = False) -> InFlightStep:
-    shapes = () if is_empty else (CAPS.step_shape(num_decodes=number, decode_context=100 * number),)
-    return InFlightStep(planned_at, key=number, shapes=shapes)
+    shape = None if is_empty else CAPS.step_shape(num_decodes=number, decode_context=100 * number)
+    return InFlightStep(planned_at, key=number, shape=shape)
 
 
 class Host:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,36 +88,6 @@ def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> No
 def plan_for(driven: Driven, *names: str) -> None:
     candidates = [Candidate(name, 0, 1000, 1000) for name in names]
     driven.plan(driven.now, [], candidates, free_tokens=100_000, long_prefill_token_threshold=0)
-
-
-@pytest.mark.parametrize("mixes", [True, False])
-def test_chunks_leave_time_for_decodes_in_a_batch_of_their_own(tmp_path: Path, mixes: bool) -> None:
-    host = Host(replace(CAPS, mixes=mixes), 8192, 64, tmp_path / "step-times", logging.getLogger("test"), PRIOR)
-    driven = Driven(host, Settings(TARGET, None, None))
-    add(driven, "chat", 100)
-    add(driven, "long", 50_000)
-    candidates = [Candidate("long", 0, 50_000, 50_000)]
-    _, [quota] = driven.plan(driven.now, [Decode("chat", 500, 100)], candidates, 100_000, 0)
-    rows = quota.tokens if not mixes else quota.tokens + 500
-    apart = 0.0 if mixes else PRIOR.step + 500 * ROW
-    margin = driven.step_time.margin(CAPS.step_shape(num_decodes=1))
-    assert margin * (PRIOR.step + rows * ROW) + apart == pytest.approx(0.05, rel=0.02)
-
-
-def test_batches_in_turns_are_learned_as_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = steering(tmp_path)
-    add(driven, "chat", 100)
-    add(driven, "long", 5000)
-    reports: list[StepReport] = []
-    monkeypatch.setattr(driven._reporter, "report", reports.append)
-    step = InFlightStep(driven.now, {"chat"}, key="step", chunks=[("long", 0, 1000)])
-    driven.scheduled(step, 1, 100, 0, in_turns=True)
-    assert step.predicted == pytest.approx(2 * PRIOR.step + 1001 * ROW)
-    driven.now += 0.02
-    end(driven, "step")
-    [report] = reports
-    assert (report.is_mixed, report.num_decodes, report.num_prefill_tokens) == (True, 1, 1000)
-    assert report.seconds == pytest.approx(0.02)
 
 
 def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ LAUNCH_S = 0.004
 MOST_ROWS = int((TARGET_S - STEP_S) / ROW_S)
 
 
-def stall_script(stream_tokens: int = 60) -> list[list[Any]]:
+def stall_script() -> list[list[Any]]:
     """A stream decodes, then a long prompt arrives."""
-    return [[request("stream", 20, stream_tokens)], [], [], [request("long", 1500, 3, first_token=1)]]
+    return [[request("stream", 20, 60)], [], [], [request("long", 1500, 3, first_token=1)]]
 
 
 def steps_beside(steps: list[SeenStep], request_id: str) -> list[SeenStep]:
@@ -58,65 +58,13 @@ def test_the_target_changes_steps_and_no_token(driver: Driver, overlap: bool) ->
     assert not driver.scheduler.is_mixed_chunk
 
 
-@pytest.fixture
-def in_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with an attention backend that is slow at chunks beside decodes."""
-    from evenflow.sglang import steering
-
-    monkeypatch.setattr(steering, "_BETTER_IN_TURNS", driver.scheduler.server_args.attention_backend)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.usefixtures("in_turns")
-def test_chunks_and_decodes_take_turns_within_the_target(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    driver.steer(None)
-    driver.run(stall_script(), overlap=overlap)
-    expected = {name: list(tokens) for name, tokens in driver.outputs.items()}
-    driver.steer("20ms")
-    driver.run(stall_script(), overlap=overlap)  # learns
-    reports: list[StepReport] = []
-    monkeypatch.setattr(driver.scheduler.evenflow.core._reporter, "report", reports.append)
-    steps = driver.run(stall_script(), overlap=overlap)
-    assert {name: list(tokens) for name, tokens in driver.outputs.items()} == expected
-    first = next(index for index, step in enumerate(steps) if "long" in step.chunks)
-    last = max(index for index, step in enumerate(steps) if "long" in step.chunks)
-    assert [bool(step.chunks) for step in steps[first : last + 1]] == [True, False] * ((last - first) // 2) + [True]
-    assert all(step.decodes == ["stream"] for step in steps[first + 1 : last : 2])
-    lengths = [step.num_prefill_tokens for step in steps_beside(steps, "long")]
-    most = MOST_ROWS - int(STEP_S / ROW_S)  # a step is two batches
-    assert most / 2 < max(lengths) <= most
-    mixed = [report for report in reports if report.is_mixed]
-    assert [report.num_prefill_tokens for report in mixed] == lengths
-    for report in mixed[1:-1]:
-        num_rows = report.num_decodes + report.num_prefill_tokens
-        assert report.seconds == pytest.approx(2 * STEP_S + num_rows * ROW_S, rel=0.05)
-        assert report.predicted_seconds == pytest.approx(report.seconds, rel=0.1)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("stream_tokens", range(2, 12))
-@pytest.mark.usefixtures("in_turns")
-def test_reports_in_turns_hold_every_token_whenever_the_stream_ends(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, stream_tokens: int, overlap: bool
-) -> None:
-    check_reports(driver, monkeypatch, stall_script(stream_tokens), overlap)
-
-
-def test_reports_hold_every_token(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_reports(driver, monkeypatch, stall_script())
-
-
-def check_reports(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, script: list[list[Any]], overlap: bool = True
-) -> None:
-    """Every token of the script is in one report, and so is every row of its prompts."""
+def test_reports_hold_every_token(driver: Driver, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     driver.steer("20ms")
     reports: list[Any] = []
     core = driver.scheduler.evenflow.core
     monkeypatch.setattr(core._reporter, "report", reports.append)
-    driver.run(script, overlap=overlap)
+    driver.run(stall_script(), overlap=overlap)
     tokens: dict[str, list[int]] = {}
     for report in reports:
         for request_id, new in zip(report.ids, report.tokens, strict=True):

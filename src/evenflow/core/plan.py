@@ -32,14 +32,15 @@ class AttentionWaves(NamedTuple):
 
     tile_rows: int
     num_tiles: int  # at a time
+    is_split: bool = True  # along the context, if there are too few tiles to fill a wave
 
     def padded_rows(self, rows: int) -> int:
-        """The rows of whole waves that take as long. Tiles that fill a part of one are split along the context."""
+        """The rows of whole waves that take as long."""
         if not rows:
             return 0
         tiles = -(-rows // self.tile_rows)
         wave_rows = self.tile_rows * self.num_tiles
-        if tiles >= self.num_tiles:
+        if tiles >= self.num_tiles or not self.is_split:
             return wave_rows * -(-tiles // self.num_tiles)
         return wave_rows // (self.num_tiles // tiles)
 
@@ -50,7 +51,6 @@ class ExecutorCaps:
 
     max_steps_in_flight: int = 1
     max_prefill_sequences: int = 16  # chunks in one step
-    mixes: bool = True  # decodes and chunks in one batch; False: chunks first, then decodes, in two
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
     attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions

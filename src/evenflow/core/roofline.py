@@ -7,6 +7,7 @@ within about a factor of 1.5 of it, and the first few of them correct the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.core.step_costs import StepCosts
@@ -17,7 +18,7 @@ _ARITHMETIC_EFFICIENCY = 0.8
 _MEMORY_EFFICIENCY = 0.86
 # Host seconds to launch one layer op by op: some 20 kernels, and the Python around them.
 _LAYER_LAUNCH_S = 0.0008
-_TILE_ROWS = 128  # of FlashAttention 3, over all heads that share keys and values
+_TILE_ROWS = 128  # of the kernels that run in waves
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,22 @@ def known_device(name: str) -> Device | None:
     return next((device for part, device in DEVICES.items() if part in name), None)
 
 
-def attention_waves(num_heads: int, num_kv_heads: int, device: Device) -> AttentionWaves | None:
-    """Of FlashAttention 3 on Hopper GPUs. A tile has the rows of all heads that share keys and values."""
-    if device.num_processors is None or num_kv_heads > device.num_processors:
+class WaveKernel(Enum):
+    """A kernel that runs in waves on Hopper GPUs."""
+
+    FLASH_ATTENTION_3 = auto()  # a tile has the rows of all heads that share keys and values
+    FLASHINFER = auto()  # a tile has the rows of one head
+
+
+def attention_waves(
+    num_heads: int, num_kv_heads: int, device: Device, kernel: WaveKernel = WaveKernel.FLASH_ATTENTION_3
+) -> AttentionWaves | None:
+    is_flashinfer = kernel is WaveKernel.FLASHINFER
+    num_columns = num_heads if is_flashinfer else num_kv_heads  # of tiles
+    if device.num_processors is None or num_columns > device.num_processors:
         return None
-    tile_rows = max(1, _TILE_ROWS * num_kv_heads // num_heads)
-    return AttentionWaves(tile_rows, device.num_processors // num_kv_heads)
+    tile_rows = max(1, _TILE_ROWS * num_columns // num_heads)
+    return AttentionWaves(tile_rows, device.num_processors // num_columns, is_split=not is_flashinfer)
 
 
 def roofline(model: ModelWork, device: Device, waves: AttentionWaves | None = None) -> StepCosts:

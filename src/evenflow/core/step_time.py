@@ -98,12 +98,13 @@ class StepTimeModel:
             return  # relative error needs a duration
         shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
         sample = Sample(tuple(map(figures_of, shapes)), seconds)
-        has_prefill, has_decodes = any(one.prefill_rows for one in shapes), any(one.decode_sequences for one in shapes)
-        if has_prefill and has_decodes and (predicted := sum(map(self.predict, shapes))):
+        is_mixed = any(shape.prefill_rows and shape.decode_sequences for shape in shapes)
+        if is_mixed and (predicted := sum(map(self.predict, shapes))):
             self._errors.append((predicted, math.log(seconds / predicted)))
             self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
         self._keep(sample)
+        has_prefill = any(shape.prefill_rows for shape in shapes)
         self._last[has_prefill].append(sample)
         if has_prefill or self._num_fits < _STEPS_BETWEEN_FITS:  # decodes alone leave no time for fits
             self._steps_since_fit += 1

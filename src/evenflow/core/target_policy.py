@@ -47,10 +47,7 @@ class Target(Policy):
                 tokens = _most_in_time(view, view.step_time.upper, LEAST_FILLED * seconds, int(own), tokens)
                 reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
-        num_tokens = sum(quota.tokens for quota in quotas)
-        self._busy_until = start + view.step_time.predict(_shape(view, num_tokens))
-        if num_tokens:
-            self._busy_until += _decodes_apart(view)
+        self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
         return Quotas(True, tuple(quotas))
 
     def _seconds_left(self, view: StepView, start: float) -> float:
@@ -60,7 +57,7 @@ class Target(Policy):
         if view.num_in_flight or deadline is None:
             # The step in flight gives the tokens due at that deadline; this step gives the next ones.
             deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self.pacing.target)
-        return deadline - start - view.overhead - _decodes_apart(view)
+        return deadline - start - view.overhead
 
     def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
         """Prefill tokens for this step, and what limits them."""
@@ -85,7 +82,7 @@ class Target(Policy):
     def _judge_target(self, view: StepView, least: float) -> None:
         """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
         if view.tightest_target is not None and view.step_time.is_calibrated:
-            self._feasibility.judge(least + view.overhead + _decodes_apart(view), view.tightest_target)
+            self._feasibility.judge(least + view.overhead, view.tightest_target)
             self.feasible_target = self._feasibility.advised
 
     def infeasibility_warning(self) -> float | None:
@@ -108,13 +105,8 @@ def _most_in_time(
     return fits
 
 
-def _decodes_apart(view: StepView) -> float:
-    """Seconds of the decodes where they follow the chunks in a batch of their own."""
-    return 0.0 if view.caps.mixes or not view.num_decodes else view.step_time.predict(_shape(view, 0))
-
-
 def _shape(view: StepView, num_tokens: int) -> StepShape:
-    """The batch in which the candidates, in order, get this many tokens."""
+    """The step in which the candidates, in order, get this many tokens."""
     left, chunks, num_ended = num_tokens, list[tuple[int, int]](), 0
     for candidate in view.candidates:
         if not left:
@@ -123,10 +115,9 @@ def _shape(view: StepView, num_tokens: int) -> StepShape:
         chunks.append((candidate.start, length))
         num_ended += length == candidate.length
         left -= length
-    has_decodes = view.caps.mixes or not chunks
     return view.caps.step_shape(
-        num_decodes=view.num_decodes if has_decodes else 0,
-        decode_context=view.decode_context if has_decodes else 0,
+        num_decodes=view.num_decodes,
+        decode_context=view.decode_context,
         chunks=chunks,
         prefill_logit_rows=num_ended,
     )

@@ -19,7 +19,7 @@ class InFlightStep:
     decode_ids: set[str] = field(default_factory=set)
     reasons: dict[str, ChunkReason] = field(default_factory=dict)  # why each chunk is not longer, by request
     key: object = None  # the host's object for this step
-    shapes: tuple[StepShape, ...] = ()  # of its batch, or of two: its chunks' and its decodes'; (): it holds no tokens
+    shape: StepShape | None = None  # None: it holds no tokens
     chunks: list[tuple[str, int, int]] = field(default_factory=list)  # request, start, length
     admissions: list[AdmissionReport] = field(default_factory=list)  # of requests that it starts
     predicted: float = 0.0
@@ -54,7 +54,7 @@ class InFlightSteps:
     @property
     def num_steps(self) -> int:
         """How many of them hold tokens."""
-        return sum(1 for step in self._steps if step.shapes)
+        return sum(1 for step in self._steps if step.shape is not None)
 
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
@@ -83,14 +83,14 @@ class InFlightSteps:
             step.seconds, has_waited = min(device_seconds, now - step.planned_at), True
             step.began_at, self._open = now - step.seconds, []
         step.is_own_time = has_waited and not self._open
-        if step.shapes:
+        if step.shape is not None:
             self._open.append(step)
         is_complete = self._open and (has_waited or len(self._open) == _MOST_STEPS)
         self.observation = self._observed(now) if is_complete else None
         return step
 
     def _observed(self, now: float) -> Observation:
-        shapes = tuple(shape for step in self._open for shape in step.shapes)
+        shapes = tuple(step.shape for step in self._open if step.shape is not None)
         seconds = now - self._open[0].began_at
         self._open = []
         return Observation(shapes, seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from evenflow.core.plan import AttentionWaves
-from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
+from evenflow.core.roofline import ModelWork, WaveKernel, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
 
 _FIELDS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -19,11 +19,16 @@ class Prior(NamedTuple):
 
 
 def prior_of(
-    text_config: Any, device_name: str, num_ranks: int, weight_bytes: float, *, has_waves: bool = True
+    text_config: Any,
+    device_name: str,
+    num_ranks: int,
+    weight_bytes: float,
+    *,
+    kernel: WaveKernel | None = WaveKernel.FLASH_ATTENTION_3,
 ) -> Prior:
     """The roofline of one tensor-parallel rank; nothing if the device is unknown, or the model is not a dense decoder.
 
-    `weight_bytes` is the size of one weight. `has_waves`: attention may be FlashAttention 3.
+    `weight_bytes` is the size of one weight. `kernel`: what attention may be.
     """
     device = known_device(device_name)
     if device is None or any(getattr(text_config, name, None) for name in _FIELDS_OF_EXPERTS):
@@ -46,5 +51,5 @@ def prior_of(
         cache_bytes=2.0 * num_layers * kv_width / num_ranks,  # 16 bits each
     )
     ranks_kv_heads = max(1, num_kv_heads // num_ranks)
-    waves = attention_waves(num_heads // num_ranks, ranks_kv_heads, device) if has_waves else None
+    waves = attention_waves(num_heads // num_ranks, ranks_kv_heads, device, kernel) if kernel is not None else None
     return Prior(roofline(work, device, waves), waves)

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -272,23 +271,18 @@ class Steering:
 
     # ---- after a step ----
 
-    def scheduled(
-        self, step: InFlightStep, num_decodes: int, decode_context: int, num_ended: int, *, in_turns: bool = False
-    ) -> None:
-        """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt.
-
-        `in_turns`: the chunks are a batch of their own, followed by that of the decodes.
-        """
+    def scheduled(self, step: InFlightStep, num_decodes: int, decode_context: int, num_ended: int) -> None:
+        """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt."""
         step.admissions = list(self._admit(step.chunks))
-        shape_of = partial(self._host.caps.step_shape, num_decodes=num_decodes, decode_context=decode_context)
-        chunks = [(start, length) for _, start, length in step.chunks]
-        if in_turns:
-            of_chunks = shape_of(num_decodes=0, decode_context=0, chunks=chunks, prefill_logit_rows=num_ended)
-            step.shapes = of_chunks, shape_of()
-        elif num_decodes or chunks:
-            step.shapes = (shape_of(chunks=chunks, prefill_logit_rows=num_ended),)
-        if step.shapes:
-            step.predicted = sum(map(self.step_time.predict, step.shapes))
+        if num_decodes or step.chunks:
+            step.shape = self._host.caps.step_shape(
+                num_decodes=num_decodes,
+                decode_context=decode_context,
+                chunks=[(start, length) for _, start, length in step.chunks],
+                prefill_logit_rows=num_ended,
+            )
+            step.predicted = self.step_time.predict(step.shape)
+        if step.shape is not None:
             self._charge(step, decode_context // max(1, num_decodes))
         step.launched_at = self.clock()  # unless the host says when it has
         self._in_flight.add(step)
@@ -322,8 +316,8 @@ class Steering:
     def launched(self, key: object) -> None:
         """The host has launched the step with this key."""
         step = self._in_flight.launched(key, self.clock())
-        if step is not None and step.shapes:
-            self.step_time.observe_launch(step.shapes[0], step.launched_at - step.planned_at)
+        if step is not None and step.shape is not None:
+            self.step_time.observe_launch(step.shape, step.launched_at - step.planned_at)
 
     def ended(self, key: object, device_seconds: float | None = None) -> InFlightStep:
         """The host has the output of the step with this key; `device_seconds` as in `InFlightSteps.end`."""
@@ -337,7 +331,7 @@ class Steering:
         load: HostLoad,
     ) -> None:
         """The host has handed out the step's tokens."""
-        if not step.shapes:
+        if step.shape is None:
             return
         if (observation := self._in_flight.observation) is not None:
             self._observations.append(observation)
@@ -358,15 +352,15 @@ class Steering:
     def _report(
         self, step: InFlightStep, tokens: Mapping[str, Sequence[int]], late: list[LateToken], load: HostLoad
     ) -> StepReport:
-        decodes = step.shapes[-1]
+        assert step.shape is not None
         times = self._attribution.split(
             step.ended_at,
             step.seconds,
             step.predicted,
             [
                 self._host.caps.step_shape(
-                    num_decodes=decodes.decode_sequences,
-                    decode_context=decodes.decode_context,
+                    num_decodes=step.shape.decode_sequences,
+                    decode_context=step.shape.decode_context,
                     chunks=[(start, length) for _, start, length in step.chunks[:num_chunks]],
                 )
                 for num_chunks in range(len(step.chunks) + 1)
@@ -382,7 +376,7 @@ class Steering:
             seconds=step.seconds,
             predicted_seconds=step.predicted,
             decode_seconds=times.decode_seconds,
-            num_decodes=decodes.decode_sequences,
+            num_decodes=step.shape.decode_sequences,
             chunks=[
                 ChunkReport(*chunk, step.reasons.get(chunk[0], ChunkReason.BUDGET), seconds, chunk[0] in tokens)
                 for chunk, seconds in zip(step.chunks, times.chunk_seconds, strict=True)

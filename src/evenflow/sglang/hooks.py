@@ -42,7 +42,7 @@ _SCHEDULER_ATTRIBUTES = (
     *("chunked_prefill_size", "chunked_req", "dllm_config", "enable_hisparse", "enable_overlap_mlx", "enable_pdmux"),
     *("enable_priority_preemption", "enable_priority_scheduling", "is_generation", "is_hybrid_swa", "is_mixed_chunk"),
     *("max_prefill_tokens", "max_running_requests", "model_config", "page_size", "policy", "pool_stats_observer"),
-    *("prefill_delayer", "ps", "server_args", "spec_algorithm", "tp_cpu_group", "tp_group", "tree_cache"),
+    *("prefill_delayer", "ps", "server_args", "spec_algorithm", "tp_cpu_group", "tp_group", "tp_worker", "tree_cache"),
     *("truncation_align_size", "waiting_queue"),
 )
 _ARGUMENTS = (

@@ -1,8 +1,7 @@
 """SGLang's adapter to evenflow's steering: decodes in every step, and as much prefill as the `target` policy allows.
 
-A step is one batch of SGLang's, or two: chunks, then decodes. What evenflow relies on in SGLang is used here, and
-checked in `hooks`. Every rank of a tensor-parallel group has a scheduler of its own, and all must decide alike: the
-first one decides and tells the others.
+What evenflow relies on in SGLang is used here, and checked in `hooks`. Every rank of a tensor-parallel group has a
+scheduler of its own, and all must decide alike: the first one decides and tells the others.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,17 +22,18 @@ from sglang.srt.utils import broadcast_pyobj
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
+from evenflow.core.roofline import WaveKernel
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
 from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
+from evenflow.sglang.mixed_attention import install_mixed_attention
 from evenflow.sglang.plugin import logger
 from evenflow.step_time_store import step_times_path
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
 _GRAPHS_OFF = "disabled"
-# Beside decodes this attention does not split a chunk's context: in two batches, prefill is a seventh faster.
-_BETTER_IN_TURNS = "flashinfer"
+_WAVE_KERNELS = {"fa3": WaveKernel.FLASH_ATTENTION_3, "flashinfer": WaveKernel.FLASHINFER}
 
 
 class _Decision(NamedTuple):
@@ -42,22 +41,8 @@ class _Decision(NamedTuple):
 
     may_prefill: bool = True
     budget: int | None = None  # of the step's tokens; None: SGLang's own, and its own choice whether to mix
-    mixes: bool = True  # decodes into the batch of the chunks, if there is a budget
     order: list[str] | None = None  # of the waiting requests, if it changes
     passing: tuple[str, ...] = ()  # waiting requests to start in place of the prompt that was begun
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A batch that SGLang has scheduled, until its step's tokens are out."""
-
-    step: InFlightStep
-    num_ended: int = 0  # chunks that end their prompt
-    chunks: _Batch | None = None  # the batch of the step's chunks, if this one is its decodes'
-    ends_step: bool = True  # False: decodes follow, or may follow
-    has_result: bool = False
-    device_seconds: float | None = None
-    tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 class SglangSteering(ABC):
@@ -65,6 +50,7 @@ class SglangSteering(ABC):
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        install_mixed_attention(scheduler)
 
     def begin_step(self) -> None:
         """SGLang is about to schedule a step."""
@@ -77,7 +63,7 @@ class SglangSteering(ABC):
         decision = self._decide(running_batch)
         before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
         if decision.budget is not None:
-            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = decision.budget, decision.mixes
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = decision.budget, True
         if decision.order is not None:
             requests = {request.rid: request for request in scheduler.waiting_queue}
             scheduler.waiting_queue[:] = [requests[request_id] for request_id in decision.order]
@@ -156,7 +142,6 @@ class _Leader(SglangSteering):
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
                 row_buckets=_graph_sizes(scheduler.server_args),
                 attention_waves=prior.waves,
-                mixes=scheduler.server_args.attention_backend != _BETTER_IN_TURNS,
             ),
             budget=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
             max_num_seqs=scheduler.max_running_requests,
@@ -166,7 +151,6 @@ class _Leader(SglangSteering):
             own_policy=_own_policy(scheduler),
         )
         self.core = Steering(host, settings)
-        self._mixes = host.caps.mixes
         self._classes = settings.classes
         self._has_followers = scheduler.ps.tp_size > 1
         self._next = InFlightStep()  # the one being scheduled
@@ -177,8 +161,7 @@ class _Leader(SglangSteering):
         self._may_pass = True
         self._ends: deque[Any] = deque()  # events at the ends of steps in flight, oldest first
         self._last_end: Any = None  # that of the step whose result came last
-        self._batches: deque[_Batch] = deque()  # without a result, oldest first
-        self._in_turns: _Batch | None = None  # the last batch, if it left out the decodes, which are next
+        self._skipped_decodes = False  # the last step had prefill and left out the decodes: the next one is theirs
         self._is_saved = True
         self._can_chunk = scheduler.chunked_prefill_size is not None
         self.core.log_start(f"SGLang {sglang.__version__}", None if self._can_chunk else "chunked prefill is off")
@@ -232,10 +215,8 @@ class _Leader(SglangSteering):
         return self._share(decision) if self._has_followers and self._has_prefill else decision
 
     def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
-        if decoding and self._in_turns is not None:
-            return _Decision(may_prefill=False)
-        order = self._order()
-        requests = list(self._prefills(running_batch, order))
+        order, is_held = self._order(), self._skipped_decodes and bool(decoding)
+        requests = [] if is_held else list(self._prefills(running_batch, order))
         candidates = [_candidate(request) for request in requests]
         _, quotas = self.core.plan(
             self._next.planned_at,
@@ -251,11 +232,11 @@ class _Leader(SglangSteering):
             num_tokens = sum(self._paged(request.seqlen) for request in self._passing)  # even if nothing is cached
         else:
             self._next.reasons = {candidates[quota.candidate].request_id: quota.reason for quota in quotas}
-        # A chunk is at least a page. SGLang subtracts a token for each request that it mixes in, finished ones too.
-        budget = max(num_tokens, self._scheduler.page_size) + (len(running_batch.reqs) if self._mixes else 0)
+        # A chunk is at least a page. SGLang subtracts a token for each running request, finished ones too.
+        budget = max(num_tokens, self._scheduler.page_size) + len(running_batch.reqs)
         names = None if order is None else [request.rid for request in order]
         passing = tuple(request.rid for request in self._passing)
-        return _Decision(True, budget, self._mixes, names, passing)
+        return _Decision(not is_held, budget, names, passing)
 
     def _find_passing(self, waiting: Sequence[Any], num_tokens: int) -> list[Any]:
         """The waiting prompts that rank before the one begun and fit whole into a step of this much prefill."""
@@ -321,22 +302,12 @@ class _Leader(SglangSteering):
         self._partial = self._scheduler.chunked_req
         # Where SGLang refuses those that should pass, it must continue the prompt begun before they try again.
         self._may_pass = not self._passing or (batch is not None and batch.forward_mode.is_extend())
-        chunks, self._in_turns = self._in_turns, None
-        if chunks is not None and (batch is None or batch.forward_mode.is_extend()):  # nothing is left to decode
-            self._schedule_alone(chunks)
-            chunks = None
         if batch is None:
             return
         step, self._is_saved = self._next, False
         is_prefill = batch.forward_mode.is_extend()
         decoding = (batch.decoding_reqs or []) if is_prefill else batch.reqs
-        context = sum(request.seqlen for request in decoding)
-        if chunks is not None:
-            chunks.step.decode_ids = {request.rid for request in decoding}
-            self._batches.append(_Batch(chunks.step, chunks=chunks))
-            self.core.scheduled(chunks.step, len(decoding), context, chunks.num_ended, in_turns=True)
-            return
-        is_in_turns = bool(is_prefill and not decoding and step.decode_ids)
+        self._skipped_decodes = bool(is_prefill and not decoding and step.decode_ids)
         step.decode_ids = {request.rid for request in decoding}
         started = batch.reqs[: len(batch.reqs) - len(decoding)]  # a mixed batch has its decodes last
         if started:
@@ -346,25 +317,12 @@ class _Leader(SglangSteering):
         ended = [request.rid for request in started if request is not batch.chunked_req]
         for request_id in ended:
             step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
-        self._batches.append(_Batch(step, len(ended), ends_step=not is_in_turns))
-        if is_in_turns:
-            self._in_turns = self._batches[-1]
-        else:
-            self.core.scheduled(step, len(decoding), context, len(ended))
-
-    def _schedule_alone(self, chunks: _Batch) -> None:
-        """The decodes that should follow these chunks have left."""
-        chunks.ends_step = True
-        self.core.scheduled(chunks.step, 0, 0, chunks.num_ended)
-        if chunks.has_result:
-            self.core.ended(None, chunks.device_seconds)
-            self._emit(chunks)
+        context = sum(request.seqlen for request in decoding)
+        self.core.scheduled(step, len(decoding), context, len(ended))
 
     def launched(self) -> None:
         self._ends.append(self._record_end())
-        batch = self._batches[-1]
-        if batch.ends_step and batch.chunks is None:
-            self.core.launched(None)
+        self.core.launched(None)
 
     def _record_end(self) -> Any:
         """An event at the end of what was launched; None without CUDA, or if SGLang has no stream for forward passes.
@@ -391,14 +349,14 @@ class _Leader(SglangSteering):
     @contextmanager
     def result_of(self, batch: Any, result: Any) -> Iterator[None]:
         # Results come in the order of batches, of which SGLang keeps only copies: no step needs a key.
-        current, num_before = self._batches.popleft(), [len(request.output_ids) for request in batch.reqs]
+        step, num_before = None, [len(request.output_ids) for request in batch.reqs]
         if result.copy_done is not None:
             result.copy_done.synchronize()  # as SGLang does next
-            self._end(current)
+            step = self.core.ended(None, self._device_seconds())
         yield
-        if not current.has_result:  # without overlap, only SGLang's own look at the tokens waits for them
-            self._end(current)
-        current.tokens = {
+        # Without overlap, only SGLang's own look at the tokens waits for them.
+        step = step or self.core.ended(None, self._device_seconds())
+        tokens = {
             request.rid: list(request.output_ids[before:])
             for request, before in zip(batch.reqs, num_before, strict=True)
             if len(request.output_ids) > before
@@ -406,25 +364,9 @@ class _Leader(SglangSteering):
         for request in batch.reqs:
             if request.finished():
                 self._open.pop(request.rid, None)
-        if current.ends_step:
-            self._emit(current)
-
-    def _end(self, batch: _Batch) -> None:
-        batch.has_result, batch.device_seconds = True, self._device_seconds()
-        if batch.ends_step:
-            parts = [part.device_seconds for part in (batch.chunks, batch) if part is not None]
-            known = [seconds for seconds in parts if seconds is not None]
-            self.core.ended(None, sum(known) if len(known) == len(parts) else None)
-
-    def _emit(self, batch: _Batch) -> None:
-        """The step's tokens are out. A prompt that ends in a batch of chunks has a second token with the decodes."""
-        tokens = dict(batch.chunks.tokens) if batch.chunks is not None else {}
-        for request_id, new in batch.tokens.items():
-            tokens[request_id] = tokens.get(request_id, []) + new
         num_waiting = len(self._scheduler.waiting_queue)
         usage = self._scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()[1]
-        load = HostLoad(len(self._open) - num_waiting, num_waiting, usage)
-        self.core.emitted(batch.step, tokens, self._open, load)
+        self.core.emitted(step, tokens, self._open, HostLoad(len(self._open) - num_waiting, num_waiting, usage))
 
     def idle(self) -> None:
         """SGLang ends its schedulers without notice: keep what was learned while there is time."""
@@ -483,8 +425,8 @@ def _prior(scheduler: Any) -> Prior:
     if not torch.cuda.is_available():
         return Prior()
     model, device = scheduler.model_config, torch.cuda.get_device_name()
-    has_waves = scheduler.server_args.attention_backend == "fa3"  # FlashInfer shares out the work by itself
-    return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, has_waves=has_waves)
+    kernel = _WAVE_KERNELS.get(scheduler.server_args.attention_backend)
+    return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, kernel=kernel)
 
 
 def _step_time_key(scheduler: Any) -> tuple[str, ...]:

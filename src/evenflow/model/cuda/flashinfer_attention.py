@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import flashinfer
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
 from evenflow.model.cuda.context_parts import MOST_PART_ROWS, TILE_ROWS, Spans, divide_contexts
+from evenflow.model.cuda.decode_split import decode_split
 from evenflow.model.cuda.gather import gather_kv
 from evenflow.model.cuda.graphs import capture
 from evenflow.model.cuda.merge import merge_parts
@@ -31,7 +31,6 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _FLOAT_WORKSPACE = 256 << 20  # for what is split; the plan of a graph counts the largest case
 _INT_WORKSPACE = 2 << 20
-_FA2_TILE = 16  # rows of a decode's heads, at least
 _LEAST_FA3_ROWS = 65  # fewer leave more than half of a tile idle
 _LEAST_GATHERED_ROWS = 384  # fewer do not gain what the copy costs
 _GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them they read pages
@@ -230,7 +229,10 @@ class FlashInferAttention:
     def _plan_decodes(self, wrappers: dict[int | None, Any], layout: StepLayout) -> None:
         kept = self._graph_indices if layout.is_captured else None
         pages = self._pages(layout.block_tables[: layout.num_decodes], layout.decode_contexts, layout.block_size, kept)
-        split = self._decode_split(np.diff(pages.starts.numpy()))
+        split = None
+        if self._decode_on_tensor_cores:
+            num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+            split = decode_split(np.diff(pages.starts.numpy()), num_heads, num_kv_heads, self._num_sms)
         for window, wrapper in wrappers.items():
             wrapper.plan(
                 fixed_split_size=split if window is None else None,
@@ -241,26 +243,6 @@ class FlashInferAttention:
                 page_size=layout.block_size,
                 **self._shared_arguments(window),
             )
-
-    def _decode_split(self, num_pages: NDArray[np.int32]) -> int | None:
-        """The pages after which a decode's context is divided among processors, if it must be said.
-
-        FlashInfer divides none as soon as there is a decode for every two processors, so that a single long context
-        would hold all others up. This is the least that divides them into as many parts as a graph has room for.
-        """
-        num_slots = 2 * self._num_sms // self._config.num_kv_heads
-        group = self._config.num_heads // self._config.num_kv_heads
-        if len(num_pages) <= num_slots or not self._decode_on_tensor_cores or group > _FA2_TILE:
-            return None
-        room = -(-len(num_pages) * group // _FA2_TILE) + len(num_pages) - 1
-        too_small, enough = 0, int(num_pages.max())
-        while enough - too_small > 1:
-            middle = (too_small + enough) // 2
-            if (-(-num_pages // middle)).sum() <= room:
-                enough = middle
-            else:
-                too_small = middle
-        return enough if enough < num_pages.max() else None
 
     def _plan_chunks(self, layout: StepLayout) -> dict[int | None, Any]:
         lengths, num_rows = layout.chunk_lengths, sum(layout.chunk_lengths)

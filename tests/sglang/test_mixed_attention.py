@@ -1,0 +1,119 @@
+"""SGLang's own FlashInfer backend with our attention in it. FlashInfer itself, which needs a GPU, is stood in for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hosts.test_sglang_attention import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    Batch,
+    DecodeWrapper,
+    OwnWrapper,
+    PromptWrapper,
+    installed,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Pool:
+    """Of keys and values; what a batch computes is there already."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def set_kv_buffer(self, *args: Any) -> None: ...
+
+    def get_kv_buffer(self, layer_id: int) -> Any:
+        return self.batch.kv
+
+
+class Places:
+    """In place of the kernel that collects the positions of a batch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.collect
+
+    @staticmethod
+    def collect(table: Any, rows: Any, lengths: Any, starts: Any, _: Any, places: Any, stride: int) -> None:
+        for row, length, start in zip(rows.tolist(), lengths.tolist(), starts.tolist(), strict=False):
+            places[start : start + length] = table[row, :length]
+
+
+@pytest.fixture
+def backend(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As its constructor leaves it, without a GPU's memory."""
+    from sglang.srt.layers.attention import flashinfer_backend as module
+
+    monkeypatch.setattr(module, "create_flashinfer_kv_indices_triton", Places())
+    backend = object.__new__(module.FlashInferAttnBackend)
+    vars(backend).update(
+        dict.fromkeys(("use_sliding_window_kv_pool", "is_multimodal", "enable_mis", "enable_deterministic"), False),
+        **dict.fromkeys(("use_paged", "prefill_uses_dequant_workspace", "is_dllm_model"), False),
+        **dict.fromkeys(("dispatch_reason", "prefill_split_tile_size", "dq_page_table", "_swa_kv_pool")),
+        decode_use_tensor_cores=True,
+        num_wrappers=1,
+        prefill_wrapper_ragged=PromptWrapper(),
+        prefill_wrappers_paged=[OwnWrapper()],
+        decode_wrappers=[DecodeWrapper()],
+        kv_cache_quant_method=SimpleNamespace(needs_global_scale=lambda: False),
+    )
+    updater = object.__new__(module.FlashInferIndicesUpdaterPrefill)
+    vars(updater).update(
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        data_type=torch.float32,
+        q_data_type=torch.float32,
+        attn_backend=backend,
+        kv_indptr=[torch.zeros(9, dtype=torch.int32)],
+        qo_indptr=[torch.zeros(9, dtype=torch.int32)],
+        kv_last_page_len=torch.ones(8, dtype=torch.int32),
+        prefill_wrapper_ragged=backend.prefill_wrapper_ragged,
+        update=updater.update_single_wrapper,
+    )
+    backend.indices_updater_prefill = updater
+    return backend
+
+
+def test_sglangs_backend_gives_its_batches_to_it(backend: Any) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    installed(backend)
+    batch = Batch([(40, 9), (17, 1), (3, 1)])
+    backend.token_to_kv_pool = Pool(batch)
+    backend.indices_updater_prefill.req_to_token = torch.stack(batch.table)
+    starts = torch.tensor(batch.extend_prefix_lens_cpu, dtype=torch.int32)
+    given: Any = batch
+    given.forward_mode, given.extend_prefix_lens = ForwardMode.MIXED, starts
+    given.seq_lens, given.seq_lens_sum = batch.seq_lens_cpu, int(batch.seq_lens_cpu.sum())
+    given.req_pool_indices = torch.arange(len(starts))
+    given.out_cache_loc = given.encoder_lens = given.cross_attention_custom_mask = None
+    layer = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=KV_HEADS,
+        tp_v_head_num=KV_HEADS,
+        head_dim=DIM,
+        scaling=SCALE,
+        sliding_window_size=-1,
+        logit_cap=0.0,
+        k_scale=None,
+        v_scale=None,
+        k_scale_float=None,
+        v_scale_float=None,
+        is_cross_attention=False,
+        attn_type=AttentionType.DECODER,
+    )
+    backend.init_forward_metadata(given)
+    rows = torch.zeros(len(batch.queries), KV_HEADS, DIM)
+    output = backend.forward_extend(batch.queries, rows, rows, layer, given)
+    assert torch.allclose(output.view(-1, HEADS, DIM), batch.expected(), atol=1e-5)
