@@ -13,7 +13,7 @@ from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.request import Status
-from evenflow.core.target_policy import PATIENCE, Target
+from evenflow.core.target_policy import LATE_STRETCH, PATIENCE, Target
 from tests.core.driving import Driver
 from tests.core.target_load import (
     Felt,
@@ -151,19 +151,21 @@ def crowded(shape: StepShape) -> float:
     return 0.0475 + 0.0005 * shape.prefill_rows
 
 
-def test_an_infeasible_target_keeps_prefill_at_its_floor_and_names_the_lowest_feasible_one() -> None:
+def test_steps_of_an_infeasible_target_take_little_longer_than_the_least() -> None:
     driver = target_driver(50, crowded)
     start_chats(driver, 8)
     while not driver.scheduler.step_time.is_calibrated:
         assert driver.scheduler.policy.feasible_target is None  # there is no evidence yet
         list(busy_steps(driver, 1, prompt=500))
     steps = list(busy_steps(driver, 600, prompt=500))[60:]
-    assert {chunk.reason for step in steps for chunk in step.chunks} == {ChunkReason.FLOOR, ChunkReason.END_OF_PROMPT}
-    assert {step.prefill for step in steps} == {FLOOR_TOKENS, 500 % FLOOR_TOKENS}
     feasible = driver.scheduler.policy.feasible_target
     assert feasible is not None
-    assert feasible == pytest.approx(crowded(shape_of(steps[0])), rel=0.05)
-    assert feasible > crowded(shape_of(steps[0]))
+    least = crowded(ExecutorCaps().step_shape(num_decodes=8, chunks=[(0, FLOOR_TOKENS)]))
+    assert feasible == pytest.approx(least, rel=0.1)
+    assert feasible > least
+    assert max(step.gap for step in steps) <= LATE_STRETCH * feasible
+    assert max(step.prefill for step in steps) > FLOOR_TOKENS
+    assert min(step.prefill for step in steps if not ends_a_prompt(step)) >= FLOOR_TOKENS
     assert sum(request.is_finished for request in driver.requests.values()) >= 3
 
     driver.scheduler.set_policy(PolicySpec.for_target(feasible + 0.002))
@@ -172,8 +174,8 @@ def test_an_infeasible_target_keeps_prefill_at_its_floor_and_names_the_lowest_fe
     assert max(gaps) <= feasible + 0.002
 
 
-def shape_of(step: StepSeen) -> StepShape:
-    return ExecutorCaps().step_shape(num_decodes=step.num_decodes, chunks=[(c.start, c.length) for c in step.chunks])
+def ends_a_prompt(step: StepSeen) -> bool:
+    return any(chunk.reason is ChunkReason.END_OF_PROMPT for chunk in step.chunks)
 
 
 def test_prefill_never_falls_below_its_floor() -> None:
@@ -181,8 +183,7 @@ def test_prefill_never_falls_below_its_floor() -> None:
         driver = target_driver(14, jittered(max_type, 0.9), depth=depth)
         start_chats(driver, 16)
         for step in busy_steps(driver, 300, prompt=1000):
-            ended = any(chunk.reason is ChunkReason.END_OF_PROMPT for chunk in step.chunks)
-            assert step.prefill >= FLOOR_TOKENS or ended or not step.chunks
+            assert step.prefill >= FLOOR_TOKENS or ends_a_prompt(step) or not step.chunks
         assert sum(request.is_finished for request in driver.requests.values()) >= 3
 
 

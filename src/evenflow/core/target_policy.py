@@ -20,6 +20,8 @@ SLOW_START = 2
 # Margins would keep large sizes from ever being tried. So one cut step in this many is sized by the plain prediction:
 # too few to move the 99th percentile.
 TRIAL_STEPS = 128
+# If even the least prefill makes tokens late, a step may take this much longer, so that prompts do not wait for good.
+LATE_STRETCH = 1.1
 # How long shorter prompts may overtake a prompt, in units of its own prefill time.
 PATIENCE = 4.0
 
@@ -70,6 +72,8 @@ class Target(Policy):
         upper = view.step_time.upper
         least = upper(_shape(view, floor))
         self._judge_target(view, least)
+        if self.feasible_target is not None:  # what cannot be kept should not hold prompts up for good
+            seconds = max(seconds, LATE_STRETCH * least)
         if least > seconds:
             return floor, ChunkReason.FLOOR
         if upper(_shape(view, most)) <= seconds:
