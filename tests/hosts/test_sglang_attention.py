@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from evenflow.errors import MissingDependency
+from evenflow.model.cuda.limits import limits_of
 from evenflow.sglang.mixed_attention import MixedAttention, install_mixed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -109,7 +110,7 @@ class Batch:
         draw = torch.Generator().manual_seed(len(sequences))
         self.extend_prefix_lens_cpu = [start for start, _ in sequences]
         self.rows = [length for _, length in sequences]
-        self.seq_lens_cpu = torch.tensor([start + length for start, length in sequences])
+        self.seq_lens = self.seq_lens_cpu = torch.tensor([start + length for start, length in sequences])
         self.forward_mode = SimpleNamespace(is_decode_or_idle=lambda: decodes)
         pool_size, longest = int(self.seq_lens_cpu.sum()) + 5, int(self.seq_lens_cpu.max())
         order = torch.randperm(pool_size, generator=draw).int()
@@ -172,7 +173,9 @@ def test_without_a_target_sglang_goes_its_own_way() -> None:
 
 
 def test_contexts_that_are_too_long_to_copy_go_sglangs_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenflow.sglang.mixed_attention._MOST_COPIED_BYTES", 2 * 49 * KV_HEADS * DIM * 4)
+    most_bytes = 2 * 49 * KV_HEADS * DIM * 4
+    share = limits_of(torch.device("cpu")).memory // most_bytes
+    monkeypatch.setattr("evenflow.sglang.mixed_attention._COPIED_SHARE", share)
     backend = Backend()
     installed(backend)
     assert run(backend, Batch([(40, 10), (17, 1)])).unique().tolist() == [7.0]

@@ -94,7 +94,7 @@ def test_sglangs_backend_gives_its_batches_to_it(backend: Any) -> None:
     starts = torch.tensor(batch.extend_prefix_lens_cpu, dtype=torch.int32)
     given: Any = batch
     given.forward_mode, given.extend_prefix_lens = ForwardMode.MIXED, starts
-    given.seq_lens, given.seq_lens_sum = batch.seq_lens_cpu, int(batch.seq_lens_cpu.sum())
+    given.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     given.req_pool_indices = torch.arange(len(starts))
     given.out_cache_loc = given.encoder_lens = given.cross_attention_custom_mask = None
     layer = SimpleNamespace(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from evenflow.model.cuda.decode_split import decode_split
+from evenflow.model.cuda.limits import limits_of
 from evenflow.sglang.plugin import unsupported
 
 _BACKEND_ATTRIBUTES = (
@@ -27,7 +28,7 @@ _BACKEND_ATTRIBUTES = (
 _UPDATER_ATTRIBUTES = (
     *("data_type", "head_dim", "num_kv_heads", "num_qo_heads", "q_data_type", "update", "update_single_wrapper"),
 )
-_MOST_COPIED_BYTES = 1 << 29  # of the chunks' contexts, in a layer; for more SGLang's own way is taken
+_COPIED_SHARE = 256  # the part of the GPU's memory that a layer's copied contexts may take; SGLang's own way needs none
 
 
 class _Batch(NamedTuple):
@@ -99,7 +100,7 @@ class MixedAttention:
         found = _Batch(rows[:num_chunks], positions[:num_chunks], positions[num_chunks:])
         _, num_kv_heads, head_dim = self._heads
         num_bytes = 2 * sum(found.chunk_positions) * num_kv_heads * head_dim * self._dtype.itemsize
-        return found if num_bytes <= _MOST_COPIED_BYTES else None
+        return found if num_bytes <= limits_of(batch.seq_lens.device).memory // _COPIED_SHARE else None
 
     def _plan(self, batch: _Batch, places: Tensor) -> None:
         """FlashInfer writes a plan to pinned memory, from where it is copied once the batches before have ended."""
@@ -115,7 +116,7 @@ class MixedAttention:
             if self._backend.decode_use_tensor_cores:
                 num_heads, num_kv_heads, _ = self._heads
                 contexts = np.asarray(batch.decode_positions)
-                split = decode_split(contexts, num_heads, num_kv_heads, _num_processors(places.device))
+                split = decode_split(contexts, num_heads, num_kv_heads, limits_of(places.device).num_processors)
             self._decodes.plan(
                 _first_indices(batch.decode_positions),
                 places[num_copied : num_copied + sum(batch.decode_positions)],
@@ -140,10 +141,6 @@ def _copied(pool: Tensor, places: Tensor) -> Tensor:
 def _first_indices(lengths: Sequence[int]) -> Tensor:
     indices = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
     return indices.pin_memory() if torch.cuda.is_available() else indices
-
-
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def install_mixed_attention(scheduler: Any) -> None:
