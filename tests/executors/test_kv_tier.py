@@ -218,7 +218,7 @@ def test_blocks_kept_as_they_are_use_the_same_memory_again_and_again(monkeypatch
     layout = BlockLayout((2, 16, 4), torch.float32)
     monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 2 * layout.num_bytes)
     host = HostBlocks(3 * layout.num_bytes, layout, is_pinned=False)
-    host.reserve()
+    host.reserve(1)
     assert len(host._free) == 4
     places = set()
     for number in range(50):

@@ -89,7 +89,7 @@ class KvTier:
         self._host_bytes = host_bytes
         self._host = HostBlocks(host_bytes, self._layout, is_pinned=memory.is_on_gpu)
         if memory.is_on_gpu and isinstance(codec, Plain):
-            self._host.reserve()
+            self._host.reserve(_TOGETHER + 1)  # one is saved meanwhile
         self._staged: dict[bytes, BlockCopy] = {}  # copied out of the pool, not encoded yet
         self._num_saving = self._num_returning = 0
         self._restored: list[bytes] = []
