@@ -194,21 +194,21 @@ def test_a_prompt_overtaken_for_its_share_is_ranked_by_its_arrival_until_it_has_
 
 
 def test_a_prompt_overtakes_if_all_that_it_has_left_fits_into_the_share() -> None:
-    """600 ms of prefill and 300 that are later: 900 ms to the first token, of which 270 may go to others."""
-    long, short = Place(10.0, 600, 0), Place(10.0, 300, 0)
-    assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 11.2]
-    assert ranks(10.2, (long, 0), (short, 0)) == [12.4, 11.2]  # one that has waited longer gives more
+    """600 ms of prefill and 450 that are later: 1,050 ms to the first token, of which 420 may go to others."""
+    long, short = Place(10.0, 600, 0), Place(10.0, 450, 0)
+    assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 11.8]
+    assert ranks(10.2, (long, 0), (short, 0)) == [12.4, 11.8]  # one that has waited longer gives more
     long.overtaken_s = 0.1
-    assert ranks(10.3, (long, 0), (short, 100)) == [12.4, 10.9]  # and is passed to the end
-    long.overtaken_s = 0.2
-    assert ranks(10.4, (long, 0), (short, 200)) == [12.4, pytest.approx(10.6)]
+    assert ranks(10.3, (long, 0), (short, 150)) == [12.4, pytest.approx(11.35)]  # and is passed to the end
+    long.overtaken_s = 0.25
+    assert ranks(10.45, (long, 0), (short, 300)) == [12.4, pytest.approx(10.9)]
 
 
 def test_it_is_the_next_of_the_later_prompts_that_has_to_fit() -> None:
-    first, second, third = Place(10.0, 1000, 0), Place(10.1, 600, 0), Place(10.2, 100, 0)
-    assert ranks(10.2, (first, 0), (second, 0), (third, 0)) == pytest.approx([14.0, 12.5, 10.6])
+    first, second, third = Place(10.0, 1000, 0), Place(10.1, 900, 0), Place(10.2, 100, 0)
+    assert ranks(10.2, (first, 0), (second, 0), (third, 0)) == pytest.approx([14.0, 13.7, 10.6])
     # The third may not pass the second, which has given its share, so the second is next.
-    second.overtaken_s = 0.25
+    second.overtaken_s = 0.35
     assert ranks(10.2, (first, 0), (second, 0), (third, 0)) == pytest.approx([10.0, 10.1, 10.6])
 
 

@@ -21,7 +21,7 @@ PACED_SLACK = 2.0  # C in units of T
 # However long a prefill is predicted to be, others do not overtake it for longer than this.
 MAX_PATIENCE_S = 30.0
 # Later prompts get at most this share of the prefill while an earlier one waits or is served.
-OVERTAKING_SHARE = 0.3
+OVERTAKING_SHARE = 0.4
 # The earliest prompts, whose ranks follow at each step. The others' follow when they are among these.
 HEAD_OF_LINE = 16
 
