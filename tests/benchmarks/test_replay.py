@@ -91,9 +91,9 @@ def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> No
     """One of 60,000 tokens, and 40 of 4,000 each that keep the device busy for longer than the load runs."""
     long_prompts = (Client(0.0, (Turn(60_000, 1),)), *(Client(0.01, (Turn(4_000, 1),)) for _ in range(40)))
     host = VirtualHost(
-        RecordedDevice.load(RECORDING), Load(0, 5.0, "bursts", (), long_prompts), "target:50ms", Path("-"), prior()
+        RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms", Path("-"), prior()
     )
     host.run()
     first_tokens = {stream.id: stream.token_times[0] for stream in host.streams if stream.token_times}
     earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]
-    assert 0 < len(earlier) < 20
+    assert 0 < len(earlier) < 30

@@ -20,7 +20,7 @@ def mean_error(variant: str) -> float:
     recording = read_recording(ablation.RECORDINGS / RECORDING)
     caps = ExecutorCaps(row_buckets=tuple(sorted(recording.header["capture_sizes"])), attention_waves=WAVES)
     load = replace(recording.loads[0], steps=recording.loads[0].steps[:400])
-    with ablation.VARIANTS[variant]():  # type: ignore[attr-defined]
+    with ablation.VARIANTS[variant]():
         found = list(ablation.predictions(load, caps, StepTimeModel(prior())))
     return fmean(abs(prediction.predicted / prediction.actual - 1) for prediction in found)
 
