@@ -130,9 +130,10 @@ class Batch:
         return torch.cat(outputs)
 
 
-def installed(backend: Any, evenflow: object = "steers") -> Any:
+def installed(backend: Any) -> Any:
     model_runner = SimpleNamespace(attn_backend=backend)
-    scheduler = SimpleNamespace(evenflow=evenflow, tp_worker=SimpleNamespace(model_runner=model_runner))
+    steering = SimpleNamespace(limits_prefill=True)
+    scheduler = SimpleNamespace(evenflow=steering, tp_worker=SimpleNamespace(model_runner=model_runner))
     install_mixed_attention(scheduler)
     install_mixed_attention(scheduler)  # for another target
     return scheduler
@@ -161,11 +162,12 @@ def test_chunks_and_decodes_attend_to_their_own_positions(sequences: list[tuple[
     assert not hasattr(backend.own, "is_planned")
 
 
-def test_without_a_target_sglang_goes_its_own_way() -> None:
+@pytest.mark.parametrize("steering", [None, SimpleNamespace(limits_prefill=False)])
+def test_without_a_target_sglang_goes_its_own_way(steering: Any) -> None:
     backend, batch = Backend(), Batch([(40, 9), (17, 1)])
     scheduler = installed(backend)
     run(backend, batch)
-    scheduler.evenflow = None
+    scheduler.evenflow = steering
     assert run(backend, batch).unique().tolist() == [7.0]
     assert not backend.use_paged
     assert backend.own.is_planned

@@ -111,6 +111,25 @@ def test_the_devices_clock_counts_where_it_has_one(driver: Driver, monkeypatch: 
         assert report.seconds == pytest.approx(LAUNCH_S + STEP_S + num_rows * ROW_S)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("target", "limits"), [("20ms", True), ("none", False)])
+def test_attention_is_told_whether_a_batch_with_chunks_is_limited(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, target: str, limits: bool, overlap: bool
+) -> None:
+    seen: list[bool] = []
+    run_batch = type(driver).run_batch
+
+    def run(self: Driver, inner: Any, batch: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            seen.append(self.scheduler.evenflow.limits_prefill)
+        return run_batch(self, inner, batch)
+
+    monkeypatch.setattr(type(driver), "run_batch", run)
+    driver.steer(target)
+    driver.run(stall_script(), overlap=overlap)
+    assert set(seen) == {limits}
+
+
 def test_short_prompts_pass_waiting_long_ones(driver: Driver) -> None:
     driver.steer("20ms")
     long, short = request("long", 1500, 3, first_token=1), request("short", 30, 3, first_token=2)

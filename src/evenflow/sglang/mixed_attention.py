@@ -91,8 +91,10 @@ class MixedAttention:
     # ---- a batch ----
 
     def _batch_of(self, batch: Any) -> _Batch | None:
-        starts, lengths = batch.extend_prefix_lens_cpu, batch.seq_lens_cpu
-        if self._scheduler.evenflow is None or batch.forward_mode.is_decode_or_idle() or not starts or lengths is None:
+        steering, starts, lengths = self._scheduler.evenflow, batch.extend_prefix_lens_cpu, batch.seq_lens_cpu
+        if steering is None or not steering.limits_prefill:
+            return None
+        if batch.forward_mode.is_decode_or_idle() or not starts or lengths is None:
             return None
         positions = lengths.tolist()
         rows = [end - start for start, end in zip(starts, positions, strict=True)]

@@ -50,6 +50,7 @@ class SglangSteering(ABC):
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self.limits_prefill = False  # of the batch that was scheduled last
         install_mixed_attention(scheduler)
 
     def begin_step(self) -> None:
@@ -61,6 +62,7 @@ class SglangSteering(ABC):
         """Within this, SGLang chooses the step's prefill, unless it yields False."""
         scheduler = self._scheduler
         decision = self._decide(running_batch)
+        self.limits_prefill = decision.budget is not None
         before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
         if decision.budget is not None:
             scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = decision.budget, True
