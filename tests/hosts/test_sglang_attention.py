@@ -134,8 +134,10 @@ def installed(backend: Any) -> Any:
     model_runner = SimpleNamespace(attn_backend=backend)
     steering = SimpleNamespace(limits_prefill=True)
     scheduler = SimpleNamespace(evenflow=steering, tp_worker=SimpleNamespace(model_runner=model_runner))
-    install_mixed_attention(scheduler)
-    install_mixed_attention(scheduler)  # for another target
+    is_installed = install_mixed_attention(scheduler)
+    assert install_mixed_attention(scheduler) == is_installed  # for another target
+    is_there = any(isinstance(wrapper, MixedAttention) for wrapper in getattr(backend, "prefill_wrappers_paged", ()))
+    assert is_installed == is_there
     return scheduler
 
 

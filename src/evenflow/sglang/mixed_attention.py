@@ -145,15 +145,17 @@ def _first_indices(lengths: Sequence[int]) -> Tensor:
     return indices.pin_memory() if torch.cuda.is_available() else indices
 
 
-def install_mixed_attention(scheduler: Any) -> None:
-    """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized."""
+def install_mixed_attention(scheduler: Any) -> bool:
+    """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized. Else returns False."""
     backend = scheduler.tp_worker.model_runner.attn_backend
     updater = getattr(backend, "indices_updater_prefill", None)
     if updater is None:
-        return
+        return False
     for holder, names in ((backend, _BACKEND_ATTRIBUTES), (updater, _UPDATER_ATTRIBUTES)):
         if missing := [name for name in names if not hasattr(holder, name)]:
             raise unsupported(f"{type(holder).__name__}.{missing[0]}")
-    is_plain = updater.update == updater.update_single_wrapper and updater.data_type == updater.q_data_type
-    if is_plain and not isinstance(backend.prefill_wrappers_paged[0], MixedAttention):
+    if updater.update != updater.update_single_wrapper or updater.data_type != updater.q_data_type:
+        return False
+    if not isinstance(backend.prefill_wrappers_paged[0], MixedAttention):
         MixedAttention(scheduler, backend)
+    return True

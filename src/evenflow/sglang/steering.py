@@ -33,7 +33,6 @@ from evenflow.step_time_store import step_times_path
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
 _GRAPHS_OFF = "disabled"
-_WAVE_KERNELS = {"fa3": WaveKernel.FLASH_ATTENTION_3, "flashinfer": WaveKernel.FLASHINFER}
 
 
 class _Decision(NamedTuple):
@@ -51,7 +50,7 @@ class SglangSteering(ABC):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self.limits_prefill = False  # of the batch that was scheduled last
-        install_mixed_attention(scheduler)
+        self._has_mixed_attention = install_mixed_attention(scheduler)
 
     def begin_step(self) -> None:
         """SGLang is about to schedule a step."""
@@ -138,7 +137,7 @@ class _Leader(SglangSteering):
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         super().__init__(scheduler)
-        prior = _prior(scheduler)
+        prior = _prior(scheduler, self._has_mixed_attention)
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
@@ -423,11 +422,14 @@ def _graph_sizes(args: Any) -> tuple[int, ...]:
     return tuple(sorted({size for phase in phases if phase.backend != _GRAPHS_OFF for size in phase.bs or ()}))
 
 
-def _prior(scheduler: Any) -> Prior:
+def _prior(scheduler: Any, has_mixed_attention: bool) -> Prior:
     if not torch.cuda.is_available():
         return Prior()
     model, device = scheduler.model_config, torch.cuda.get_device_name()
-    kernel = _WAVE_KERNELS.get(scheduler.server_args.attention_backend)
+    is_flash_attention = scheduler.server_args.attention_backend == "fa3"
+    kernel = WaveKernel.FLASH_ATTENTION_3 if is_flash_attention else None
+    if has_mixed_attention:
+        kernel = WaveKernel.FLASHINFER
     return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, kernel=kernel)
 
 
