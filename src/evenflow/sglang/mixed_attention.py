@@ -146,7 +146,7 @@ def _first_indices(lengths: Sequence[int]) -> Tensor:
 
 
 def install_mixed_attention(scheduler: Any) -> bool:
-    """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized. Else returns False."""
+    """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized. False: it is not."""
     backend = scheduler.tp_worker.model_runner.attn_backend
     updater = getattr(backend, "indices_updater_prefill", None)
     if updater is None:

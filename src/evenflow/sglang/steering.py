@@ -426,10 +426,9 @@ def _prior(scheduler: Any, has_mixed_attention: bool) -> Prior:
     if not torch.cuda.is_available():
         return Prior()
     model, device = scheduler.model_config, torch.cuda.get_device_name()
-    is_flash_attention = scheduler.server_args.attention_backend == "fa3"
-    kernel = WaveKernel.FLASH_ATTENTION_3 if is_flash_attention else None
-    if has_mixed_attention:
-        kernel = WaveKernel.FLASHINFER
+    kernel = WaveKernel.FLASHINFER if has_mixed_attention else None
+    if scheduler.server_args.attention_backend == "fa3":
+        kernel = WaveKernel.FLASH_ATTENTION_3
     return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, kernel=kernel)
 
 
