@@ -12,6 +12,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from evenflow.core.account import Account
 from evenflow.core.plan import ExecutorCaps, StepPlan
@@ -34,22 +35,22 @@ _NUM_TENANTS = 3_000  # more than the scheduler keeps figures of
 _MOST_GROWTH = 40_000
 
 
-def random_driver(rng: random.Random, disturb: object = None, **settings: bool) -> Driver:
+def random_driver(rng: random.Random, disturb: object, *, refuses_late: bool, **settings: bool) -> Driver:
     """A scheduler with too little of everything."""
     urgent, *others = DEFAULT_CLASSES
-    extra = {} if disturb is None else {"disturb": disturb}
+    targets = (0.02,) if refuses_late else (None, 0.1, 1.0)
     return Driver(
         rng.choice(POLICIES),
         num_blocks=rng.choice((16, 30, 60)),
         block_size=BLOCK_SIZE,
         max_num_seqs=rng.choice((2, 4, 8)),
         max_num_batched_tokens=_BUDGET,
-        classes=(replace(urgent, ttft_target=rng.choice((None, 0.1, 1.0)), refuse_late=rng.random() < 0.3), *others),
+        classes=(replace(urgent, ttft_target=rng.choice(targets), refuse_late=refuses_late), *others),
         tenant_weights={"t0": 2.0},
         caps=ExecutorCaps(max_steps_in_flight=rng.choice((1, 2))),
         cost=lambda shape: 0.001 * shape.total_rows,
         enable_prefix_caching=rng.random() < 0.7,
-        **extra,  # type: ignore[arg-type]
+        disturb=disturb,  # type: ignore[arg-type]
         **settings,
     )
 
@@ -73,8 +74,11 @@ class Endurance:
 
     def run(self, num_steps: int) -> None:
         """At least this many steps, then until all requests have ended."""
-        while self.events["steps"] < num_steps:
-            self._driver = random_driver(self._rng, self._disturb, remembers=False)
+        for number in count():
+            if self.events["steps"] >= num_steps:
+                break
+            # The first one does: every run should see refusals.
+            self._driver = random_driver(self._rng, self._disturb, refuses_late=number % 3 == 0, remembers=False)
             self._scheduler = self._driver.scheduler
             memory = []
             for _ in range(_DRAINS_PER_DRIVER):
