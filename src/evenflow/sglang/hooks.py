@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
@@ -19,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from evenflow.hosts.settings import read_settings
-from evenflow.sglang.plugin import unsupported
+from evenflow.sglang.plugin import check_has, unsupported
 from evenflow.sglang.steering import make_steering
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -130,12 +130,6 @@ def _check_classes() -> None:
 
 def _check_attributes(scheduler: Any) -> None:
     example = Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1))
-    _check_has(scheduler, _SCHEDULER_ATTRIBUTES)
-    _check_has(scheduler.server_args, _ARGUMENTS)
-    _check_has(example, _REQUEST_ATTRIBUTES)
-
-
-def _check_has(holder: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if not hasattr(holder, name):
-            raise unsupported(f"{type(holder).__name__}.{name}")
+    check_has(scheduler, _SCHEDULER_ATTRIBUTES)
+    check_has(scheduler.server_args, _ARGUMENTS)
+    check_has(example, _REQUEST_ATTRIBUTES)

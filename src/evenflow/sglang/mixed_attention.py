@@ -9,7 +9,6 @@ one for decodes. Both are kernels that SGLang has loaded anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from evenflow.model.cuda.decode_split import decode_split
 from evenflow.model.cuda.limits import limits_of
-from evenflow.sglang.plugin import unsupported
+from evenflow.model.cuda.pinned import pinned, starts_of
+from evenflow.sglang.plugin import check_has
 
 _BACKEND_ATTRIBUTES = (
     *("decode_use_tensor_cores", "decode_wrappers", "init_forward_metadata", "prefill_wrapper_ragged"),
@@ -111,7 +111,7 @@ class MixedAttention:
         num_copied = sum(batch.chunk_positions)
         if batch.chunk_rows:
             self._places = places[:num_copied]
-            rows, starts = _first_indices(batch.chunk_rows), _first_indices(batch.chunk_positions)
+            rows, starts = starts_of(batch.chunk_rows), starts_of(batch.chunk_positions)
             self._chunks.plan(rows, starts, *self._heads, causal=True, q_data_type=self._dtype)
         if batch.decode_positions:
             split = None
@@ -120,9 +120,9 @@ class MixedAttention:
                 contexts = np.asarray(batch.decode_positions)
                 split = decode_split(contexts, num_heads, num_kv_heads, limits_of(places.device).num_processors)
             self._decodes.plan(
-                _first_indices(batch.decode_positions),
+                starts_of(batch.decode_positions),
                 places[num_copied : num_copied + sum(batch.decode_positions)],
-                torch.ones(len(batch.decode_positions), dtype=torch.int32),
+                pinned(np.ones(len(batch.decode_positions))),
                 *self._heads,
                 1,  # token a page
                 q_data_type=self._dtype,
@@ -140,20 +140,14 @@ def _copied(pool: Tensor, places: Tensor) -> Tensor:
     return rows.view(pool.dtype).view(-1, *pool.shape[1:])
 
 
-def _first_indices(lengths: Sequence[int]) -> Tensor:
-    indices = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    return indices.pin_memory() if torch.cuda.is_available() else indices
-
-
 def install_mixed_attention(scheduler: Any) -> bool:
     """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized. False: it is not."""
     backend = scheduler.tp_worker.model_runner.attn_backend
     updater = getattr(backend, "indices_updater_prefill", None)
     if updater is None:
         return False
-    for holder, names in ((backend, _BACKEND_ATTRIBUTES), (updater, _UPDATER_ATTRIBUTES)):
-        if missing := [name for name in names if not hasattr(holder, name)]:
-            raise unsupported(f"{type(holder).__name__}.{missing[0]}")
+    check_has(backend, _BACKEND_ATTRIBUTES)
+    check_has(updater, _UPDATER_ATTRIBUTES)
     if updater.update != updater.update_single_wrapper or updater.data_type != updater.q_data_type:
         return False
     if not isinstance(backend.prefill_wrappers_paged[0], MixedAttention):

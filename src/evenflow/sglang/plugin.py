@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from evenflow.errors import EvenflowError, MissingDependency
@@ -41,3 +42,10 @@ def unsupported(missing: str) -> MissingDependency:
         f"SGLang {version('sglang')} lacks what evenflow's plug-in relies on: {missing}. It is tested on "
         f"{', '.join(TESTED_VERSIONS)}: use one of these, or unset {TARGET_VARIABLE} to serve without a target."
     )
+
+
+def check_has(holder: object, names: Sequence[str]) -> None:
+    """Refuse a version in which this object lacks one of these attributes."""
+    for name in names:
+        if not hasattr(holder, name):
+            raise unsupported(f"{type(holder).__name__}.{name}")

@@ -25,6 +25,7 @@ from evenflow.model.cuda.decode_split import decode_split
 from evenflow.model.cuda.gather import gather_kv
 from evenflow.model.cuda.graphs import capture
 from evenflow.model.cuda.merge import merge_parts
+from evenflow.model.cuda.pinned import pinned, starts_of
 
 KNOWN_VERSION = "0.6.14"
 _HEAD_DIMS = (64, 128, 256)
@@ -253,7 +254,7 @@ class FlashInferAttention:
         if kernel == "fa3" and num_rows >= _LEAST_GATHERED_ROWS and num_positions <= self._gathered.shape[1]:
             tables = tables.clone()
             self._blocks.append(tables)
-            starts = _starts(whole.positions).to(self._device, non_blocking=True)
+            starts = starts_of(whole.positions).to(self._device, non_blocking=True)
             self._gathering = _Gathering(tables, starts, max(whole.positions), num_positions)
             wrappers = self._gathered_chunks
         else:
@@ -271,7 +272,7 @@ class FlashInferAttention:
             wrapper = self._gathered_parts if pages is None else self._paged_parts
             self._plan_spans(wrapper, divided.parts, pages, layout.block_size, None, causal=False)
             part_rows, merges = (
-                _pinned(each).to(self._device, non_blocking=True) for each in (divided.part_rows, divided.merges)
+                pinned(each).to(self._device, non_blocking=True) for each in (divided.part_rows, divided.merges)
             )
             self._division = _Division(wrapper, part_rows, merges)
         return wrappers
@@ -281,19 +282,19 @@ class FlashInferAttention:
     ) -> None:
         """Of chunks in pages, or if there are none, in order."""
         arguments = self._shared_arguments(window) | {
-            "qo_indptr": _starts(spans.rows),
+            "qo_indptr": starts_of(spans.rows),
             "head_dim_qk": self._config.head_dim,
             "causal": causal,
         }
         if pages is None:
-            wrapper.plan(kv_indptr=_starts(spans.positions), **arguments)
+            wrapper.plan(kv_indptr=starts_of(spans.positions), **arguments)
             return
         positions = np.asarray(spans.positions)
         num_pages = -(-positions // block_size)
         wrapper.plan(
-            paged_kv_indptr=_starts(num_pages),
+            paged_kv_indptr=starts_of(num_pages),
             paged_kv_indices=pages.indices,
-            paged_kv_last_page_len=_pinned(positions - (num_pages - 1) * block_size),
+            paged_kv_last_page_len=pinned(positions - (num_pages - 1) * block_size),
             page_size=block_size,
             **arguments,
         )
@@ -311,15 +312,15 @@ class FlashInferAttention:
         """The used entries of the tables one after another, in the first part of `kept` if that is given."""
         context_array = np.asarray(contexts, dtype=np.int64)
         counts = -(-context_array // block_size)
-        starts = _starts(counts)
+        starts = starts_of(counts)
         rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.arange(len(rows)) - np.repeat(starts[:-1].numpy(), counts)
-        places = _pinned(rows * tables.shape[1] + columns).to(self._device, non_blocking=True)
+        places = pinned(rows * tables.shape[1] + columns).to(self._device, non_blocking=True)
         target = None if kept is None else kept[: len(rows)]
         indices = torch.index_select(tables.reshape(-1), 0, places, out=target)
         if kept is None:
             self._blocks.append(indices)
-        return _Pages(starts, indices, _pinned(context_array - (counts - 1) * block_size))
+        return _Pages(starts, indices, pinned(context_array - (counts - 1) * block_size))
 
     def _graph_wrappers(self, layout: StepLayout) -> dict[int | None, Any]:
         """For the graph with this number of decodes; it reads the same memory at each replay."""
@@ -375,12 +376,3 @@ class FlashInferAttention:
             queries = torch.zeros(1 + length, config.num_heads, config.head_dim, dtype=self._dtype, device=self._device)
             for layer in {window: layer for layer, window in enumerate(config.layer_windows)}.values():
                 self.run(layer, queries, kv)
-
-
-def _starts(lengths: Sequence[int] | Any) -> Tensor:
-    return _pinned(np.concatenate(([0], np.cumsum(lengths))))
-
-
-def _pinned(numbers: Any) -> Tensor:
-    """On the host, in memory that is reused only once it has been copied."""
-    return torch.from_numpy(np.asarray(numbers, dtype=np.int32)).pin_memory()
