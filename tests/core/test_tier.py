@@ -169,6 +169,15 @@ def test_a_block_that_is_dropped_before_it_was_saved_never_moves() -> None:
     assert moves.drops == ()
 
 
+def test_of_more_blocks_than_can_be_copied_at_a_time_the_starts_of_prefixes_are_kept() -> None:
+    driver = tiered(tier={"most_saving": 3})
+    prompt = evicted_prompt(driver)
+    request = driver.add(prompt, max_tokens=1)
+    driver.run()
+    driver.check_output(request)
+    assert (request.num_cached_tokens, restored(driver)) == (12, 3)
+
+
 def test_what_returns_is_not_pushed_out_by_what_it_evicts() -> None:
     driver = tiered(tier={"num_blocks": 9})
     learn(driver)

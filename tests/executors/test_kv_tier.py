@@ -105,7 +105,7 @@ def test_a_block_can_return_while_it_is_still_being_saved(memory: BlockMemory, f
     tier.close()
 
 
-def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory) -> None:
+def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory, caplog: pytest.LogCaptureFixture) -> None:
     tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20)
     filled(memory, 0, seed=0)
     save(tier, 0, 1)
@@ -113,6 +113,7 @@ def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory) -> None:
     save(tier, 0, 3)
     saved(tier)  # so the drop is done: it came before
     assert [restore(tier, 1, number).lost for number in (1, 2, 3)] == [(name(1),), (name(2),), ()]
+    assert not caplog.records
     tier.close()
 
 

@@ -26,6 +26,7 @@ class TierConfig:
     num_blocks: int
     save_seconds: float  # to move one block out, measured
     restore_seconds: float
+    most_saving: int = 1 << 20  # blocks that may be copied and not stored yet
     keeps_all: bool = False  # save prefixes when they become idle, not when they are evicted: for the next start
     contents: tuple[Content, ...] = ()  # from an earlier run, the least recently used first
 
@@ -42,7 +43,7 @@ class Tier:
     """Knows what is stored, and collects the moves of the next step. Shares of tenants hold as in the pool."""
 
     def __init__(self, config: TierConfig, weights: Mapping[str, float] | None = None) -> None:
-        self._num_blocks = config.num_blocks
+        self._num_blocks, self._most_saving = config.num_blocks, config.most_saving
         self.save_seconds, self.restore_seconds = config.save_seconds, config.restore_seconds
         self._order: EvictionOrder[bytes] = EvictionOrder(weights)
         self._stored: dict[bytes, tuple[str, float]] = {}  # tenant and cost
@@ -113,6 +114,11 @@ class Tier:
     def take_moves(self) -> TierMoves:
         for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
             self.take(*self._offered[block_hash])
+        # The ends of prefixes are evicted first, and are worth nothing without their starts.
+        for block_hash in list(self._saves)[: max(0, self._num_saving + len(self._saves) - self._most_saving)]:
+            if block_hash in self._order:
+                self._order.remove(block_hash)
+                self._drop(block_hash)
         moves = TierMoves(tuple(self._saves.values()), tuple(self._restores), tuple(self._drops))
         self._saves, self._restores, self._drops = {}, [], {}
         return moves

@@ -110,7 +110,7 @@ class KvTier:
         if moves.drops:
             self._saver.submit(self._drop, moves.drops)
         room = self._memory.most_copied - self._num_saving  # what comes on top is not kept
-        if saves := moves.saves[: max(0, room)]:
+        if saves := moves.saves[max(0, len(moves.saves) - max(0, room)) :]:
             self._stage(saves)
         for first in range(0, len(moves.restores), _TOGETHER):
             group = moves.restores[first : first + _TOGETHER]
@@ -190,6 +190,7 @@ class KvTier:
             num_blocks=max(in_files, self._host_bytes // most),
             save_seconds=save_seconds,
             restore_seconds=restore_seconds,
+            most_saving=self._memory.most_copied,
             keeps_all=self._files is not None,
             contents=self._files.contents if self._files is not None else (),
         )
@@ -277,8 +278,9 @@ class KvTier:
                     elif (data := self._take(block_hash)) is not None:
                         taken[block_hash] = data
                         values[block_hash] = self._decode(data)
-                blocks = [block for block, block_hash in group if block_hash in values]
-                self._memory.write(blocks, list(values.values()))
+                if values:
+                    blocks = [block for block, block_hash in group if block_hash in values]
+                    self._memory.write(blocks, list(values.values()))
             finally:  # what was taken goes back
                 for block_hash, data in taken.items():
                     self._host.put(block_hash, data)

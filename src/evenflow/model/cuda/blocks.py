@@ -11,7 +11,7 @@ from torch import Tensor
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
-_COPIED_SHARE = 64  # the part of the device's memory that copies may take, of what is left beside the KV cache
+_COPIED_SHARE = 32  # the part of the device's memory that copies may take, of what is left beside the KV cache
 
 
 class PagedBlocks:
@@ -37,7 +37,10 @@ class PagedBlocks:
         """On a GPU, copied there first, after the steps launched so far."""
         with torch.inference_mode():
             places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
-            blocks = self._kv.index_select(1, places).transpose(0, 1).contiguous().unbind()
+            copies = torch.empty((len(block_ids), *self.layout.shape), dtype=self._kv.dtype, device=self._kv.device)
+            for number, layer in enumerate(self._kv):  # all of them at once would need the memory twice
+                copies[:, number] = layer.index_select(0, places)
+            blocks = copies.unbind()
         if not self._kv.is_cuda:
             return [partial(copied, block) for block in blocks]
         is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
