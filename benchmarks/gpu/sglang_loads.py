@@ -84,7 +84,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
     mode_path.write_text(PLAIN)
     started = time.perf_counter()
     settings: dict[str, Any] = {
-        "attention_backend": "flashinfer",
+        "attention_backend": options.attention,
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.85,
         "max_running_requests": 256,
@@ -112,6 +112,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
 def main() -> None:
     parser = make_parser(__doc__, RUNS)
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave out the answers")
+    parser.add_argument("--attention", default="flashinfer", help="SGLang's --attention-backend")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,11 +1,12 @@
-"""Attention of batches with chunks in SGLang: the same results in two calls, with FlashInfer's wrappers stood in for.
+"""Attention of batches with chunks in SGLang: the same results in two calls, with the GPU's kernels stood in for.
 
 `tests/sglang` checks that SGLang's own backend calls it.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from evenflow.errors import MissingDependency
 from evenflow.model.cuda.limits import limits_of
-from evenflow.sglang.mixed_attention import MixedAttention, install_mixed_attention
+from evenflow.sglang.mixed_flash_attention import MixedFlashAttention, install_flash_attention
+from evenflow.sglang.mixed_flashinfer import MixedFlashInfer, install_flashinfer
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.3
@@ -96,7 +98,7 @@ class Backend:
     def init_forward_metadata(self, batch: Any) -> None:
         if batch.forward_mode.is_decode_or_idle():
             return
-        lengths = batch.seq_lens_cpu if self.use_paged else torch.tensor(batch.extend_prefix_lens_cpu)
+        lengths = batch.seq_lens if self.use_paged else torch.tensor(batch.extend_prefix_lens_cpu)
         places = torch.cat([row[:length] for row, length in zip(batch.table, lengths, strict=True)])
         padded = torch.cat([places, torch.zeros(256, dtype=places.dtype)])
         [wrapper] = self.prefill_wrappers_paged
@@ -109,13 +111,14 @@ class Batch:
     def __init__(self, sequences: list[tuple[int, int]], *, decodes: bool = False) -> None:
         draw = torch.Generator().manual_seed(len(sequences))
         self.extend_prefix_lens_cpu = [start for start, _ in sequences]
-        self.rows = [length for _, length in sequences]
-        self.seq_lens = self.seq_lens_cpu = torch.tensor([start + length for start, length in sequences])
+        self.extend_seq_lens_cpu = self.rows = [length for _, length in sequences]
+        self.seq_lens = torch.tensor([start + length for start, length in sequences])
+        self.seq_lens_cpu: Tensor | None = self.seq_lens
         self.forward_mode = SimpleNamespace(is_decode_or_idle=lambda: decodes)
-        pool_size, longest = int(self.seq_lens_cpu.sum()) + 5, int(self.seq_lens_cpu.max())
+        pool_size, longest = int(self.seq_lens.sum()) + 5, int(self.seq_lens.max())
         order = torch.randperm(pool_size, generator=draw).int()
         self.table, first = [], 0
-        for length in self.seq_lens_cpu.tolist():
+        for length in self.seq_lens.tolist():
             self.table.append(torch.nn.functional.pad(order[first : first + length], (0, longest - length)))
             first += length
         self.kv = tuple(torch.randn(pool_size, KV_HEADS, DIM, generator=draw) for _ in range(2))
@@ -123,20 +126,24 @@ class Batch:
 
     def expected(self) -> Tensor:
         outputs, first = [], 0
-        for row, length, count in zip(self.table, self.seq_lens_cpu.tolist(), self.rows, strict=True):
+        for row, length, count in zip(self.table, self.seq_lens.tolist(), self.rows, strict=True):
             keys, values = (part[row[:length]] for part in self.kv)
             outputs.append(attend(self.queries[first : first + count], keys, values))
             first += count
         return torch.cat(outputs)
 
 
-def installed(backend: Any) -> Any:
+def scheduler_of(backend: Any) -> Any:
     model_runner = SimpleNamespace(attn_backend=backend)
     steering = SimpleNamespace(limits_prefill=True)
-    scheduler = SimpleNamespace(evenflow=steering, tp_worker=SimpleNamespace(model_runner=model_runner))
-    is_installed = install_mixed_attention(scheduler)
-    assert install_mixed_attention(scheduler) == is_installed  # for another target
-    is_there = any(isinstance(wrapper, MixedAttention) for wrapper in getattr(backend, "prefill_wrappers_paged", ()))
+    return SimpleNamespace(evenflow=steering, tp_worker=SimpleNamespace(model_runner=model_runner))
+
+
+def installed(backend: Any) -> Any:
+    scheduler = scheduler_of(backend)
+    is_installed = install_flashinfer(scheduler)
+    assert install_flashinfer(scheduler) == is_installed  # for another target
+    is_there = any(isinstance(wrapper, MixedFlashInfer) for wrapper in getattr(backend, "prefill_wrappers_paged", ()))
     assert is_installed == is_there
     return scheduler
 
@@ -147,7 +154,7 @@ def run(backend: Backend, batch: Batch) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize(
+SEQUENCES = pytest.mark.parametrize(
     "sequences",
     [
         [(0, 5)],
@@ -157,6 +164,9 @@ def run(backend: Backend, batch: Batch) -> Tensor:
         [(8, 1), (5, 1)],
     ],
 )
+
+
+@SEQUENCES
 def test_chunks_and_decodes_attend_to_their_own_positions(sequences: list[tuple[int, int]]) -> None:
     backend, batch = Backend(), Batch(sequences)
     installed(backend)
@@ -179,11 +189,18 @@ def test_without_a_target_sglang_goes_its_own_way(steering: Any) -> None:
 def test_contexts_that_are_too_long_to_copy_go_sglangs_way(monkeypatch: pytest.MonkeyPatch) -> None:
     most_bytes = 2 * 49 * KV_HEADS * DIM * 4
     share = limits_of(torch.device("cpu")).memory // most_bytes
-    monkeypatch.setattr("evenflow.sglang.mixed_attention._COPIED_SHARE", share)
+    monkeypatch.setattr("evenflow.sglang.mixed_flashinfer._COPIED_SHARE", share)
     backend = Backend()
     installed(backend)
     assert run(backend, Batch([(40, 10), (17, 1)])).unique().tolist() == [7.0]
     assert run(backend, Batch([(40, 9), (90, 1)])).unique().numel() > 1  # a decode's is read where it is
+
+
+def test_flashinfer_goes_sglangs_way_if_the_host_does_not_know_the_lengths() -> None:
+    backend, batch = Backend(), Batch([(40, 9), (17, 1)])
+    installed(backend)
+    batch.seq_lens_cpu = None
+    assert run(backend, batch).unique().tolist() == [7.0]
 
 
 def test_decodes_alone_are_sglangs() -> None:
@@ -208,4 +225,112 @@ def test_a_version_that_lacks_what_is_used_is_refused(monkeypatch: pytest.Monkey
     del backend.use_paged
     with pytest.raises(MissingDependency, match=r"SGLang 9\.9 lacks .*Backend\.use_paged"):
         installed(backend)
-    assert not isinstance(backend.prefill_wrappers_paged[0], MixedAttention)
+    assert not isinstance(backend.prefill_wrappers_paged[0], MixedFlashInfer)
+
+
+class FlashAttention:
+    """As FlashAttention 3 on keys and values in pages of one token, and what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []  # sequences, rows of the longest, parts of a context
+
+    def __call__(self, **given: Any) -> Tensor:
+        queries, starts, lengths = given["q"], given["cu_seqlens_q"].tolist(), given["cache_seqlens"].tolist()
+        assert len(given["page_table"]) == len(lengths) == len(starts) - 1
+        assert given["max_seqlen_q"] >= max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        self.calls.append((len(lengths), given["max_seqlen_q"], given["num_splits"]))
+        output = given["out"] if given["out"] is not None else torch.empty_like(queries)
+        for a, b, table, length in zip(starts, starts[1:], given["page_table"], lengths, strict=False):
+            keys, values = (given[name].flatten(0, 1)[table[:length]] for name in ("k_cache", "v_cache"))
+            output[a:b] = attend(queries[a:b], keys, values)
+        return output
+
+
+class FlashBackend:
+    """Prepares batches as SGLang's does."""
+
+    fa_impl_ver, num_kv_heads = 3, KV_HEADS
+    has_local_attention = is_encoder_decoder = use_mla = False
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        self.batch = batch
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module in which SGLang's backend finds its kernel."""
+    module = ModuleType(FlashBackend.__module__)
+    module.flash_attn_with_kvcache = FlashAttention()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, FlashBackend.__module__, module)
+    return module
+
+
+def run_flash(module: Any, batch: Batch, *, padding: int = 3, **more: Any) -> Tensor:
+    """As SGLang's backend does for a layer, whose rows are padded to the size of a graph."""
+    rows = torch.tensor([0, *batch.rows])
+    queries = torch.cat([batch.queries, torch.zeros(padding, HEADS, DIM)])
+    output: Tensor = module.flash_attn_with_kvcache(
+        q=queries,
+        k_cache=batch.kv[0][:, None],
+        v_cache=batch.kv[1][:, None],
+        page_table=torch.stack(batch.table),
+        cache_seqlens=batch.seq_lens.int(),
+        cu_seqlens_q=rows.cumsum(0).int(),
+        cu_seqlens_k_new=torch.zeros(1),
+        max_seqlen_q=max(batch.rows),
+        **{"num_splits": 0, "out": None} | more,
+    )
+    return output[: len(batch.queries)]
+
+
+@SEQUENCES
+@pytest.mark.parametrize("has_output", [True, False])  # SGLang gives one where it replays graphs
+def test_flash_attention_computes_the_same_in_two_calls(
+    flash: Any, sequences: list[tuple[int, int]], has_output: bool
+) -> None:
+    kernel, backend, batch = flash.flash_attn_with_kvcache, FlashBackend(), Batch(sequences)
+    batch.seq_lens_cpu = None if has_output else batch.seq_lens_cpu
+    for _ in range(2):  # and again for another target
+        install_flash_attention(scheduler_of(backend))
+    backend.init_forward_metadata(batch)
+    assert backend.batch is batch
+    out = torch.empty(len(batch.queries) + 3, HEADS, DIM) if has_output else None
+    assert torch.allclose(run_flash(flash, batch, out=out), batch.expected(), atol=1e-5)
+    is_mixed = sequences[-1][1] == 1 and any(rows > 1 for _, rows in sequences)
+    assert len(kernel.calls) == 1 + is_mixed
+    assert not is_mixed or kernel.calls[1][1] == 1
+
+
+def test_a_context_that_is_longer_than_a_processors_share_is_divided(
+    flash: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "evenflow.sglang.mixed_flash_attention.limits_of", lambda device: SimpleNamespace(num_processors=16)
+    )
+    kernel, backend = flash.flash_attn_with_kvcache, FlashBackend()
+    install_flash_attention(scheduler_of(backend))
+    for sequences in ([(4, 3), *[(50, 1)] * 16], [(4, 3), *[(50, 1)] * 16, (800, 1)]):
+        batch = Batch(sequences)
+        backend.init_forward_metadata(batch)
+        assert torch.allclose(run_flash(flash, batch), batch.expected(), atol=1e-5)
+    assert [parts for _, rows, parts in kernel.calls if rows == 1] == [0, 4]  # of 801 of 1,617 positions
+
+
+def test_flash_attention_is_sglangs_own_without_a_target_and_for_quantized_keys(flash: Any) -> None:
+    kernel, backend, batch = flash.flash_attn_with_kvcache, FlashBackend(), Batch([(40, 9), (17, 1)])
+    scheduler = scheduler_of(backend)
+    install_flash_attention(scheduler)
+    backend.init_forward_metadata(batch)
+    run_flash(flash, batch, k_descale=torch.ones(2, KV_HEADS))
+    scheduler.evenflow = None
+    backend.init_forward_metadata(batch)
+    run_flash(flash, batch)
+    assert [sequences for sequences, _, _ in kernel.calls] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["has_local_attention", "is_encoder_decoder", "use_mla"])
+def test_flash_attention_of_other_models_is_left_alone(flash: Any, name: str) -> None:
+    backend = FlashBackend()
+    setattr(backend, name, True)
+    install_flash_attention(scheduler_of(backend))
+    assert not isinstance(flash.flash_attn_with_kvcache, MixedFlashAttention)

@@ -1,13 +1,16 @@
-"""SGLang's own FlashInfer backend with our attention in it. FlashInfer itself, which needs a GPU, is stood in for."""
+"""SGLang's own backends with our attention in them. Their kernels, which need a GPU, are stood in for."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from evenflow.sglang.mixed_flash_attention import install_flash_attention
 from tests.hosts.test_sglang_attention import (
     DIM,
     HEADS,
@@ -15,9 +18,11 @@ from tests.hosts.test_sglang_attention import (
     SCALE,
     Batch,
     DecodeWrapper,
+    FlashAttention,
     OwnWrapper,
     PromptWrapper,
     installed,
+    scheduler_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,26 +88,31 @@ def backend(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return backend
 
 
-def test_sglangs_backend_gives_its_batches_to_it(backend: Any) -> None:
-    from sglang.srt.layers.radix_attention import AttentionType
+def mixed(sequences: list[tuple[int, int]]) -> Any:
+    """A batch with all that SGLang's backends look at."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    installed(backend)
-    batch = Batch([(40, 9), (17, 1), (3, 1)])
-    backend.token_to_kv_pool = Pool(batch)
-    backend.indices_updater_prefill.req_to_token = torch.stack(batch.table)
+    batch: Any = Batch(sequences)
     starts = torch.tensor(batch.extend_prefix_lens_cpu, dtype=torch.int32)
-    given: Any = batch
-    given.forward_mode, given.extend_prefix_lens = ForwardMode.MIXED, starts
-    given.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-    given.req_pool_indices = torch.arange(len(starts))
-    given.out_cache_loc = given.encoder_lens = given.cross_attention_custom_mask = None
-    layer = SimpleNamespace(
+    batch.forward_mode, batch.extend_prefix_lens = ForwardMode.MIXED, starts
+    batch.extend_seq_lens, batch.batch_size = torch.tensor(batch.rows, dtype=torch.int32), len(starts)
+    batch.seq_lens_sum = int(batch.seq_lens.sum())
+    batch.req_pool_indices = torch.arange(len(starts))
+    batch.out_cache_loc = batch.encoder_lens = batch.cross_attention_custom_mask = None
+    batch.spec_info = batch.attn_cp_metadata = None
+    return batch
+
+
+def layer() -> Any:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return SimpleNamespace(
         layer_id=0,
         tp_q_head_num=HEADS,
         tp_k_head_num=KV_HEADS,
         tp_v_head_num=KV_HEADS,
         head_dim=DIM,
+        v_head_dim=DIM,
         scaling=SCALE,
         sliding_window_size=-1,
         logit_cap=0.0,
@@ -113,7 +123,49 @@ def test_sglangs_backend_gives_its_batches_to_it(backend: Any) -> None:
         is_cross_attention=False,
         attn_type=AttentionType.DECODER,
     )
-    backend.init_forward_metadata(given)
+
+
+def check_outputs(backend: Any, batch: Any) -> None:
+    backend.init_forward_metadata(batch)
     rows = torch.zeros(len(batch.queries), KV_HEADS, DIM)
-    output = backend.forward_extend(batch.queries, rows, rows, layer, given)
+    output = backend.forward_extend(batch.queries, rows, rows, layer(), batch)
     assert torch.allclose(output.view(-1, HEADS, DIM), batch.expected(), atol=1e-5)
+
+
+def test_sglangs_flashinfer_backend_gives_its_batches_to_it(backend: Any) -> None:
+    installed(backend)
+    batch = mixed([(40, 9), (17, 1), (3, 1)])
+    backend.token_to_kv_pool = Pool(batch)
+    backend.indices_updater_prefill.req_to_token = torch.stack(batch.table)
+    check_outputs(backend, batch)
+
+
+def test_sglangs_flash_attention_backend_gives_its_batches_to_it(
+    driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sgl_kernel", "sgl_kernel.flash_attn"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    from sglang.srt.layers.attention import flashattention_backend as module
+
+    kernel = FlashAttention()
+    monkeypatch.setattr(module, "flash_attn_with_kvcache", kernel)
+    batch = mixed([(40, 9), (17, 1), (3, 1)])
+    backend = object.__new__(module.FlashAttentionBackend)
+    vars(backend).update(
+        dict.fromkeys(("has_local_attention", "is_encoder_decoder", "use_mla", "fa_skip_kv_cache"), False),
+        **dict.fromkeys(("use_sliding_window_kv_pool", "is_prefill_aware_swa", "kv_cache_is_mxfp8", "has_swa"), False),
+        **dict.fromkeys(("full_cg_prefill_metadata", "forward_metadata_spec_decode_expand", "attention_chunk_size")),
+        fa_impl_ver=3,
+        num_kv_heads=KV_HEADS,
+        num_splits=0,
+        page_size=1,
+        topk=0,
+        attn_cp_size=1,
+        kv_cache_dtype_str="auto",
+        max_context_len=64,
+        token_to_kv_pool=Pool(batch),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.stack(batch.table)),
+    )
+    install_flash_attention(scheduler_of(backend))
+    check_outputs(backend, batch)
+    assert [sequences for sequences, _, _ in kernel.calls] == [1, 2]

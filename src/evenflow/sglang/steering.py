@@ -27,7 +27,8 @@ from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
 from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
-from evenflow.sglang.mixed_attention import install_mixed_attention
+from evenflow.sglang.mixed_flash_attention import install_flash_attention
+from evenflow.sglang.mixed_flashinfer import install_flashinfer
 from evenflow.sglang.plugin import logger
 from evenflow.step_time_store import step_times_path
 
@@ -50,7 +51,8 @@ class SglangSteering(ABC):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self.limits_prefill = False  # of the batch that was scheduled last
-        self._has_mixed_attention = install_mixed_attention(scheduler)
+        install_flash_attention(scheduler)
+        self._has_flashinfer = install_flashinfer(scheduler)
 
     def begin_step(self) -> None:
         """SGLang is about to schedule a step."""
@@ -137,7 +139,7 @@ class _Leader(SglangSteering):
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         super().__init__(scheduler)
-        prior = _prior(scheduler, self._has_mixed_attention)
+        prior = _prior(scheduler, self._has_flashinfer)
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
@@ -422,11 +424,11 @@ def _graph_sizes(args: Any) -> tuple[int, ...]:
     return tuple(sorted({size for phase in phases if phase.backend != _GRAPHS_OFF for size in phase.bs or ()}))
 
 
-def _prior(scheduler: Any, has_mixed_attention: bool) -> Prior:
+def _prior(scheduler: Any, has_flashinfer: bool) -> Prior:
     if not torch.cuda.is_available():
         return Prior()
     model, device = scheduler.model_config, torch.cuda.get_device_name()
-    kernel = WaveKernel.FLASHINFER if has_mixed_attention else None
+    kernel = WaveKernel.FLASHINFER if has_flashinfer else None
     if scheduler.server_args.attention_backend == "fa3":
         kernel = WaveKernel.FLASH_ATTENTION_3
     return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, kernel=kernel)

@@ -9,8 +9,7 @@ one for decodes. Both are kernels that SGLang has loaded anyway.
 
 from __future__ import annotations
 
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from evenflow.model.cuda.decode_split import decode_split
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.pinned import pinned, starts_of
+from evenflow.sglang.mixed_batch import MixedBatch, mixed_batch
 from evenflow.sglang.plugin import check_has
 
 _BACKEND_ATTRIBUTES = (
@@ -31,15 +31,7 @@ _UPDATER_ATTRIBUTES = (
 _COPIED_SHARE = 256  # the part of the GPU's memory that a layer's copied contexts may take; SGLang's own way needs none
 
 
-class _Batch(NamedTuple):
-    """Of the sequences with chunks, then of those that decode: rows and positions, which include the rows."""
-
-    chunk_rows: list[int]
-    chunk_positions: list[int]
-    decode_positions: list[int]
-
-
-class MixedAttention:
+class MixedFlashInfer:
     """Stands in for the wrapper of FlashInfer's to which SGLang gives batches with chunks, while a target is kept."""
 
     def __init__(self, scheduler: Any, backend: Any) -> None:
@@ -50,7 +42,7 @@ class MixedAttention:
         [self._of_sglang] = backend.prefill_wrappers_paged
         self._prepare_by_sglang, self._is_paged_by_sglang = backend.init_forward_metadata, backend.use_paged
         self._chunks, self._decodes = backend.prefill_wrapper_ragged, backend.decode_wrappers[0]
-        self._batch: _Batch | None = None  # if it is not SGLang's own way
+        self._batch: MixedBatch | None = None  # if it is not SGLang's own way
         self._places = torch.empty(0)  # of the chunks' contexts in the pool, on the device
         self._copied: Any = None  # the event after the last plan was copied to the device
         backend.prefill_wrappers_paged = [self]
@@ -90,21 +82,15 @@ class MixedAttention:
 
     # ---- a batch ----
 
-    def _batch_of(self, batch: Any) -> _Batch | None:
-        steering, starts, lengths = self._scheduler.evenflow, batch.extend_prefix_lens_cpu, batch.seq_lens_cpu
-        if steering is None or not steering.limits_prefill:
+    def _batch_of(self, batch: Any) -> MixedBatch | None:
+        found = mixed_batch(self._scheduler, batch)
+        if found is None or batch.seq_lens_cpu is None:
             return None
-        if batch.forward_mode.is_decode_or_idle() or not starts or lengths is None:
-            return None
-        positions = lengths.tolist()
-        rows = [end - start for start, end in zip(starts, positions, strict=True)]
-        num_chunks = len(rows) - sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows)))
-        found = _Batch(rows[:num_chunks], positions[:num_chunks], positions[num_chunks:])
         _, num_kv_heads, head_dim = self._heads
         num_bytes = 2 * sum(found.chunk_positions) * num_kv_heads * head_dim * self._dtype.itemsize
         return found if num_bytes <= limits_of(batch.seq_lens.device).memory // _COPIED_SHARE else None
 
-    def _plan(self, batch: _Batch, places: Tensor) -> None:
+    def _plan(self, batch: MixedBatch, places: Tensor) -> None:
         """FlashInfer writes a plan to pinned memory, from where it is copied once the batches before have ended."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -140,7 +126,7 @@ def _copied(pool: Tensor, places: Tensor) -> Tensor:
     return rows.view(pool.dtype).view(-1, *pool.shape[1:])
 
 
-def install_mixed_attention(scheduler: Any) -> bool:
+def install_flashinfer(scheduler: Any) -> bool:
     """Where SGLang's attention is FlashInfer's, without windows, of memory that is not quantized. False: it is not."""
     backend = scheduler.tp_worker.model_runner.attn_backend
     updater = getattr(backend, "indices_updater_prefill", None)
@@ -150,6 +136,6 @@ def install_mixed_attention(scheduler: Any) -> bool:
     check_has(updater, _UPDATER_ATTRIBUTES)
     if updater.update != updater.update_single_wrapper or updater.data_type != updater.q_data_type:
         return False
-    if not isinstance(backend.prefill_wrappers_paged[0], MixedAttention):
-        MixedAttention(scheduler, backend)
+    if not isinstance(backend.prefill_wrappers_paged[0], MixedFlashInfer):
+        MixedFlashInfer(scheduler, backend)
     return True
