@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -237,7 +238,7 @@ class FlashAttention:
     def __call__(self, **given: Any) -> Tensor:
         queries, starts, lengths = given["q"], given["cu_seqlens_q"].tolist(), given["cache_seqlens"].tolist()
         assert len(given["page_table"]) == len(lengths) == len(starts) - 1
-        assert given["max_seqlen_q"] >= max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        assert given["max_seqlen_q"] >= max(b - a for a, b in pairwise(starts))
         self.calls.append((len(lengths), given["max_seqlen_q"], given["num_splits"]))
         output = given["out"] if given["out"] is not None else torch.empty_like(queries)
         for a, b, table, length in zip(starts, starts[1:], given["page_table"], lengths, strict=False):
@@ -258,7 +259,9 @@ class FlashBackend:
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module in which SGLang's backend finds its kernel."""
+    """The module in which SGLang's backend finds its kernel, on a GPU of 16 processors."""
+    limits = SimpleNamespace(num_processors=16)
+    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
     module = ModuleType(FlashBackend.__module__)
     module.flash_attn_with_kvcache = FlashAttention()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, FlashBackend.__module__, module)
@@ -301,19 +304,14 @@ def test_flash_attention_computes_the_same_in_two_calls(
     assert not is_mixed or kernel.calls[1][1] == 1
 
 
-def test_a_context_that_is_longer_than_a_processors_share_is_divided(
-    flash: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "evenflow.sglang.mixed_flash_attention.limits_of", lambda device: SimpleNamespace(num_processors=16)
-    )
+def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any) -> None:
     kernel, backend = flash.flash_attn_with_kvcache, FlashBackend()
     install_flash_attention(scheduler_of(backend))
     for sequences in ([(4, 3), *[(50, 1)] * 16], [(4, 3), *[(50, 1)] * 16, (800, 1)]):
         batch = Batch(sequences)
         backend.init_forward_metadata(batch)
         assert torch.allclose(run_flash(flash, batch), batch.expected(), atol=1e-5)
-    assert [parts for _, rows, parts in kernel.calls if rows == 1] == [0, 4]  # of 801 of 1,617 positions
+    assert kernel.calls == [(17, 3, 0), (1, 3, 0), (17, 1, 4)]  # 801 of 1,617 positions
 
 
 def test_flash_attention_is_sglangs_own_without_a_target_and_for_quantized_keys(flash: Any) -> None:

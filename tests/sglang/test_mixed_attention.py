@@ -140,11 +140,11 @@ def test_sglangs_flashinfer_backend_gives_its_batches_to_it(backend: Any) -> Non
     check_outputs(backend, batch)
 
 
-def test_sglangs_flash_attention_backend_gives_its_batches_to_it(
-    driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sgl_kernel", "sgl_kernel.flash_attn"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
+    limits = SimpleNamespace(num_processors=16)
+    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
     from sglang.srt.layers.attention import flashattention_backend as module
 
     kernel = FlashAttention()

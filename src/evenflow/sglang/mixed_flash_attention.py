@@ -1,8 +1,9 @@
-"""FlashAttention 3 in batches of SGLang's that hold chunks and decodes: two calls.
+"""FlashAttention 3 in batches of SGLang's that hold a chunk and a decode with a long context: two calls.
 
-SGLang gives both kinds of rows to one call, which divides no context: beside a chunk, one block of threads reads the
-longest context of a decode from end to end, on an H200 in 0.3 ms for every 1,000 tokens in an 8B model. In a call of
-their own, decodes can have it divided.
+SGLang gives all rows to one call, which divides no context beside a chunk: one block of threads reads the longest
+context of a decode from end to end, on an H200 in 0.3 ms for every 1,000 tokens in an 8B model. In a call of their own,
+decodes have it divided. Where no context is that long, one call is as fast, and processors that are done with chunks
+find other work.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ class MixedFlashAttention:
         self._scheduler = scheduler
         self._num_kv_heads = backend.num_kv_heads
         self._of_sglang, self._prepare_by_sglang = module.flash_attn_with_kvcache, backend.init_forward_metadata
-        self._batch: MixedBatch | None = None  # with rows of both kinds, if it is not SGLang's own way
+        self._batch: MixedBatch | None = None  # if it is not SGLang's own way
         self._starts = torch.empty(0)  # of the decodes' rows
-        self._num_parts = 0
+        self._num_parts = 0  # of a context, at most
         module.flash_attn_with_kvcache = self
         backend.init_forward_metadata = self._prepare
 
     def _prepare(self, batch: Any) -> None:
+        self._batch = None
         found = mixed_batch(self._scheduler, batch)
-        self._batch = found if found is not None and found.chunk_rows and found.decode_positions else None
-        if self._batch is not None:
-            positions, device = self._batch.decode_positions, batch.seq_lens.device
-            self._starts = torch.arange(len(positions) + 1, dtype=torch.int32, device=device)
+        if found is not None and found.chunk_rows and found.decode_positions:
+            positions, device = found.decode_positions, batch.seq_lens.device
             self._num_parts = _num_parts(positions, self._num_kv_heads, limits_of(device).num_processors)
+            if self._num_parts > 1:
+                self._batch = found
+                self._starts = torch.arange(len(positions) + 1, dtype=torch.int32, device=device)
         self._prepare_by_sglang(batch)
 
     def __call__(self, **given: Any) -> Any:
@@ -69,16 +72,15 @@ class MixedFlashAttention:
             cache_seqlens=lengths[num_chunks : num_chunks + num_decodes],
             cu_seqlens_q=self._starts,
             out=output[of_decodes],
-            **given | {"max_seqlen_q": 1, "num_splits": self._num_parts or given["num_splits"]},
+            **given | {"max_seqlen_q": 1, "num_splits": self._num_parts},
         )
         return output
 
 
 def _num_parts(positions: list[int], num_kv_heads: int, num_processors: int) -> int:
-    """Into how many the kernel may divide a context; 0: no decode has more than a processor's share of all positions."""
+    """Those of the longest context, if none should have more than a processor's share of all positions."""
     share = max(1, sum(positions) * num_kv_heads // num_processors)
-    longest = max(positions)
-    return min(_MOST_PARTS, -(-longest // share)) if longest > share else 0
+    return min(_MOST_PARTS, -(-max(positions) // share))
 
 
 def install_flash_attention(scheduler: Any) -> None:
