@@ -22,13 +22,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from evenflow.cli.main import main
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import EngineFailed, InvalidInput, MissingDependency
 from evenflow.hosts import launch
 from evenflow.server.proxy import host_engine, warm_up
-from evenflow.server.proxy.host_engine import start_guard
+from evenflow.server.proxy.host_engine import log_loop_error, start_guard
 from evenflow.server.serving import ServerSettings, bind, serve_host
 from evenflow.vllm.graphs import graph_flags
 from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags
@@ -104,6 +105,23 @@ def test_a_client_that_goes_away_ends_its_request_in_vllm(server: RunningServer)
         httpx.post(server.url + "/v1/completions", json={**STREAM, "stream": False}, timeout=0.2)
     server.until(lambda: seen(server)["running"] == 0)
     assert server.server.service.gate.num_inside == 0
+
+
+def test_data_that_arrive_as_a_client_goes_away_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(log_loop_error)
+        waiting = loop.create_future()
+        waiting.cancel()
+        loop.call_soon(waiting.set_result, None)  # as httpx's sockets do
+        loop.call_soon(divmod, 1, 0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    for make_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(run())
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
 
 
 def test_the_target_changes_while_it_runs(server: RunningServer) -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -104,6 +105,7 @@ class HostEngine(SupervisedEngine):
 
     async def _run_process(self) -> None:
         loop, folder = asyncio.get_running_loop(), self._folder
+        loop.set_exception_handler(log_loop_error)
         folder.http_socket.unlink(missing_ok=True)
         with closing(await loop.create_unix_server(self._receive_steps, folder.step_socket)):
             process = subprocess.Popen(
@@ -148,6 +150,19 @@ class HostEngine(SupervisedEngine):
         if self.is_up:
             return EngineFailed(f"{self.name} died (exit code {exit_code})")
         return EngineFailed(f"{self.name} ended before it was ready (exit code {exit_code}); its own log says why")
+
+
+def log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As the loop does, except for what says nothing.
+
+    httpx's sockets wait for data by a future whose result the loop sets. If data arrive in the very turn in which a
+    client disconnects, that future is cancelled by then.
+    """
+    is_late_result = (
+        isinstance(context.get("exception"), asyncio.InvalidStateError) and "set_result" in context["message"]
+    )
+    if not is_late_result:
+        loop.default_exception_handler(context)
 
 
 def start_guard(group: int) -> subprocess.Popen[bytes]:
