@@ -262,6 +262,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module in which SGLang's backend finds its kernel, on a GPU of 16 processors."""
     limits = SimpleNamespace(num_processors=16)
     monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
+    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 2)
     module = ModuleType(FlashBackend.__module__)
     module.flash_attn_with_kvcache = FlashAttention()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, FlashBackend.__module__, module)
@@ -304,7 +305,7 @@ def test_flash_attention_computes_the_same_in_two_calls(
     assert not is_mixed or kernel.calls[1][1] == 1
 
 
-def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any) -> None:
+def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, backend = flash.flash_attn_with_kvcache, FlashBackend()
     install_flash_attention(scheduler_of(backend))
     for sequences in ([(4, 3), *[(50, 1)] * 16], [(4, 3), *[(50, 1)] * 16, (800, 1)]):
@@ -312,6 +313,10 @@ def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any) -> None
         backend.init_forward_metadata(batch)
         assert torch.allclose(run_flash(flash, batch), batch.expected(), atol=1e-5)
     assert kernel.calls == [(17, 3, 0), (1, 3, 0), (17, 1, 4)]  # 801 of 1,617 positions
+    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 1000)
+    backend.init_forward_metadata(batch)
+    run_flash(flash, batch)
+    assert kernel.calls[3:] == [(18, 3, 0)]
 
 
 def test_flash_attention_is_sglangs_own_without_a_target_and_for_quantized_keys(flash: Any) -> None:

@@ -145,6 +145,7 @@ def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, mo
         monkeypatch.setitem(sys.modules, name, MagicMock())
     limits = SimpleNamespace(num_processors=16)
     monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
+    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 2)
     from sglang.srt.layers.attention import flashattention_backend as module
 
     kernel = FlashAttention()

@@ -20,6 +20,7 @@ from evenflow.sglang.plugin import check_has
 
 _ATTRIBUTES = ("has_local_attention", "init_forward_metadata", "is_encoder_decoder", "num_kv_heads", "use_mla")
 _MOST_PARTS = 32  # of a context
+_LONG = 4096  # tokens of a context, which take a millisecond
 
 
 class MixedFlashAttention:
@@ -78,8 +79,8 @@ class MixedFlashAttention:
 
 
 def _num_parts(positions: list[int], num_kv_heads: int, num_processors: int) -> int:
-    """Those of the longest context, if none should have more than a processor's share of all positions."""
-    share = max(1, sum(positions) * num_kv_heads // num_processors)
+    """Those of the longest context, if none should be long and have more than a processor's share of all positions."""
+    share = max(_LONG, sum(positions) * num_kv_heads // num_processors)
     return min(_MOST_PARTS, -(-max(positions) // share))
 
 
