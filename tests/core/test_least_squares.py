@@ -42,6 +42,7 @@ def test_a_prior_counts_as_rows_and_stands_where_no_row_says_otherwise() -> None
     assert fit_nonnegative([[1.0], [0.0]], [3.0], [1.0, 5.0], 1.0) == pytest.approx([2, 5])
     assert fit_nonnegative([[10.0]], [30.0], [1.0], 1.0) == pytest.approx([2])  # whatever the column's unit
     assert fit_nonnegative([[1.0] * 4], [3.0] * 4, [1.0], 1.0) == pytest.approx([2.6])
+    assert fit_nonnegative([[1.0] * 4], [3.0] * 4, [1.0], 1.0, [4.0]) == pytest.approx([1.4])  # as rows of this size
 
 
 @given(columns_and_targets())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -233,6 +234,16 @@ def test_a_prior_answers_at_once_and_the_first_steps_pull_it_in() -> None:
     for _ in range(3):
         model.observe(A_MIXED_STEP, bound_by_memory_or_compute(A_MIXED_STEP))
     assert model.predict(A_MIXED_STEP) == pytest.approx(bound_by_memory_or_compute(A_MIXED_STEP), rel=0.02)
+
+
+def test_a_first_step_that_is_small_and_slow_says_little_of_large_ones() -> None:
+    """Kernels are loaded at their first use: a prompt of 8 tokens took three times as long as it should."""
+    model, large = StepTimeModel(DATA_SHEET), shape([(0, 1024)])
+    before = model.predict(large)
+    for small in (shape([(0, 8)]), shape(contexts=[9])):
+        model.observe(small, 3 * model.predict(small))
+        assert model.predict(large) < 2.5 * before
+    assert model.predict(shape([(0, 8)])) > 2 * StepTimeModel(DATA_SHEET).predict(shape([(0, 8)]))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -464,10 +475,10 @@ def test_a_step_gives_time_for_two_fits_and_asking_for_none(monkeypatch: pytest.
     """A fit takes about a millisecond, between two steps: all the candidates at once would hold up a device."""
     num_fits = 0
 
-    def counted(columns: Sequence[Vector], targets: Vector, prior: Vector, weight: float) -> list[float]:
+    def counted(columns: Sequence[Vector], *args: Any) -> list[float]:
         nonlocal num_fits
         num_fits += 1
-        return fit_nonnegative(columns, targets, prior, weight)
+        return fit_nonnegative(columns, *args)
 
     monkeypatch.setattr(step_costs, "fit_nonnegative", counted)
     model, machine = taught(bound_by_memory_or_compute, 100)

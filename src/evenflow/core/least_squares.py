@@ -13,13 +13,18 @@ Vector = Sequence[float]
 Matrix = list[list[float]]
 
 
-def fit_nonnegative(columns: Sequence[Vector], targets: Vector, prior: Vector, weight: float) -> list[float]:
+def fit_nonnegative(
+    columns: Sequence[Vector], targets: Vector, prior: Vector, weight: float, least_sizes: Vector | None = None
+) -> list[float]:
     """The x >= 0 for which columns.x is nearest to the targets.
 
-    `prior` is what x would be without any rows. It pulls with the weight of that many rows, each column scaled to a
-    root mean square of 1. The weight must be positive, because columns may be equal.
+    `prior` is what x would be without any rows. It pulls with the weight of that many rows, in which a column has its
+    root mean square, or its least size. The weight must be positive, because columns may be equal.
     """
-    sizes = [math.sqrt(_dot(column, column) / len(column)) or 1.0 for column in columns]
+    sizes = [
+        max(math.sqrt(_dot(column, column) / len(column)), least) or 1.0
+        for column, least in zip(columns, least_sizes or [0.0] * len(columns), strict=True)
+    ]
     gram = [[0.0] * len(columns) for _ in columns]
     for i, column in enumerate(columns):
         for j in range(i + 1):

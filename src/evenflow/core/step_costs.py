@@ -18,6 +18,17 @@ _ROWS = 2  # index of a figure
 KNEES = tuple(8 << doubling for doubling in range(9))
 # The prior counts as this many steps; without one, costs that the samples cannot tell apart are pulled to zero.
 _PRIOR_WEIGHT = 1.0
+_PRIOR_STEP = (
+    1,
+    1,
+    1024,
+    1 << 23,
+    64,
+    1 << 16,
+    16,
+    1,
+    1 << 23,
+)  # at least as large as this: small steps say little of it
 _NO_PRIOR_WEIGHT = 0.01
 _NEGLIGIBLE_LOSS = 2e-4  # no reason for another knee
 
@@ -93,8 +104,10 @@ def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: 
         totals[_ROWS] = sum(max(0, figures[_ROWS] - knee) for figures in sample.steps)
         rows.append([weight * total / sample.seconds for total in totals])
     columns = list(zip(*rows, strict=True))
-    pull = _PRIOR_WEIGHT if any(prior) else _NO_PRIOR_WEIGHT
-    return StepCosts._make((*fit_nonnegative(columns, weights, prior[:-1], pull), knee))
+    seconds = prior.seconds(_PRIOR_STEP)
+    sizes = [figure / seconds if seconds else 0.0 for figure in _PRIOR_STEP]
+    pull = _PRIOR_WEIGHT if seconds else _NO_PRIOR_WEIGHT
+    return StepCosts._make((*fit_nonnegative(columns, weights, prior[:-1], pull, sizes), knee))
 
 
 def _loss(samples: Sequence[Sample], costs: StepCosts, tolerance: float) -> float:
