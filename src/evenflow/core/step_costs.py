@@ -16,19 +16,10 @@ from evenflow.core.plan import StepShape
 _ROWS = 2  # index of a figure
 # Candidate knees, in rows.
 KNEES = tuple(8 << doubling for doubling in range(9))
-# The prior counts as this many steps; without one, costs that the samples cannot tell apart are pulled to zero.
+# The prior counts as this many steps, each at least as large as this: small ones say little of large ones. Without a
+# prior, costs that the samples cannot tell apart are pulled to zero.
 _PRIOR_WEIGHT = 1.0
-_PRIOR_STEP = (
-    1,
-    1,
-    1024,
-    1 << 23,
-    64,
-    1 << 16,
-    16,
-    1,
-    1 << 23,
-)  # at least as large as this: small steps say little of it
+_PRIOR_STEP = (1, 1, 1024, 1 << 23, 64, 1 << 16, 16, 1, 1 << 23)
 _NO_PRIOR_WEIGHT = 0.01
 _NEGLIGIBLE_LOSS = 2e-4  # no reason for another knee
 

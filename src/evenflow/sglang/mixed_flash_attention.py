@@ -79,7 +79,7 @@ class MixedFlashAttention:
 
 
 def _num_parts(positions: list[int], num_kv_heads: int, num_processors: int) -> int:
-    """Those of the longest context, if none should be long and have more than a processor's share of all positions."""
+    """Those of the longest context: none of them is long and has more than a processor's share of all positions."""
     share = max(_LONG, sum(positions) * num_kv_heads // num_processors)
     return min(_MOST_PARTS, -(-max(positions) // share))
 
