@@ -107,18 +107,14 @@ class Tier:
         """What these blocks of the pool hold may be wrong, and so may copies; not one that returns, which is older."""
         for block_hash in hashes:
             self._offered.pop(block_hash, None)
-            if block_hash in self._order:
-                self._order.remove(block_hash)
-                self._drop(block_hash)
+            self._give_up(block_hash)
 
     def take_moves(self) -> TierMoves:
         for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
             self.take(*self._offered[block_hash])
         # The ends of prefixes are evicted first, and are worth nothing without their starts.
         for block_hash in list(self._saves)[: max(0, self._num_saving + len(self._saves) - self._most_saving)]:
-            if block_hash in self._order:
-                self._order.remove(block_hash)
-                self._drop(block_hash)
+            self._give_up(block_hash)
         moves = TierMoves(tuple(self._saves.values()), tuple(self._restores), tuple(self._drops))
         self._saves, self._restores, self._drops = {}, [], {}
         return moves
@@ -155,6 +151,12 @@ class Tier:
     def _make_room(self) -> None:
         excess = min(len(self._stored) - self._num_blocks, len(self._order))
         for block_hash in self._order.pop(excess) if excess > 0 else ():
+            self._drop(block_hash)
+
+    def _give_up(self, block_hash: bytes) -> None:
+        """Drop it if it is stored, and not on its way back."""
+        if block_hash in self._order:
+            self._order.remove(block_hash)
             self._drop(block_hash)
 
     def _drop(self, block_hash: bytes) -> None:

@@ -109,9 +109,9 @@ class KvTier:
         """Copy what is to be saved, start everything else. Never fails: at worst a block is lost."""
         if moves.drops:
             self._saver.submit(self._drop, moves.drops)
-        room = self._memory.most_copied - self._num_saving  # what comes on top is not kept
-        if saves := moves.saves[max(0, len(moves.saves) - max(0, room)) :]:
-            self._stage(saves)
+        room = self._memory.most_copied - self._num_saving
+        if moves.saves and room > 0:
+            self._stage(moves.saves[-room:])  # what came before these is not kept
         for first in range(0, len(moves.restores), _TOGETHER):
             group = moves.restores[first : first + _TOGETHER]
             with self._changed:

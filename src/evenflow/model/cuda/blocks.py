@@ -37,7 +37,7 @@ class PagedBlocks:
         """On a GPU, copied there first, after the steps launched so far."""
         with torch.inference_mode():
             places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
-            copies = torch.empty((len(block_ids), *self.layout.shape), dtype=self._kv.dtype, device=self._kv.device)
+            copies = self._new_blocks(len(block_ids))
             for number, layer in enumerate(self._kv):  # all of them at once would need the memory twice
                 copies[:, number] = layer.index_select(0, places)
             blocks = copies.unbind()
@@ -46,6 +46,10 @@ class PagedBlocks:
         is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_copied.record()
         return [partial(self._fetch, is_copied, block) for block in blocks]
+
+    def _new_blocks(self, count: int) -> Tensor:
+        """Block after block, where the KV memory is."""
+        return self._kv.new_empty((count, *self.layout.shape))
 
     def _fetch(self, is_copied: torch.cuda.Event, block: Tensor, into: Tensor | None) -> Tensor:
         stream = self._streams[0]
@@ -64,7 +68,7 @@ class PagedBlocks:
             return
         stream = self._streams[1]
         with torch.cuda.stream(stream):
-            arrived = torch.empty((len(blocks), *self.layout.shape), dtype=self._kv.dtype, device=self._kv.device)
+            arrived = self._new_blocks(len(blocks))
             for place, block in zip(arrived, blocks, strict=True):
                 place.copy_(block if block.is_pinned() else block.pin_memory(), non_blocking=True)
             places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
