@@ -231,6 +231,17 @@ def test_prefix_caching_can_be_off() -> None:
     assert driver.chunks(again) == [(0, 64)]
 
 
+def test_where_answers_are_not_reused_only_prompts_are_shared() -> None:
+    for reuses_answers, num_cached in ((True, 96), (False, 32)):
+        driver = Driver(caps=ExecutorCaps(reuses_answers=reuses_answers))
+        first = driver.add(list(range(40)), max_tokens=60)
+        driver.run()
+        again = driver.add(first.tokens, max_tokens=2)  # the next turn: two blocks of prompt, four of the answer
+        driver.run()
+        assert again.num_cached_tokens == num_cached
+        driver.check_output(again)
+
+
 def test_prompt_logprobs_need_every_row_so_nothing_is_taken_from_the_cache() -> None:
     driver = Driver("fixed:32")
     prompt = list(range(64))

@@ -11,6 +11,7 @@ import pytest
 from evenflow import LLM, SamplingParams
 from evenflow.engine.outputs import RequestOutput
 from evenflow.native.build import library
+from tests.engine.paged import tiny_block_bytes
 from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
 
@@ -55,3 +56,21 @@ def test_logprobs_do_not_depend_on_how_a_prompt_is_run(device: str, weights: str
                 for output, other in zip(again, expected, strict=True):
                     assert output.token_ids == other.token_ids, policy
                     assert logprobs(output) == logprobs(other), policy
+
+
+@pytest.mark.parametrize(("device", "weights"), PLACES)
+def test_logprobs_do_not_depend_on_preemptions_or_earlier_turns(device: str, weights: str) -> None:
+    settings: dict[str, Any] = {"device": device, "weights": weights, "deterministic": True, "policy": "fixed:64"}
+    sampling = replace(SAMPLING, prompt_logprobs=None, max_tokens=100)
+    with LLM(tiny_llama(), kv_cache_memory=64 << 20, enable_prefix_caching=False, **settings) as llm:
+        alone = [llm.generate([prompt], sampling)[0] for prompt in PROMPTS]
+        turns = [[*prompt, *output.token_ids, 7] for prompt, output in zip(PROMPTS, alone, strict=True)]
+        next_alone = [llm.generate([turn], sampling)[0] for turn in turns]
+    # Blocks for about half of the tokens: with a prefix cache, a CPU stores them twice.
+    block_bytes = tiny_block_bytes() // (2 if weights == "bfloat16" else 1) * (2 if device == "cpu" else 1)
+    with LLM(tiny_llama(), kv_cache_memory=20 * block_bytes, **settings) as llm:
+        for prompts, expected in ((PROMPTS, alone), (turns, next_alone)):
+            for output, other in zip(llm.generate(prompts, sampling), expected, strict=True):
+                assert logprobs(output) == logprobs(other)
+        num_prompt_tokens = sum(map(len, PROMPTS)) + sum(map(len, turns))
+        assert llm.engine.stats.totals.looked_up_tokens > num_prompt_tokens, "nobody was preempted"

@@ -97,6 +97,58 @@ def test_a_preemption_changes_nothing(place: Place, tolerance: float) -> None:
     assert_same(answers(make(place, True, num_blocks=few), "fixed:64", few), expected, tolerance)
 
 
+class Watched(ReferenceAttention):
+    """Keeps what it was planned for."""
+
+    layouts: list[StepLayout]
+
+    def plan(self, layout: StepLayout) -> None:
+        self.layouts = [*getattr(self, "layouts", ()), layout]
+        super().plan(layout)
+
+
+def test_what_decodes_computed_is_computed_by_decodes_again_in_deterministic_mode() -> None:
+    """A request that lost its KV, beside a decode, a prompt and one that was lost within its prompt."""
+    found = []
+    for deterministic in (False, True):
+        attention = Watched(CONFIG)
+        decoder = PagedDecoder(CONFIG, random_tensors(CONFIG), attention, reference_ops)
+        sizes: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_model_len": 400}
+        executor = CudaExecutor(decoder, max_num_seqs=8, deterministic=deterministic, uses_graphs=False, **sizes)
+        assert executor.caps.reuses_answers is not deterministic
+        first = plan(
+            admissions=(admit(0, prompt(5)),), changes=(blocks(0, 0, 4),), chunks=(chunk(0, 0, 5, samples=True),)
+        )
+        run(executor, first)
+        sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=50)
+        resumed = replace(admit(1, prompt(40, 1), sampling), num_prompt_tokens=30)
+        halfway = replace(admit(2, prompt(40, 2)), num_prompt_tokens=20)
+        result = run(
+            executor,
+            plan(
+                admissions=(resumed, halfway, admit(3, prompt(9, 3))),
+                changes=(blocks(1, 4, 4), blocks(2, 8, 4), blocks(3, 12, 4)),
+                decoding=decodes((0, 5)),
+                chunks=(
+                    chunk(1, 0, 40, samples=True, prompt_logprobs=True),
+                    chunk(2, 0, 33, samples=False),
+                    chunk(3, 0, 9, samples=True),
+                ),
+            ),
+        )
+        later = run(executor, plan(chunks=(chunk(2, 33, 40, samples=True),)))
+        predicted = [row.chosen.token_id for row in result.prompt_logprobs[1]]
+        found.append((result.tokens, later.tokens, predicted))
+        if deterministic:
+            _, packed, last = attention.layouts
+            assert packed.decode_contexts == [6, *range(31, 41), *range(21, 34)]
+            assert (packed.chunk_starts, packed.chunk_lengths) == ([0, 0, 0], [30, 20, 9])
+            assert (last.decode_contexts, last.chunk_lengths) == ([*range(34, 41)], [])
+        executor.close()
+    assert found[0] == found[1]
+    assert found[0][2] == list(prompt(30, 1)[1:])
+
+
 def test_graphs_come_in_the_sizes_that_steps_are_padded_to() -> None:
     executor = make(CPU, True, max_num_seqs=20)
     mixed = (*range(64, 1025, 64), *range(1152, 2049, 128))

@@ -54,6 +54,7 @@ class ExecutorCaps:
     chunk_alignment: int = 1  # chunks that do not end their prompt are rounded down to a multiple of this
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
     attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions
+    reuses_answers: bool = True  # a prompt may take up the KV that decodes have left
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)

@@ -37,11 +37,14 @@ def hash_blocks(
 class PrefixCache:
     """Finds cached prefixes, and prefixes that running requests are computing."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, tier: Tier | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, enabled: bool, tier: Tier | None = None, has_answers: bool = True
+    ) -> None:
         self._pool = pool
         self._tier = tier
         self._block_size = block_size
         self.enabled = enabled
+        self._has_answers = has_answers  # else only blocks of prompts are published
         self._being_computed: dict[bytes, str] = {}  # hash of a prompt's block -> id of the request computing it
 
     def find(self, request: Request) -> list[int]:
@@ -94,7 +97,10 @@ class PrefixCache:
         """Publish the blocks completed since. Sampled tokens are hashed here."""
         if not self.enabled:
             return
-        first, end = num_committed_before // self._block_size, request.num_committed // self._block_size
+        num_published = request.num_committed
+        if not self._has_answers:
+            num_published = min(num_published, request.num_prompt_tokens)
+        first, end = num_committed_before // self._block_size, num_published // self._block_size
         if end > len(request.block_hashes):
             request.block_hashes += hash_blocks(request.tokens, self._block_size, request.salt, request.block_hashes)
         for index in range(first, end):

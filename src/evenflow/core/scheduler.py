@@ -72,7 +72,9 @@ class Scheduler:
         self.tier = tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
         listeners = (tier.take, tier.offer) if tier is not None else ()
         self.pool = BlockPool(config.num_blocks, config.tenant_weights, *listeners)
-        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=caches, tier=self.tier)
+        self.prefix_cache = PrefixCache(
+            self.pool, config.block_size, enabled=caches, tier=self.tier, has_answers=self.caps.reuses_answers
+        )
         self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, self._prefill_price)
         self.order = (
             order if order is not None else ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)

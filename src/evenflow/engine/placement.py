@@ -148,6 +148,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
         max_step_rows=_max_step_rows(config, max_model_len),
         uses_graphs=device.type != "cuda" or can_capture(attention, operations),
         grammars=grammars,
+        deterministic=config.deterministic,
     )
     prior = _prior(decoder, name)
     machine = name, attention.name

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -111,15 +112,20 @@ class _Piece(NamedTuple):
     number: int  # of the part
     part: _Part
     is_decode: bool
+    is_repeated: bool = False  # a decode whose token is known: the sequence lost its KV
 
     @property
     def span(self) -> RowSpan:
-        token_ids = None if self.is_decode else self.part.token_ids
-        return RowSpan(self.part.slot.slot, self.part.start, self.part.length, token_ids)
+        token_ids = None if self.is_decode and not self.is_repeated else self.part.token_ids
+        return RowSpan(self.part.slot.slot, self.part.start, self.part.length, token_ids, self.is_repeated)
 
 
 class CudaExecutor:
-    """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place."""
+    """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place.
+
+    `deterministic`: what a decode has left must come from decodes again, since chunks have other kernels, whose last
+    bits differ. So prompts do not take it up, and if it is lost, its tokens run as decodes.
+    """
 
     def __init__(
         self,
@@ -133,8 +139,9 @@ class CudaExecutor:
         uses_graphs: bool = True,
         max_step_rows: int = 8192,
         grammars: Grammars | None = None,
+        deterministic: bool = False,
     ) -> None:
-        self._decoder, self._grammars = decoder, grammars
+        self._decoder, self._grammars, self._deterministic = decoder, grammars, deterministic
         self._sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
         self._mixed_sizes = mixed_graph_sizes(max_step_rows) if uses_graphs else ()
         self._inputs = DeviceInputs(
@@ -167,6 +174,7 @@ class CudaExecutor:
             max_steps_in_flight=max_steps_in_flight,
             row_buckets=self._sizes + larger,
             attention_waves=decoder.attention.waves,
+            reuses_answers=not deterministic,
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -212,7 +220,7 @@ class CudaExecutor:
         step.sampled = [number for number, part in enumerate(step.parts) if part.samples]
         size = None if plan.chunks else size_for(len(step.parts), self._sizes)
         if size is not None:
-            rows = self._inputs.load_captured_decodes([piece.span for piece in next(_groups(step))], size)
+            rows = self._inputs.load_captured_decodes([piece.span for piece in _pieces(step)], size)
             self._decoder.attention.plan(rows.layout)
             self._sample(step, *self._decode_graphs.replay(size), is_stored=True)
             return
@@ -239,7 +247,7 @@ class CudaExecutor:
 
     def _run_groups(self, step: _Launched) -> None:
         step.prompt_rows, step.row_sums = {}, {}  # memory may have run out before
-        groups = list(_groups(step, self._most_rows))
+        groups = list(_groups(_pieces(step, self._deterministic), self._most_rows))
         hidden = [self._run_group(step, group, pads=len(groups) == 1) for group in groups]
         if step.sampled:
             self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
@@ -251,11 +259,10 @@ class CudaExecutor:
 
     def _run_group(self, step: _Launched, group: Sequence[_Piece], pads: bool) -> Tensor:
         """Some of a step's rows through the layers; returns those that are sampled from, and padding if `pads`."""
-        kept: list[int] = []
-        num_rows = 0
-        for piece in group:
-            num_rows += piece.part.length
-            kept += range(num_rows - piece.part.num_wanted, num_rows)
+        ordered = sorted(group, key=lambda piece: (not piece.is_decode, piece.is_repeated))
+        ends = dict(zip(map(id, ordered), accumulate(piece.part.length for piece in ordered), strict=True))
+        kept = [row for piece in group for row in range(ends[id(piece)] - piece.part.num_wanted, ends[id(piece)])]
+        num_rows = sum(piece.part.length for piece in group)
         is_read_row_by_row = any(piece.part.is_read_row_by_row for piece in group)
         num_padding = 0
         if pads and kept and not is_read_row_by_row:
@@ -263,7 +270,7 @@ class CudaExecutor:
             num_padding = max(0, (size_for(len(kept), self._sizes) or 0) - len(kept))
         wanted_rows = [*kept, *[0] * num_padding] if num_padding or len(kept) < num_rows else None
         size = size_for(num_rows, self._mixed_sizes)
-        rows = self._inputs.load([piece.span for piece in group], wanted_rows, size)
+        rows = self._inputs.load([piece.span for piece in ordered], wanted_rows, size)
         self._decoder.attention.plan(rows.layout)
         hidden = self._decoder.hidden(rows.inputs, self._kv, rows.kept) if size is None else self._replay(rows, size)
         if not is_read_row_by_row:
@@ -361,19 +368,36 @@ class CudaExecutor:
         return found
 
 
-def _groups(step: _Launched, most_rows: int = sys.maxsize) -> Iterator[list[_Piece]]:
-    """The step's parts in order, in groups of at most `most_rows` rows: a chunk may be divided."""
+def _pieces(step: _Launched, repeats_decodes: bool = False) -> Iterator[_Piece]:
+    """The step's parts in order. With `repeats_decodes`, what was computed by decodes before is so again."""
+    for number, part in enumerate(step.parts):
+        if number < len(step.plan.decodes):
+            yield _Piece(number, part, is_decode=True)
+            continue
+        end = part.end
+        if repeats_decodes:
+            end = min(end, max(part.start, part.slot.sampled.num_prompt_tokens))
+        if end > part.start:
+            is_whole = end == part.end
+            yield _Piece(number, replace(part, length=end - part.start, samples=part.samples and is_whole), False)
+        for position in range(end, part.end):
+            samples = part.samples and position + 1 == part.end
+            again = replace(part, start=position, length=1, samples=samples, prompt_logprobs=False)
+            yield _Piece(number, again, is_decode=True, is_repeated=True)
+
+
+def _groups(pieces: Iterable[_Piece], most_rows: int) -> Iterator[list[_Piece]]:
+    """In order, of at most `most_rows` rows: a chunk may be divided."""
     group: list[_Piece] = []
     room = most_rows
-    for number, whole in enumerate(step.parts):
-        part = whole
+    for piece in pieces:
+        part = piece.part
         while part.length > room:
-            first = replace(part, length=room, samples=False)
             if room:
-                group.append(_Piece(number, first, is_decode=False))
+                group.append(piece._replace(part=replace(part, length=room, samples=False)))
             yield group
             part = replace(part, start=part.start + room, length=part.length - room)
             group, room = [], most_rows
-        group.append(_Piece(number, part, is_decode=number < len(step.plan.decodes)))
+        group.append(piece._replace(part=part))
         room -= part.length
     yield group

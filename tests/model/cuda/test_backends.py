@@ -25,7 +25,7 @@ def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("flashinfer", "triton"):
         monkeypatch.setitem(sys.modules, package, None)
-    for module in ("flashinfer_attention", "triton_attention", "kernels"):
+    for module in ("flashinfer_attention", "triton_attention", "decode_attention", "attention_parts", "kernels"):
         monkeypatch.delitem(sys.modules, f"evenflow.model.cuda.{module}", raising=False)
 
 
@@ -57,8 +57,8 @@ def test_a_backend_that_is_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     with pytest.raises(UnsupportedModel, match="triton: Triton cannot be imported"):
         choose_attention(tiny_config(), torch.bfloat16, _GPU)
-    monkeypatch.setenv(BACKEND_VARIABLE, "flashinfer")
-    with pytest.raises(InvalidConfig, match="expected triton on this device in deterministic mode"):
+    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
+    with pytest.raises(InvalidConfig, match="expected flashinfer or triton on this device in deterministic mode"):
         choose_attention(tiny_config(), torch.bfloat16, _GPU, deterministic=True)
 
 
@@ -70,6 +70,9 @@ def test_a_gpu_runs_what_is_fastest_for_the_model() -> None:
     assert choose_attention(usual, torch.bfloat16, _GPU).name.startswith("FlashInfer" if installed else "Triton")
     assert choose_attention(odd, torch.bfloat16, _GPU).name == "Triton"
     assert choose_attention(usual, torch.float32, _GPU).name == "Triton"
-    assert choose_attention(usual, torch.bfloat16, _GPU, deterministic=True).name == "Triton, deterministic"
+    assert choose_attention(odd, torch.bfloat16, _GPU, deterministic=True).name == "Triton, deterministic"
+    on_hopper = installed and torch.cuda.get_device_capability(_GPU)[0] == 9
+    fixed = choose_attention(usual, torch.bfloat16, _GPU, deterministic=True).name
+    assert fixed.startswith("FlashInfer" if on_hopper else "Triton, deterministic")
     with pytest.raises(backends._Unusable, match="heads of 300"):
-        backends._triton(tiny_config(head_dim=300), torch.bfloat16, _GPU)
+        backends._triton(False, tiny_config(head_dim=300), torch.bfloat16, _GPU)

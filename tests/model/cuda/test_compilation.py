@@ -28,7 +28,6 @@ def test_kernels_compile_without_spilling() -> None:
         "_rope_and_write_kv",
         "_silu_mul",
         "_attend",
-        "_merge_parts",
         "_multiply",
         "_search",
         "_largest_of_parts",

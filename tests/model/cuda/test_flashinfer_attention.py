@@ -58,7 +58,7 @@ def test_matches_plain_torch(group: int, window: int | None) -> None:
     _assert_matches(config, backend, _step(config, [3000, *[20] * 150], [(0, 300)], 2))  # the long one is divided
     for chunks in ([(7000, 70)], [(7001, 500)], [(5000, 200), (0, 100), (2500, 30)]):  # in parts, pages or gathered
         _assert_matches(config, backend, _step(config, [30], chunks, 3))
-        assert backend._division is not None
+        assert backend._rounds[0].division is not None
     for seed in range(8):
         decodes = [draw.randint(1, 3000) for _ in range(draw.randint(0, 40))]
         chunks = [(draw.choice([0, draw.randint(1, 3000)]), draw.randint(1, 900)) for _ in range(draw.randint(1, 3))]
@@ -107,6 +107,23 @@ def test_repeated_attends_in_one_layer_after_the_other(chunks: list[tuple[int, i
         attend()
         expected.plan(step.layout)
         torch.testing.assert_close(output, expected.run(0, queries, kv), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_chunks_that_do_not_fit_the_copy_together_run_in_rounds(window: int | None) -> None:
+    config = _config(4, window)
+    backend = FlashInferAttention(config, torch.bfloat16, _GPU, deterministic=True)
+    chunks = [(7000, 70), (5000, 200), (0, 1), (3000, 5), (7999, 1)]
+    whole = _step(config, [30, 900], chunks, 0)
+    _assert_matches(config, backend, whole)
+    assert len(backend._rounds) == 4
+    expected = [backend.run(layer, whole.queries, whole.kv) for layer in (0, 1)]
+    rows = sum(length for _, length in chunks[:2])
+    few = StepLayout([], [5000], [200], whole.layout.block_tables[3:4], torch.empty(0), 16)
+    backend.plan(few)
+    for layer in (0, 1):
+        found = backend.run(layer, whole.queries[2 + 70 : 2 + rows], whole.kv)
+        assert torch.equal(found, expected[layer][2 + 70 : 2 + rows])
 
 
 def test_says_what_it_does_not_support() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.splits import Splitting, Table, chunk_tiles, decode_tiles, schedule
+from evenflow.model.cuda.splits import Splitting, Table, chunk_tiles, decode_tiles, decode_units, schedule
 
 
 def _layout(decode_contexts: list[int], chunks: list[tuple[int, int]]) -> StepLayout:
@@ -18,7 +18,7 @@ def _layout(decode_contexts: list[int], chunks: list[tuple[int, int]]) -> StepLa
 
 
 def _splitting(**changes: int | bool) -> Splitting:
-    return Splitting(**{"unit": 16, "least": 32, "num_programs": 8, "num_slots": 100, "unit_is_part": False, **changes})
+    return Splitting(**{"least": 32, "num_programs": 8, "num_slots": 100, "unit_is_part": False, **changes})
 
 
 def test_a_decode_is_a_tile_and_a_chunk_is_cut_into_tiles() -> None:
@@ -29,18 +29,24 @@ def test_a_decode_is_a_tile_and_a_chunk_is_cut_into_tiles() -> None:
 
 
 def test_a_lone_long_tile_is_split_and_many_tiles_are_not() -> None:
-    lone = schedule(decode_tiles(_layout([200], [])), _splitting(num_programs=4))
+    lone = schedule(decode_tiles(_layout([200], [])), 16, _splitting(num_programs=4))
     assert lone.items[:, 4:7].tolist() == [[0, 64, 0], [64, 128, 1], [128, 192, 2], [192, 200, 3]]
     assert lone.merges.tolist() == [[0, 1, 0, 4]]
-    many = schedule(decode_tiles(_layout([200] * 10, [])), _splitting())
+    many = schedule(decode_tiles(_layout([200] * 10, [])), 16, _splitting())
     assert set(many.items[:, 6]) == {-1}
     assert len(many.merges) == 0
 
 
 def test_a_graph_has_the_same_number_of_programs_for_any_contexts() -> None:
-    padded = schedule(decode_tiles(_layout([200], [])), _splitting()).padded(9, 1)
+    padded = schedule(decode_tiles(_layout([200], [])), 16, _splitting()).padded(9, 1)
     assert padded.items.shape == (9, 8)
     assert not padded.items[7:].any()
+    assert padded.size == padded.items.size + padded.merges.size
+
+
+def test_a_decodes_parts_follow_from_its_own_context() -> None:
+    units = decode_units(np.array([1, 128, 129, 4096, 4097, 8192, 8193, 131_072]), least=128)
+    assert units.tolist() == [128, 128, 128, 128, 256, 256, 512, 4096]
 
 
 _TILES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5000)), min_size=1, max_size=30)
@@ -58,8 +64,8 @@ def test_splits_cover_every_tile_once(
     tiles: list[tuple[int, int]], unit: int, least: int, num_programs: int, num_slots: int, unit_is_part: bool
 ) -> None:
     table: Table = np.array([(row, row, *tile) for row, tile in enumerate(tiles)], dtype=np.int32)
-    splitting = Splitting(unit, least, num_programs, num_slots, unit_is_part)
-    planned = schedule(table, splitting)
+    splitting = Splitting(least, num_programs, num_slots, unit_is_part)
+    planned = schedule(table, np.array([unit << row % 3 for row in range(len(tiles))]), splitting)
     assert len(planned.items) <= len(tiles) + num_programs
     merges = {first_row: (first, count) for first_row, _, first, count in planned.merges.tolist()}
     used: list[int] = []
@@ -68,7 +74,7 @@ def test_splits_cover_every_tile_once(
         assert [item[1:4] for item in items] == [[row, tokens, position]] * len(items)
         assert [begin for *_, begin, _, _, _ in items] == [0, *(end for *_, end, _, _ in items[:-1])]
         assert items[-1][5] == position + tokens
-        assert all(item[4] % unit == 0 for item in items)
+        assert all(item[4] % (unit << row % 3) == 0 and item[7] == unit << row % 3 for item in items)
         if len(items) == 1:
             assert items[0][6] == -1
             assert row not in merges
@@ -76,7 +82,7 @@ def test_splits_cover_every_tile_once(
             slots = [
                 slot + part
                 for *_, begin, end, slot, _ in items
-                for part in range(-(-(end - begin) // unit) if unit_is_part else 1)
+                for part in range(-(-(end - begin) // (unit << row % 3)) if unit_is_part else 1)
             ]
             first, count = merges[row]
             assert slots == list(range(first, first + count))

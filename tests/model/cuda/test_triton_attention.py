@@ -13,7 +13,7 @@ from tests.model.cuda.triton_device import DEVICE, HALF, HAS_CUDA, on_cuda
 pytestmark = on_cuda
 
 from evenflow.model.config import ModelConfig  # noqa: E402
-from evenflow.model.cuda import triton_attention  # noqa: E402
+from evenflow.model.cuda import decode_attention, triton_attention  # noqa: E402
 from evenflow.model.cuda.attention import StepLayout  # noqa: E402
 from evenflow.model.cuda.reference import ReferenceAttention  # noqa: E402
 from evenflow.model.cuda.triton_attention import TritonAttention  # noqa: E402
@@ -71,7 +71,10 @@ def test_splits_long_contexts_of_few_tiles(deterministic: bool) -> None:
     step = paged_step(config, [1300, 3], [(1100, 4)], device=DEVICE)
     backend = TritonAttention(config, torch.float32, DEVICE, deterministic)
     backend.plan(step.layout)
-    assert all(len(launch.merges) for launch in backend._launches)
+    assert backend._decodes._launch is not None
+    assert len(backend._decodes._launch.merges)
+    assert backend._chunks is not None
+    assert len(backend._chunks.merges)
     _assert_matches(config, step, deterministic)
 
 
@@ -89,33 +92,35 @@ def test_a_graph_reads_each_plan_from_the_same_memory() -> None:
     backend, expected = TritonAttention(config, torch.float32, DEVICE), ReferenceAttention(config)
     first = paged_step(config, [250, 2], [], device=DEVICE, is_captured=True)
     backend.plan(first.layout)
-    captured = list(backend._launches)
+    captured = backend._decodes._launch
     later = paged_step(config, [3, 170], [], device=DEVICE, is_captured=True, seed=1)
     first.layout.block_tables.zero_()[:, : later.layout.block_tables.shape[1]] = later.layout.block_tables
     backend.plan(StepLayout([3, 170], [], [], first.layout.block_tables, later.layout.contexts, 16, True))
-    backend._launches = captured  # what a replay would launch
+    backend._decodes._launch = captured  # what a replay would launch
     expected.plan(later.layout)
     torch.testing.assert_close(backend.run(0, later.queries, later.kv), expected.run(0, later.queries, later.kv))
 
 
-def _outputs(config: ModelConfig, whole: PagedStep, cuts: list[int], others: int) -> Tensor:
-    """Rows of a prompt, computed in chunks that end at `cuts`, the rest one by one, beside copies of the sequence."""
+def _chunked(config: ModelConfig, whole: PagedStep, cuts: list[int]) -> Tensor:
+    """Rows of a prompt, computed in chunks that end at `cuts`."""
     backend = TritonAttention(config, whole.queries.dtype, DEVICE, deterministic=True)
-    tables, length, rows = whole.layout.block_tables.repeat(1 + others, 1), len(whole.queries), []
-    ends = [*cuts, *range(cuts[-1] + 1, length + 1)]
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        if start >= cuts[-1]:
-            layout = StepLayout([end] * (1 + others), (), (), tables, torch.empty(0), whole.layout.block_size)
-        else:
-            layout = StepLayout((), [start], [end - start], tables, torch.empty(0), whole.layout.block_size)
-        backend.plan(layout)
-        queries = whole.queries[start:end].repeat(1 + others if start >= cuts[-1] else 1, 1, 1)
-        rows.append(backend.run(0, queries, whole.kv)[: end - start])
+    tables, rows = whole.layout.block_tables, []
+    for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
+        backend.plan(StepLayout((), [start], [end - start], tables, torch.empty(0), whole.layout.block_size))
+        rows.append(backend.run(0, whole.queries[start:end], whole.kv))
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize(
-    ("group", "head_dim", "length", "dtype"),
+def _decoded(config: ModelConfig, whole: PagedStep, positions: list[int]) -> Tensor:
+    """The same rows as decodes of one step."""
+    backend = TritonAttention(config, whole.queries.dtype, DEVICE)
+    tables = whole.layout.block_tables.repeat(len(positions), 1)
+    contexts = [position + 1 for position in positions]
+    backend.plan(StepLayout(contexts, (), (), tables, torch.empty(0), whole.layout.block_size))
+    return backend.run(0, whole.queries[positions], whole.kv)
+
+
+_CASES = (
     [
         (4, 128, 1400, torch.bfloat16),
         (7, 64, 1400, torch.bfloat16),
@@ -123,14 +128,13 @@ def _outputs(config: ModelConfig, whole: PagedStep, cuts: list[int], others: int
         (4, 80, 600, torch.float32),
     ]
     if HAS_CUDA
-    else [(3, 16, 80, torch.float32)],
+    else [(3, 16, 80, torch.float32)]
 )
-@pytest.mark.parametrize("window", [None, 40])
-def test_the_bits_do_not_depend_on_chunks_or_batch(
-    group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not HAS_CUDA:
-        monkeypatch.setattr(triton_attention, "_DETERMINISTIC_SPLIT", 32)  # several parts in a short prompt
+
+
+def _whole(
+    group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None
+) -> tuple[ModelConfig, PagedStep]:
     config = tiny_config(
         num_heads=group,
         num_kv_heads=1,
@@ -138,9 +142,35 @@ def test_the_bits_do_not_depend_on_chunks_or_batch(
         attention_scale=head_dim**-0.5,
         layer_windows=(window, None, None, None),
     )
-    whole = paged_step(config, [], [(0, length)], dtype=dtype, device=DEVICE)
-    expected = _outputs(config, whole, [length], others=0)
+    return config, paged_step(config, [], [(0, length)], dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "length", "dtype"), _CASES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_bits_do_not_depend_on_chunks(
+    group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_CUDA:
+        monkeypatch.setattr(triton_attention, "_DETERMINISTIC_SPLIT", 32)  # several parts in a short prompt
+    config, whole = _whole(group, head_dim, length, dtype, window)
+    expected = _chunked(config, whole, [length])
     draw = random.Random(0)
-    for others in (2, 0, 0):
-        cuts = [*sorted(draw.sample(range(1, length - 2), 2)), length - draw.randint(0, 2)]
-        assert torch.equal(_outputs(config, whole, cuts, others), expected), cuts
+    for _ in range(3):
+        cuts = [*sorted(draw.sample(range(1, length - 2), 2)), length]
+        assert torch.equal(_chunked(config, whole, cuts), expected), cuts
+
+
+@pytest.mark.parametrize(("group", "head_dim", "length", "dtype"), _CASES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_decodes_bits_do_not_depend_on_the_others(
+    group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_CUDA:
+        monkeypatch.setattr(decode_attention, "_LEAST_PART", 16)
+    config, whole = _whole(group, head_dim, length, dtype, window)
+    draw = random.Random(0)
+    positions = [length - 1, *(draw.randrange(length) for _ in range(30 if HAS_CUDA else 5))]
+    alone = torch.cat([_decoded(config, whole, [position]) for position in positions])  # long ones are shared
+    many = positions * (20 if HAS_CUDA else 2)  # none is
+    assert torch.equal(_decoded(config, whole, many), alone.repeat(len(many) // len(positions), 1, 1))
+    assert torch.equal(_decoded(config, whole, positions), alone)

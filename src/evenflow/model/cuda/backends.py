@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import cast
 
@@ -90,27 +91,26 @@ def _makers(device: torch.device, deterministic: bool) -> dict[str, _Maker]:
     """By name, fastest first."""
     if device.type != "cuda":
         return {"reference": _reference}
-    if deterministic:
-        return {"triton": _deterministic_triton}
-    return {"flashinfer": _flashinfer, "triton": _triton, "reference": _reference}
+    makers: dict[str, _Maker] = {
+        "flashinfer": partial(_flashinfer, deterministic),
+        "triton": partial(_triton, deterministic),
+    }
+    return makers if deterministic else makers | {"reference": _reference}
 
 
-def _flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+def _flashinfer(deterministic: bool, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
     module = _checked_flashinfer(dtype, device, config.head_dim)
+    if deterministic and torch.cuda.get_device_capability(device)[0] != 9:
+        raise _Unusable("its kernels for this GPU sum in an order that depends on the chunks")
     try:
-        return cast(AttentionBackend, module.FlashInferAttention(config, dtype, device))
+        return cast(AttentionBackend, module.FlashInferAttention(config, dtype, device, deterministic))
     except (RuntimeError, OSError) as error:  # its kernels are built on first use, which needs CUDA's compiler
         raise _Unusable(f"its kernels cannot be built: {str(error).strip().splitlines()[0]}") from error
 
 
-def _triton(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+def _triton(deterministic: bool, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
     module = _checked_triton(dtype, device, config.head_dim)
-    return cast(AttentionBackend, module.TritonAttention(config, dtype, device))
-
-
-def _deterministic_triton(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    module = _checked_triton(dtype, device, config.head_dim)
-    return cast(AttentionBackend, module.TritonAttention(config, dtype, device, deterministic=True))
+    return cast(AttentionBackend, module.TritonAttention(config, dtype, device, deterministic))
 
 
 def _reference(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:

@@ -40,15 +40,18 @@ class _Tiling:
 
 
 def _tiling(num_rows: int, num_columns: int, dtype: torch.dtype, limits: Limits) -> _Tiling:
-    """Wide tiles if they fill the GPU, or if rows are few, so that reading the weight is all that counts."""
+    """Few rows: small tiles, so that all processors read the weight. Many: large ones, if they fill the GPU."""
     if dtype == torch.float32:
         return _Tiling(64, 64, 32, 4, 3)
-    rows, num_warps = (64, 4) if num_rows <= 64 else (128, 8)
-    num_wide = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, 128)
-    columns = 128 if num_rows <= 32 or num_wide >= 0.9 * limits.num_processors else 64
-    depth = 128 if rows == columns == 64 else 64
+    if num_rows <= 32:
+        rows, columns, depth = 16, 64, 256
+    elif num_rows <= 128:
+        rows, columns, depth = 64, 64, 128
+    else:
+        fills = triton.cdiv(num_rows, 128) * triton.cdiv(num_columns, 128) >= 0.9 * limits.num_processors
+        rows, columns, depth = 128 if fills else 64, 128, 64
     stage_bytes = (rows + columns) * depth * dtype.itemsize
-    return _Tiling(rows, columns, depth, num_warps, min(8, limits.shared_memory // stage_bytes))
+    return _Tiling(rows, columns, depth, 8 if rows == 128 else 4, max(2, min(8, limits.shared_memory // stage_bytes)))
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

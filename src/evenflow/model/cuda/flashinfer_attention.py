@@ -1,9 +1,13 @@
-"""Attention by FlashInfer: its FlashAttention-3 kernel for chunks and its decode kernel for single tokens.
+"""Attention by FlashInfer's FlashAttention-3 kernel for chunks, and by our own for decodes.
 
 Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs
 chunks with long contexts take two: see `context_parts`. The keys and values of many rows are copied out of their pages
 first: see `gather`. Import this module only where FlashInfer is installed. Its kernels are compiled on first use and
 kept on disk.
+
+In deterministic mode chunks are never in parts, and always copied. FlashAttention 3 takes a row's positions in blocks
+from the last to the first, and what a row may not see adds exactly nothing, so that its bits do not depend on the other
+rows of its tile; but blocks in pages are smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
 from evenflow.model.cuda.context_parts import MOST_PART_ROWS, TILE_ROWS, Spans, divide_contexts
-from evenflow.model.cuda.decode_split import decode_split
+from evenflow.model.cuda.decode_attention import DecodeAttention
 from evenflow.model.cuda.gather import gather_kv
 from evenflow.model.cuda.graphs import capture
 from evenflow.model.cuda.merge import merge_parts
@@ -30,7 +34,7 @@ from evenflow.model.cuda.pinned import pinned, starts_of
 KNOWN_VERSION = "0.6.14"
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-_FLOAT_WORKSPACE = 256 << 20  # for what is split; the plan of a graph counts the largest case
+_FLOAT_WORKSPACE = 256 << 20  # for what is split
 _INT_WORKSPACE = 2 << 20
 _LEAST_FA3_ROWS = 65  # fewer leave more than half of a tile idle
 _LEAST_GATHERED_ROWS = 384  # fewer do not gain what the copy costs
@@ -38,16 +42,6 @@ _GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them th
 
 # What is called, by the names of its arguments.
 _USED_ARGUMENTS = {
-    "BatchDecodeWithPagedKVCacheWrapper.__init__": (
-        "float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "
-        "paged_kv_indices_buffer paged_kv_last_page_len_buffer"
-    ),
-    "BatchDecodeWithPagedKVCacheWrapper.plan": (
-        "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size window_left q_data_type sm_scale "
-        "fixed_split_size"
-    ),
-    "BatchDecodeWithPagedKVCacheWrapper.run": "q paged_kv_cache out",
-    "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
     "BatchPrefillWithPagedKVCacheWrapper.__init__": "float_workspace_buffer kv_layout backend",
     "BatchPrefillWithPagedKVCacheWrapper.plan": (
         "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk "
@@ -83,14 +77,6 @@ def why_unsupported(dtype: torch.dtype, device: torch.device, head_dim: int | No
     return None
 
 
-class _Pages(NamedTuple):
-    """The pages of some sequences: sequence i has indices[starts[i]:starts[i + 1]]."""
-
-    starts: Tensor  # on the host
-    indices: Tensor  # on the device
-    last_lengths: Tensor  # on the host
-
-
 class _Gathering(NamedTuple):
     """What a layer copies out of its pages; see `gather_kv`."""
 
@@ -106,6 +92,15 @@ class _Division(NamedTuple):
     wrapper: Any
     part_rows: Tensor
     merges: Tensor
+
+
+class _Round(NamedTuple):
+    """Chunks of a step that run together."""
+
+    rows: slice
+    calls: dict[int | None, Any]  # by the layer's window
+    gathering: _Gathering | None  # None: calls read pages
+    division: _Division | None
 
 
 class _PartMemory(NamedTuple):
@@ -125,88 +120,88 @@ class FlashInferAttention:
     early: an event guards it.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._config, self._dtype, self._device = config, dtype, device
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    ) -> None:
+        self._config, self._dtype, self._device, self._deterministic = config, dtype, device, deterministic
         properties = torch.cuda.get_device_properties(device)
         self._num_sms = properties.multi_processor_count
         is_hopper = properties.major == 9
+        assert is_hopper or not deterministic
         self._chunk_kernels = ("fa3", "fa2") if is_hopper else ("fa2",)
-        self.name = f"FlashInfer {flashinfer.__version__} ({self._chunk_kernels[0]} for chunks)"
+        mode = ", deterministic" if deterministic else ""
+        self.name = f"FlashInfer {flashinfer.__version__} ({self._chunk_kernels[0]} for chunks{mode})"
         num_gathered = min(_GATHERED_TOKENS, config.max_position) if is_hopper else 0
+        if deterministic:
+            num_gathered = config.max_position  # of a sequence: there is no other way for it
         shape = (2, num_gathered, config.num_kv_heads, config.head_dim)
         self._gathered = torch.empty(shape, dtype=dtype, device=device)
         self.waves = AttentionWaves(TILE_ROWS, num_tiles=1) if is_hopper else None
-        # The other decode kernel exists for a few group sizes alone, and is slower from 4 on.
-        self._decode_on_tensor_cores = config.num_heads // config.num_kv_heads not in (1, 2)
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
         self._windows = tuple(dict.fromkeys(config.layer_windows))
         self._int_workspaces = {
-            (kind, window): torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=device)
-            for kind in ("decodes", "chunks", "parts")
-            for window in self._windows
+            (kind, window): self._new_int_workspace() for kind in ("chunks", "parts") for window in self._windows
         }
-        self._decodes = {window: self._decode_wrapper(window) for window in self._windows}
+        # Chunks run after decodes, whose parts are merged by then.
+        self._decodes = DecodeAttention(config, dtype, device, self._float_workspace.view(torch.float32))
         self._chunks = {
             (kernel, window): self._paged_wrapper(kernel, "chunks", window)
             for kernel in self._chunk_kernels
             for window in self._windows
         }
-        self._gathered_chunks = {
-            window: self._gathered_wrapper("chunks", window) for window in self._windows if is_hopper
-        }
-        self._gathering: _Gathering | None = None
-        self._division: _Division | None = None
+        self._gathered_chunks: list[dict[int | None, Any]] = []  # by the round
+        if is_hopper:
+            shared = {window: self._int_workspaces["chunks", window] for window in self._windows}
+            self._gathered_chunks.append({window: self._gathered_wrapper(memory) for window, memory in shared.items()})
         if is_hopper and None in self._windows:
             self._paged_parts = self._paged_wrapper("fa3", "parts", None)
-            self._gathered_parts = self._gathered_wrapper("parts", None)
+            self._gathered_parts = self._gathered_wrapper(self._int_workspaces["parts", None])
             self._part_memory = self._new_part_memory()
-        self._graphs: dict[int, dict[int | None, Any]] = {}
-        self._graph_indices = torch.empty(0, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._repeated: torch.cuda.CUDAGraph | None = None
         self._blocks: list[Tensor] = []  # that the step reads, not for graphs
-        self._num_decodes = 0
-        self._step: tuple[dict[int | None, Any], dict[int | None, Any]] = ({}, {})
+        self._rounds: list[_Round] = []
         self._compile()
 
     def plan(self, layout: StepLayout) -> None:
-        """Divide each kind of rows among the GPU's processors: FlashInfer does so on the host."""
+        """Divide each kind of rows among the GPU's processors, on the host."""
         self._copied.synchronize()
         self._blocks = []
-        decodes: dict[int | None, Any] = {}
-        chunks: dict[int | None, Any] = {}
-        if layout.num_decodes:
-            decodes = self._graph_wrappers(layout) if layout.is_captured else self._decodes
-            self._plan_decodes(decodes, layout)
-        self._gathering = self._division = None
-        if layout.chunk_lengths:
-            chunks = self._plan_chunks(layout)
-        self._num_decodes, self._step = layout.num_decodes, (decodes, chunks)
+        tables = layout.block_tables[: layout.num_decodes]
+        if layout.num_decodes and not layout.is_captured:
+            # Of their own: `repeated` counts them up.
+            tables = tables[:, : -(-max(layout.decode_contexts) // layout.block_size)].clone()
+            self._blocks.append(tables)
+        self._decodes.plan(layout, tables)
+        self._rounds = []
+        first, row = 0, layout.num_decodes
+        for number, count in enumerate(self._round_sizes(layout)):
+            chunks = slice(first, first + count)
+            rows = slice(row, row + sum(layout.chunk_lengths[chunks]))
+            self._rounds.append(self._plan_round(layout, chunks, rows, number))
+            first, row = chunks.stop, rows.stop
         self._copied.record()
 
     def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
-        decodes, chunks = self._step
-        window, split = self._config.layer_windows[layer], self._num_decodes
-        if decodes:
-            decodes[window].run(queries[:split], kv, out=output[:split])
-        if not chunks:
-            return output
-        memory: tuple[Tensor, ...] = (kv,)
-        if self._gathering is not None:
-            tables, starts, longest, num_tokens = self._gathering
-            gather_kv(kv, tables, starts, longest, self._gathered)
-            memory = tuple(self._gathered[:, :num_tokens])
-        if self._division is None or window is not None:
-            chunks[window].run(queries[split:], *memory, out=output[split:])
-        else:
-            self._run_divided(self._division, chunks[window], queries[split:], memory, output[split:])
+        window = self._config.layer_windows[layer]
+        self._decodes.run(layer, queries, kv, output)
+        for rows, calls, gathering, division in self._rounds:
+            memory: tuple[Tensor, ...] = (kv,)
+            if gathering is not None:
+                tables, starts, longest, num_tokens = gathering
+                gather_kv(kv, tables, starts, longest, self._gathered)
+                memory = tuple(self._gathered[:, :num_tokens])
+            if division is None or window is not None:
+                calls[window].run(queries[rows], *memory, out=output[rows])
+            else:
+                self._run_divided(division, calls[window], queries[rows], memory, output[rows])
         return output
 
     def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> Callable[[], None] | None:
         """A graph of one layer, made for this step. It ends with adding a layer's blocks to all that it read."""
-        if not self._step[1] or len(self._windows) > 1:
+        if not self._rounds or len(self._windows) > 1:
             return None
 
         def run() -> None:
@@ -227,45 +222,42 @@ class FlashInferAttention:
         own.run(queries, *memory, out=output, lse=own_log_sums, return_lse=True)
         merge_parts(output, own_log_sums, parts, log_sums, division.merges)
 
-    def _plan_decodes(self, wrappers: dict[int | None, Any], layout: StepLayout) -> None:
-        kept = self._graph_indices if layout.is_captured else None
-        pages = self._pages(layout.block_tables[: layout.num_decodes], layout.decode_contexts, layout.block_size, kept)
-        split = None
-        if self._decode_on_tensor_cores:
-            num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-            split = decode_split(np.diff(pages.starts.numpy()), num_heads, num_kv_heads, self._num_sms)
-        for window, wrapper in wrappers.items():
-            wrapper.plan(
-                fixed_split_size=split if window is None else None,
-                indptr=pages.starts,
-                indices=pages.indices,
-                last_page_len=pages.last_lengths,
-                head_dim=self._config.head_dim,
-                page_size=layout.block_size,
-                **self._shared_arguments(window),
-            )
+    def _round_sizes(self, layout: StepLayout) -> list[int]:
+        """How many chunks run together: all, or if all must be copied, as many as there is memory for."""
+        if not self._deterministic:
+            return [len(layout.chunk_lengths)] if layout.chunk_lengths else []
+        sizes: list[int] = []
+        room = 0
+        for positions in np.add(layout.chunk_starts, layout.chunk_lengths).tolist():
+            if positions > room:
+                sizes.append(0)
+                room = self._gathered.shape[1]
+            sizes[-1] += 1
+            room -= positions
+        return sizes
 
-    def _plan_chunks(self, layout: StepLayout) -> dict[int | None, Any]:
-        lengths, num_rows = layout.chunk_lengths, sum(layout.chunk_lengths)
-        whole = Spans(list(lengths), np.add(layout.chunk_starts, lengths).tolist())
-        tables, num_positions = layout.block_tables[layout.num_decodes :], sum(whole.positions)
-        kernel = self._chunk_kernels[0] if num_rows >= _LEAST_FA3_ROWS else "fa2"
-        pages = None
-        if kernel == "fa3" and num_rows >= _LEAST_GATHERED_ROWS and num_positions <= self._gathered.shape[1]:
+    def _plan_round(self, layout: StepLayout, chunks: slice, rows: slice, number: int) -> _Round:
+        starts, lengths, num_rows = layout.chunk_starts[chunks], layout.chunk_lengths[chunks], rows.stop - rows.start
+        whole = Spans(list(lengths), np.add(starts, lengths).tolist())
+        tables, num_positions = layout.block_tables[layout.num_decodes :][chunks], sum(whole.positions)
+        kernel = self._chunk_kernels[0] if self._deterministic or num_rows >= _LEAST_FA3_ROWS else "fa2"
+        is_worth_it = kernel == "fa3" and num_rows >= _LEAST_GATHERED_ROWS and num_positions <= self._gathered.shape[1]
+        gathering = pages = divided = division = None
+        if self._deterministic or is_worth_it:
             tables = tables.clone()
             self._blocks.append(tables)
-            starts = starts_of(whole.positions).to(self._device, non_blocking=True)
-            self._gathering = _Gathering(tables, starts, max(whole.positions), num_positions)
-            wrappers = self._gathered_chunks
+            first_tokens = starts_of(whole.positions).to(self._device, non_blocking=True)
+            gathering = _Gathering(tables, first_tokens, max(whole.positions), num_positions)
+            if number == len(self._gathered_chunks):
+                new = {window: self._gathered_wrapper(self._new_int_workspace()) for window in self._windows}
+                self._gathered_chunks.append(new)
+            calls = self._gathered_chunks[number]
         else:
-            pages = self._pages(tables, whole.positions, layout.block_size, None)
-            wrappers = {window: self._chunks[kernel, window] for window in self._windows}
-        divided = None
-        if kernel == "fa3" and None in self._windows:
-            divided = divide_contexts(
-                layout.chunk_starts, lengths, self._config.num_heads, self._num_sms, layout.block_size
-            )
-        for window, wrapper in wrappers.items():
+            pages = self._pages(tables, whole.positions, layout.block_size)
+            calls = {window: self._chunks[kernel, window] for window in self._windows}
+        if kernel == "fa3" and None in self._windows and not self._deterministic:
+            divided = divide_contexts(starts, lengths, self._config.num_heads, self._num_sms, layout.block_size)
+        for window, wrapper in calls.items():
             spans = divided.own if divided is not None and window is None else whole
             self._plan_spans(wrapper, spans, pages, layout.block_size, window, causal=True)
         if divided is not None:
@@ -274,11 +266,11 @@ class FlashInferAttention:
             part_rows, merges = (
                 pinned(each).to(self._device, non_blocking=True) for each in (divided.part_rows, divided.merges)
             )
-            self._division = _Division(wrapper, part_rows, merges)
-        return wrappers
+            division = _Division(wrapper, part_rows, merges)
+        return _Round(rows, calls, gathering, division)
 
     def _plan_spans(
-        self, wrapper: Any, spans: Spans, pages: _Pages | None, block_size: int, window: int | None, causal: bool
+        self, wrapper: Any, spans: Spans, pages: Tensor | None, block_size: int, window: int | None, causal: bool
     ) -> None:
         """Of chunks in pages, or if there are none, in order."""
         arguments = self._shared_arguments(window) | {
@@ -293,7 +285,7 @@ class FlashInferAttention:
         num_pages = -(-positions // block_size)
         wrapper.plan(
             paged_kv_indptr=starts_of(num_pages),
-            paged_kv_indices=pages.indices,
+            paged_kv_indices=pages,
             paged_kv_last_page_len=pinned(positions - (num_pages - 1) * block_size),
             page_size=block_size,
             **arguments,
@@ -308,54 +300,28 @@ class FlashInferAttention:
             "sm_scale": self._config.attention_scale,
         }
 
-    def _pages(self, tables: Tensor, contexts: Sequence[int] | Any, block_size: int, kept: Tensor | None) -> _Pages:
-        """The used entries of the tables one after another, in the first part of `kept` if that is given."""
-        context_array = np.asarray(contexts, dtype=np.int64)
-        counts = -(-context_array // block_size)
-        starts = starts_of(counts)
+    def _pages(self, tables: Tensor, contexts: Sequence[int], block_size: int) -> Tensor:
+        """The used entries of the tables one after another."""
+        counts = -(-np.asarray(contexts, dtype=np.int64) // block_size)
         rows = np.repeat(np.arange(len(counts)), counts)
-        columns = np.arange(len(rows)) - np.repeat(starts[:-1].numpy(), counts)
+        columns = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
         places = pinned(rows * tables.shape[1] + columns).to(self._device, non_blocking=True)
-        target = None if kept is None else kept[: len(rows)]
-        indices = torch.index_select(tables.reshape(-1), 0, places, out=target)
-        if kept is None:
-            self._blocks.append(indices)
-        return _Pages(starts, indices, pinned(context_array - (counts - 1) * block_size))
-
-    def _graph_wrappers(self, layout: StepLayout) -> dict[int | None, Any]:
-        """For the graph with this number of decodes; it reads the same memory at each replay."""
-        size = layout.num_decodes
-        if size not in self._graphs:
-            if len(self._graph_indices) < layout.block_tables.numel():
-                self._graph_indices = torch.zeros_like(layout.block_tables).flatten()
-            self._graphs[size] = {
-                window: self._decode_wrapper(
-                    window,
-                    use_cuda_graph=True,
-                    paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self._device),
-                    paged_kv_indices_buffer=self._graph_indices,
-                    paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self._device),
-                )
-                for window in self._windows
-            }
-        return self._graphs[size]
-
-    def _decode_wrapper(self, window: int | None, **graph: Any) -> Any:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._float_workspace, "NHD", use_tensor_cores=self._decode_on_tensor_cores, **graph
-        )
-        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces["decodes", window])
-        return wrapper
+        pages = torch.index_select(tables.reshape(-1), 0, places)
+        self._blocks.append(pages)
+        return pages
 
     def _paged_wrapper(self, kernel: str, kind: str, window: int | None) -> Any:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", backend=kernel)
         wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[kind, window])
         return wrapper
 
-    def _gathered_wrapper(self, kind: str, window: int | None) -> Any:
+    def _gathered_wrapper(self, int_workspace: Tensor) -> Any:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._float_workspace, "NHD", backend="fa3")
-        wrapper.reset_workspace_buffer(self._float_workspace, self._int_workspaces[kind, window])
+        wrapper.reset_workspace_buffer(self._float_workspace, int_workspace)
         return wrapper
+
+    def _new_int_workspace(self) -> Tensor:
+        return torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._device)
 
     def _new_part_memory(self) -> _PartMemory:
         rows = (MOST_PART_ROWS, self._config.num_heads)
@@ -367,8 +333,11 @@ class FlashInferAttention:
         """All kernels now, so that a missing compiler shows here, and no request waits for one to be loaded."""
         config, block_size = self._config, 16
         kv = torch.zeros(1, 2, block_size, config.num_kv_heads, config.head_dim, dtype=self._dtype, device=self._device)
-        # In pages by either kernel, gathered, and both in parts.
-        for start, length in ((0, 1), (0, _LEAST_FA3_ROWS), (0, 512), (1 << 14, 256), (1 << 14, 640)):
+        # Gathered, in pages by either kernel, and both in parts.
+        chunks = [(0, 1)]
+        if not self._deterministic:
+            chunks += [(0, _LEAST_FA3_ROWS), (0, 512), (1 << 14, 256), (1 << 14, 640)]
+        for start, length in chunks:
             context = start + length
             contexts = torch.tensor((1, context), device=self._device)
             tables = torch.zeros(2, -(-context // block_size), dtype=torch.int32, device=self._device)

@@ -23,13 +23,18 @@ from evenflow.model.cuda.decoder import RowInputs
 class RowSpan(NamedTuple):
     """Rows of a step: positions [start, start + length) of the sequence in a slot.
 
-    The tokens of a chunk are known; a decode (None) feeds the slot's last sample.
+    The tokens of a chunk are known; a decode feeds the slot's last sample (None), or if it runs again, what was fed.
     """
 
     slot: int
     start: int
     length: int
     token_ids: Sequence[int] | None = None
+    is_repeated_decode: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        return self.token_ids is None or self.is_repeated_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class StepRows:
 
     inputs: RowInputs
     sequences: Tensor  # slots: decodes first, then chunks
+    num_fed: int  # decodes that feed the last sample, which come first
     kept: Tensor | None  # rows that are needed after the last layer; None: all
     layout: StepLayout
 
@@ -81,18 +87,20 @@ class DeviceInputs:
         self._tables.view(-1)[on_device[0]] = on_device[1].int()
 
     def load(self, spans: Sequence[RowSpan], kept: Sequence[int] | None, captured_rows: int | None = None) -> StepRows:
-        """The rows of a step: decodes, then chunks. With `captured_rows`, padded to as many in the memory that graphs
-        read; attention does not see the padding."""
-        decodes, chunks = _split(spans)
+        """The rows of a step: decodes, decodes that run again, then chunks. With `captured_rows`, padded to as many in
+        the memory that graphs read; attention does not see the padding."""
+        decodes, chunks = [span for span in spans if span.is_decode], [span for span in spans if not span.is_decode]
+        num_fed = sum(span.token_ids is None for span in spans)
         slots, positions, entries, contexts = self._fields(spans)
         num_rows = len(positions)
         if captured_rows is not None:
             positions = _padded(positions, captured_rows, 0)
             entries = _padded(entries, captured_rows, self._spare_entry)
-        tokens = np.concatenate([np.zeros(0, np.int64), *(np.asarray(span.token_ids) for span in chunks)])
+        known = [np.asarray(span.token_ids) for span in spans[num_fed:]]
+        tokens = np.concatenate([np.zeros(0, np.int64), *known])
         fields = [positions, entries, slots, contexts, tokens, np.asarray(kept or (), dtype=np.int64)]
         sent = self._send(fields, None if captured_rows is None else self._captured_numbers)
-        row_positions, row_entries, sequences, step_contexts, chunk_tokens, wanted = sent
+        row_positions, row_entries, sequences, step_contexts, known_tokens, wanted = sent
         layout = StepLayout(
             [span.start + 1 for span in decodes],
             [span.start for span in chunks],
@@ -105,9 +113,9 @@ class DeviceInputs:
             token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
         else:
             token_ids = self._captured_tokens[:captured_rows]
-        token_ids[len(decodes) : num_rows].copy_(chunk_tokens)
+        token_ids[num_fed:num_rows].copy_(known_tokens)
         inputs = RowInputs(token_ids, row_positions, row_entries)
-        rows = StepRows(inputs, sequences, None if kept is None else wanted, layout)
+        rows = StepRows(inputs, sequences, num_fed, None if kept is None else wanted, layout)
         self.feed_last_tokens(rows)
         return rows
 
@@ -122,13 +130,12 @@ class DeviceInputs:
         lengths = [span.start + 1 for span in spans] + [1] * (num_rows - len(spans))
         layout = StepLayout(lengths, (), (), tables, contexts, self._block_size, is_captured=True)
         inputs = RowInputs(self._captured_tokens[:num_rows], positions, entries)
-        return StepRows(inputs, sequences, None, layout)
+        return StepRows(inputs, sequences, num_rows, None, layout)
 
     def feed_last_tokens(self, rows: StepRows) -> None:
         """Decodes feed the last samples of their slots."""
-        num_decodes = rows.layout.num_decodes
-        token_ids = rows.inputs.token_ids[:num_decodes]
-        torch.index_select(self.last_tokens, 0, rows.sequences[:num_decodes], out=token_ids)
+        token_ids = rows.inputs.token_ids[: rows.num_fed]
+        torch.index_select(self.last_tokens, 0, rows.sequences[: rows.num_fed], out=token_ids)
 
     def to_device(self, values: NDArray[np.generic]) -> Tensor:
         return self._pinned(values).to(self._device, non_blocking=True)
@@ -159,7 +166,3 @@ class DeviceInputs:
 
 def _padded(values: NDArray[np.int64], length: int, spare: int) -> NDArray[np.int64]:
     return np.concatenate((values, np.full(length - len(values), spare)))
-
-
-def _split(spans: Sequence[RowSpan]) -> tuple[list[RowSpan], list[RowSpan]]:
-    return [s for s in spans if s.token_ids is None], [s for s in spans if s.token_ids is not None]
