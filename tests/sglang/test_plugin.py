@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from evenflow.core.plan import ChunkReason
 from evenflow.core.policies import PolicySpec
@@ -357,6 +358,40 @@ def test_step_times_are_kept_when_idle(driver: Driver, tmp_path: Path) -> None:
     driver.run(stall_script())
     driver.run(stall_script())
     assert list((tmp_path / "cache" / "step-times").iterdir())
+
+
+def test_every_number_of_logit_rows_is_computed_before_the_first_request(
+    driver: Driver, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SGLang's own output layer, on a device that computes shapes alone."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    from evenflow.sglang.output_layer import warm_up_output_layer
+
+    processor = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.use_fp32_lm_head, processor.rl_on_policy_target = False, None
+    shapes = []
+    compute = processor._compute_lm_head
+
+    def keep(*args: Any) -> Any:
+        shapes.append(tuple(compute(*args).shape))
+
+    monkeypatch.setattr(processor, "_compute_lm_head", keep)
+    layer = SimpleNamespace(weight=torch.empty(512, 64, device="meta"))
+    runner = SimpleNamespace(device="meta", dtype=torch.float32)
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=runner),
+        max_running_requests=20,
+        model_config=SimpleNamespace(hidden_size=64),
+    )
+    runner.model = SimpleNamespace(logits_processor=processor, lm_head=layer)
+    warm_up_output_layer(scheduler)
+    assert shapes == [(size, 512) for size in range(20, 0, -1)]
+    assert any("logits of 20 batch sizes" in line for line in logged)
+    runner.model = SimpleNamespace()  # of other names: nothing to do
+    warm_up_output_layer(scheduler)
+    assert len(shapes) == 20
 
 
 def test_another_interface_is_refused_in_one_line(

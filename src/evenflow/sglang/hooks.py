@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
@@ -19,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from evenflow.hosts.settings import read_settings
+from evenflow.sglang.output_layer import warm_up_output_layer
 from evenflow.sglang.plugin import check_has, unsupported
 from evenflow.sglang.steering import make_steering
 
@@ -31,6 +33,7 @@ _METHODS = {
     (Scheduler, "_add_request_to_queue"): {"req"},
     (Scheduler, "get_num_allocatable_reqs"): {"running_bs"},
     (Scheduler, "on_idle"): set[str](),
+    (LogitsProcessor, "_compute_lm_head"): {"hidden_states", "lm_head"},
     (PrefillAdder, "__init__"): {"page_size", "rem_chunk_tokens", "num_mixed_decode_tokens"},
 }
 _FIELDS = {
@@ -65,6 +68,8 @@ def register() -> None:
 def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     _check_attributes(scheduler)
     scheduler.evenflow = make_steering(scheduler, read_settings(None))
+    if scheduler.evenflow is not None:
+        warm_up_output_layer(scheduler)
 
 
 def _around_next_batch(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
