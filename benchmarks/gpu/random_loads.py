@@ -28,6 +28,7 @@ ARRIVALS = ("none", "steady", "steady", "random", "random", "bursts", "bursts")
 class Turn:
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,8 @@ class VirtualHost:
         number = next(self._ids)
         size = client.turns[turn % len(client.turns)]
         is_long = not client.repeats
-        stream = Stream(f"r{number}", client, turn, at, is_long, size.prompt_tokens, size.output_tokens)
+        sizes = size.prompt_tokens, size.output_tokens, size.cached_tokens
+        stream = Stream(f"r{number}", client, turn, at, is_long, *sizes)
         heapq.heappush(self._arrivals, (at, number, stream))
 
     def _admit(self) -> None:
@@ -112,9 +113,9 @@ class VirtualHost:
             self.streams.append(stream)
             self._waiting.append(stream)
             if self.steering is not None:
-                prompt = stream.num_prompt_tokens
+                prompt, cached = stream.num_prompt_tokens, stream.num_computed
                 self.steering.now = self.now
-                self.steering.add(HostRequest(stream.id, stream.due, prompt, prompt, 0, stream.max_tokens))
+                self.steering.add(HostRequest(stream.id, stream.due, prompt, prompt, cached, stream.max_tokens))
 
     # ---- steps ----
 

@@ -97,3 +97,14 @@ def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> No
     first_tokens = {stream.id: stream.token_times[0] for stream in host.streams if stream.token_times}
     earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]
     assert 0 < len(earlier) < 30
+
+
+def test_agents_do_not_wait_for_a_prompt_that_nothing_is_cached_of() -> None:
+    from replay_agents import agents_load
+    from replay_agents import run as run_agents
+
+    assert all(turn.prompt_tokens - turn.cached_tokens < 520 for turn in agents_load(1).chats[0].turns)
+    waits, _ = run_agents(RECORDING, 1, "fixed:8192")
+    turns, misses = run_agents(RECORDING, 1, "target:50")
+    assert 5 * sorted(turns)[-2] < sorted(waits)[-2]
+    assert len(misses) == 4

@@ -179,12 +179,13 @@ def test_patience_follows_the_prediction() -> None:
     assert rank_time(place, 0, 4.0, milliseconds) == 12.0
 
 
-def test_the_time_served_does_not_use_patience_up() -> None:
+def test_patience_does_not_shrink_with_what_is_left() -> None:
+    """A later prompt would wait for the last part of a long one longer than for its first."""
     place = Place(10.0, 1000, 200)
-    assert rank(place, start=200) == pytest.approx(10 + 4 * 0.8)
-    # Served for 0.3 s: patience shrinks with what is left to do, and the time served is added.
-    assert rank(place, start=500) == pytest.approx(10 + 4 * 0.5 + 0.3)
-    assert rank(place, start=1000) == pytest.approx(10.8)
+    for start in (200, 500, 1000):
+        assert rank(place, start=start) == pytest.approx(10 + 4 * 0.8)
+        # Nor is the time served ever counted as waiting.
+        assert rank(place, start=start, patience=0.0) == pytest.approx(10 + (start - 200) / 1000)
 
 
 def test_a_prompt_overtaken_for_its_share_is_ranked_by_its_arrival_until_it_has_waited_longer() -> None:
@@ -199,9 +200,9 @@ def test_a_prompt_overtakes_if_all_that_it_has_left_fits_into_the_share() -> Non
     assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 11.8]
     assert ranks(10.2, (long, 0), (short, 0)) == [12.4, 11.8]  # one that has waited longer gives more
     long.overtaken_s = 0.1
-    assert ranks(10.3, (long, 0), (short, 150)) == [12.4, pytest.approx(11.35)]  # and is passed to the end
+    assert ranks(10.3, (long, 0), (short, 150)) == [12.4, pytest.approx(11.8)]  # and is passed to the end
     long.overtaken_s = 0.25
-    assert ranks(10.45, (long, 0), (short, 300)) == [12.4, pytest.approx(10.9)]
+    assert ranks(10.45, (long, 0), (short, 300)) == [12.4, pytest.approx(11.8)]
 
 
 def test_it_is_the_next_of_the_later_prompts_that_has_to_fit() -> None:

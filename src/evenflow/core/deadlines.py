@@ -103,9 +103,10 @@ class Place:
 def rank_time(place: Place, start: int, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     """A prompt's place in line: its arrival, plus a patience in proportion to its own prefill.
 
-    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves. The time
-    that a prompt is served does not use its patience up. `seconds_of` predicts the prefill of a start and a length, and
-    `start` is where the prompt has got to: as the prediction gets better, the rank follows.
+    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves. What has
+    been served counts as what is left: else the last part of a long prompt would hold all later ones up. `seconds_of`
+    predicts the prefill of a start and a length, and `start` is where the prompt has got to: as the prediction gets
+    better, the rank follows.
     """
     return _rank_time(place, seconds_of(start, place.num_tokens - start), patience, seconds_of)
 
@@ -113,7 +114,7 @@ def rank_time(place: Place, start: int, patience: float, seconds_of: Callable[[i
 def _rank_time(place: Place, left: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     served = seconds_of(place.num_cached_tokens, place.num_tokens - place.num_cached_tokens) - left
     most = min(MAX_PATIENCE_S, place.ttft_target or math.inf)
-    return place.arrival_time + min(patience * left + max(0.0, served), most)
+    return place.arrival_time + min(patience * left + max(1.0, patience) * max(0.0, served), most)
 
 
 def rank_times(
