@@ -128,10 +128,11 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
     from evenflow.model.cuda.decoder import PagedDecoder
 
     dtype: torch.dtype = getattr(torch, config.weights)
-    attention = choose_attention(model.config, dtype, device, config.deterministic)
+    longest = min(config.max_model_len or model.config.max_position, model.config.max_position)
+    # Its memory follows from the longest context.
+    attention = choose_attention(replace(model.config, max_position=longest), dtype, device, config.deterministic)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     logger.info("Running on %s in %s, attention by %s.", name, config.weights, attention.name)
-    longest = min(config.max_model_len or model.config.max_position, model.config.max_position)
     operations = choose_operations(device, config.deterministic)
     decoder = PagedDecoder(model.config, model.weights.on(device, dtype), attention, operations, longest)
     num_blocks = _num_blocks(config, _gpu_kv_memory(config, decoder, longest), decoder.kv_bytes_per_token())
