@@ -259,9 +259,11 @@ class CudaExecutor:
 
     def _run_group(self, step: _Launched, group: Sequence[_Piece], pads: bool) -> Tensor:
         """Some of a step's rows through the layers; returns those that are sampled from, and padding if `pads`."""
-        ordered = sorted(group, key=lambda piece: (not piece.is_decode, piece.is_repeated))
-        ends = dict(zip(map(id, ordered), accumulate(piece.part.length for piece in ordered), strict=True))
-        kept = [row for piece in group for row in range(ends[id(piece)] - piece.part.num_wanted, ends[id(piece)])]
+        order = sorted(range(len(group)), key=lambda place: (not group[place].is_decode, group[place].is_repeated))
+        ends = dict(zip(order, accumulate(group[place].part.length for place in order), strict=True))
+        kept: list[int] = []
+        for place, piece in enumerate(group):
+            kept += range(ends[place] - piece.part.num_wanted, ends[place])
         num_rows = sum(piece.part.length for piece in group)
         is_read_row_by_row = any(piece.part.is_read_row_by_row for piece in group)
         num_padding = 0
@@ -270,7 +272,7 @@ class CudaExecutor:
             num_padding = max(0, (size_for(len(kept), self._sizes) or 0) - len(kept))
         wanted_rows = [*kept, *[0] * num_padding] if num_padding or len(kept) < num_rows else None
         size = size_for(num_rows, self._mixed_sizes)
-        rows = self._inputs.load([piece.span for piece in ordered], wanted_rows, size)
+        rows = self._inputs.load([group[place].span for place in order], wanted_rows, size)
         self._decoder.attention.plan(rows.layout)
         hidden = self._decoder.hidden(rows.inputs, self._kv, rows.kept) if size is None else self._replay(rows, size)
         if not is_read_row_by_row:
