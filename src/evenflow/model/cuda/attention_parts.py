@@ -20,20 +20,23 @@ from evenflow.model.cuda.splits import ITEM_FIELDS, MERGE_FIELDS, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Memory for parts of tiles of `used_rows` rows."""
+    """Memory for parts of tiles: `num_slots` of them, each of `used_rows` rows of `width` values for each KV head."""
 
     sums: Tensor
     weights: Tensor  # pairs of largest score and sum of weights
-    used_rows: int
     num_slots: int
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    used_rows: int
+    width: int
 
     @classmethod
-    def of(cls, workspace: Tensor, num_kv_heads: int, used_rows: int, width: int) -> Parts:
-        """`width` values a row, in all of the workspace, which is of float32."""
+    def of(cls, workspace: Tensor, *, num_kv_heads: int, group: int, used_rows: int, width: int) -> Parts:
+        """In all of the workspace, which is of float32."""
         slot_rows = num_kv_heads * used_rows
         num_slots = workspace.numel() // (slot_rows * (width + 2))
         end = num_slots * slot_rows * width
-        return cls(workspace[:end], workspace[end:], used_rows, num_slots)
+        return cls(workspace[:end], workspace[end:], num_slots, num_kv_heads, group, used_rows, width)
 
 
 def send(planned: Schedule, device: torch.device, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -49,18 +52,20 @@ def send(planned: Schedule, device: torch.device, target: Tensor | None = None) 
     return items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS)
 
 
-def merge(merges: Tensor, parts: Parts, output: Tensor, group: int, num_kv_heads: int, width: int) -> None:
-    """Write the rows of the tiles that `merges` names to `output` [rows, heads, head dim]."""
-    _merge[(len(merges), num_kv_heads, triton.cdiv(parts.used_rows, group))](
+def merge(merges: Tensor, parts: Parts, output: Tensor) -> None:
+    """Write the rows of the tiles that `merges` names, if any, to `output` [rows, heads, head dim]."""
+    if not len(merges):
+        return
+    _merge[(len(merges), parts.num_kv_heads, triton.cdiv(parts.used_rows, parts.group))](
         merges,
         output,
         parts.sums,
         parts.weights,
         *output.stride()[:2],
-        GROUP=group,
-        GROUP_BLOCK=triton.next_power_of_2(group),
+        GROUP=parts.group,
+        GROUP_BLOCK=triton.next_power_of_2(parts.group),
         HEAD_DIM=output.shape[2],
-        BLOCK_D=width,
+        BLOCK_D=parts.width,
         USED_ROWS=parts.used_rows,
         FIELDS=MERGE_FIELDS,
         num_warps=1,

@@ -51,7 +51,8 @@ class DecodeAttention:
         limits = limits_of(device)
         self._num_programs = max(1, limits.num_processors * _PROGRAMS_PER_PROCESSOR // config.num_kv_heads)
         self._sizes = _sizes(self._group, self._head_block * dtype.itemsize, limits.shared_memory)
-        self._parts = Parts.of(workspace, config.num_kv_heads, self._group, self._head_block)
+        sizes = {"num_kv_heads": config.num_kv_heads, "group": self._group, "width": self._head_block}
+        self._parts = Parts.of(workspace, used_rows=self._group, **sizes)
         self._graph_tables: dict[int, Tensor] = {}
         self._launch: _Launch | None = None
 
@@ -100,8 +101,7 @@ class DecodeAttention:
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
         )
-        if len(merges):
-            merge(merges, self._parts, output, self._group, config.num_kv_heads, self._head_block)
+        merge(merges, self._parts, output)
 
 
 def _sizes(group: int, key_bytes: int, shared_memory: int) -> _Sizes:

@@ -153,7 +153,8 @@ class FlashInferAttention:
         if is_hopper:
             shared = {window: self._int_workspaces["chunks", window] for window in self._windows}
             self._gathered_chunks.append({window: self._gathered_wrapper(memory) for window, memory in shared.items()})
-        if is_hopper and None in self._windows:
+        self._divides = is_hopper and None in self._windows and not deterministic
+        if self._divides:
             self._paged_parts = self._paged_wrapper("fa3", "parts", None)
             self._gathered_parts = self._gathered_wrapper(self._int_workspaces["parts", None])
             self._part_memory = self._new_part_memory()
@@ -255,7 +256,7 @@ class FlashInferAttention:
         else:
             pages = self._pages(tables, whole.positions, layout.block_size)
             calls = {window: self._chunks[kernel, window] for window in self._windows}
-        if kernel == "fa3" and None in self._windows and not self._deterministic:
+        if self._divides and kernel == "fa3":
             divided = divide_contexts(starts, lengths, self._config.num_heads, self._num_sms, layout.block_size)
         for window, wrapper in calls.items():
             spans = divided.own if divided is not None and window is None else whole

@@ -79,7 +79,8 @@ class TritonAttention:
             num_bytes = max(num_bytes, min(int(_DETERMINISTIC_SHARE * limits.memory), _MOST_WORKSPACE_BYTES))
         # Chunks run after decodes, whose parts are merged by then.
         workspace = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
-        self._parts = Parts.of(workspace, config.num_kv_heads, self._sizes.rows, self._head_block)
+        sizes = {"num_kv_heads": config.num_kv_heads, "group": self._group, "width": self._head_block}
+        self._parts = Parts.of(workspace, used_rows=self._sizes.rows, **sizes)
         self._decodes = DecodeAttention(config, dtype, device, workspace)
         self._chunks: _Chunks | None = None
 
@@ -98,11 +99,7 @@ class TritonAttention:
         self._decodes.run(layer, queries, kv, output)
         if self._chunks is not None:
             self._attend(self._chunks, layer, queries, kv, output)
-            if len(self._chunks.merges):
-                merge(
-                    *(self._chunks.merges, self._parts, output),
-                    *(self._group, self._config.num_kv_heads, self._head_block),
-                )
+            merge(self._chunks.merges, self._parts, output)
         return output
 
     def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> None:
