@@ -106,6 +106,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
     bench = Bench(engine, mode_path, config["vocab_size"])
     if options.compare:
         await bench.compare_answers((PLAIN, "target:50ms", "fixed:512"))
+    await engine.tokenizer_manager.freeze_gc()  # as `evenflow serve` has SGLang do
     return await bench.measure(planned_runs(options.runs, options.tiny), options.steps)
 
 

@@ -86,6 +86,7 @@ def make_app(names: list[str], budget: int) -> FastAPI:
     app = FastAPI()
     scheduler = Scheduler(budget)
     num_requests = 0
+    frozen_after: list[int] = []
 
     def new_id(body: dict[str, Any]) -> str:
         nonlocal num_requests
@@ -126,6 +127,11 @@ def make_app(names: list[str], budget: int) -> FastAPI:
     async def metrics() -> Response:
         return Response(METRICS, media_type="text/plain")
 
+    @app.post("/freeze_gc")
+    async def freeze_gc() -> Response:
+        frozen_after.append(num_requests)
+        return Response()
+
     @app.get("/seen")
     async def seen(request: Request) -> dict[str, Any]:
         """What arrived, for tests to look at."""
@@ -137,6 +143,7 @@ def make_app(names: list[str], budget: int) -> FastAPI:
             "running": scheduler.num_running,
             "num_requests": num_requests,
             "policy": scheduler.policy,
+            "frozen_after": frozen_after,  # how many requests
             "plugins": [entry.value for entry in entry_points(group="sglang.srt.plugins")],
             "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
         }

@@ -96,6 +96,7 @@ class HostLaunch(ABC):
 
     package: ClassVar[HostPackage]
     aliases: ClassVar[Mapping[str, str]]  # other spellings of the host's flags
+    settle_path: ClassVar[str | None] = None  # a route to call once it has warmed up
 
     python: str
     model: str

@@ -1,4 +1,7 @@
-"""Which CUDA graphs evenflow asks vLLM to capture: enough for the steps that a latency target allows."""
+"""Which CUDA graphs evenflow asks vLLM to capture: enough for the steps that a latency target allows.
+
+Imports no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Sequence
 # vLLM captures up to 512 rows and launches the operations of larger steps one by one, which takes 26 ms beside an H200.
 # Beyond 512 rows a step is long, so padding it to a multiple of 64 costs little.
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 2049, 64))
+MOST_ROWS = CAPTURE_SIZES[-1]
+_ROWS_APART, _MOST_UNCAPTURED_ROWS = 8, 4096  # an H200 computes that many in 100 ms
 
 # vLLM's flags that set graphs, or may set them: then evenflow asks for none.
 _GRAPH_FLAGS = (
@@ -22,3 +27,20 @@ def graph_flags(flags: Sequence[str]) -> list[str]:
     if any(name in _GRAPH_FLAGS or name.startswith("-O") for name in names):
         return []
     return ["--compilation-config", json.dumps({"cudagraph_capture_sizes": CAPTURE_SIZES})]
+
+
+def uncaptured_rows(capture_sizes: Sequence[int], budget: int) -> range:
+    """Numbers of rows of steps without a graph, so close that a library hardly has another kernel in between."""
+    largest = max(capture_sizes, default=0)
+    return range(largest + _ROWS_APART, min(budget, _MOST_UNCAPTURED_ROWS) + 1, _ROWS_APART)
+
+
+def advice_on_graphs(capture_sizes: Sequence[int], budget: int) -> str | None:
+    """For the log, if vLLM captures graphs, but not for all steps that a target may use."""
+    largest = max(capture_sizes, default=0)
+    if not 0 < largest < min(budget, MOST_ROWS):
+        return None
+    return (
+        f"evenflow: vLLM launches the operations of a step of more than {largest} rows one by one, and sends no tokens "
+        f"meanwhile. With --max-cudagraph-capture-size {MOST_ROWS} it need not, and keeps a target more closely."
+    )

@@ -24,6 +24,7 @@ from evenflow.hosts.prior import prior_of
 from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.step_time_store import step_times_path
+from evenflow.vllm.graphs import advice_on_graphs
 
 logger = init_logger("vllm.evenflow")  # vLLM shows what its own loggers say
 
@@ -48,10 +49,11 @@ class VllmSteering:
         num_ranks = scheduler.parallel_config.tensor_parallel_size
         device = current_platform.get_device_name()
         prior = prior_of(model.hf_text_config, device, num_ranks, model.dtype.itemsize)
+        graph_sizes = tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ()))
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
-                row_buckets=tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ())),
+                row_buckets=graph_sizes,
                 attention_waves=prior.waves,
             ),
             budget=self._budget,
@@ -70,6 +72,8 @@ class VllmSteering:
         self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
         obstacle = None if self._can_chunk else "vLLM does not chunk this model's prompts"
         self.core.log_start(f"vLLM {vllm.__version__}", obstacle)
+        if self._steers and (advice := advice_on_graphs(graph_sizes, self._budget)) is not None:
+            logger.info(advice)
 
     # ---- before a step ----
 

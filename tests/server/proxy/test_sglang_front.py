@@ -33,6 +33,10 @@ def test_sglang_is_started_with_the_plug_in_and_the_flags(server: RunningServer)
     assert "evenflow.sglang.plugin:load" in found["plugins"]
 
 
+def test_sglang_is_told_once_that_it_need_not_collect_what_it_has_loaded(server: RunningServer) -> None:
+    assert len(seen(server)["frozen_after"]) == 1
+
+
 def test_requests_targets_and_figures_pass(server: RunningServer) -> None:
     answer = server.openai().completions.create(model=MODEL, prompt=[5, 6], max_tokens=3)
     assert answer.choices[0].text == "token 0 token 1 token 2 "

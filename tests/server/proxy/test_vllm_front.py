@@ -31,7 +31,7 @@ from evenflow.hosts import launch
 from evenflow.server.proxy import host_engine, warm_up
 from evenflow.server.proxy.host_engine import log_loop_error, start_guard
 from evenflow.server.serving import ServerSettings, bind, serve_host
-from evenflow.vllm.graphs import graph_flags
+from evenflow.vllm.graphs import advice_on_graphs, graph_flags, uncaptured_rows
 from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags
 from tests.server import stand_in_vllm
 from tests.server.proxy.fronts import MODEL, figure, front, seen
@@ -367,6 +367,20 @@ def test_graphs_of_large_steps_are_captured() -> None:
 )
 def test_no_graphs_are_asked_beside_the_users_own(flag: str) -> None:
     assert graph_flags([flag]) == []
+
+
+def test_products_of_steps_without_a_graph_are_run_before_the_first_request() -> None:
+    rows = uncaptured_rows([1, 2, 512], budget=8192)
+    assert (rows[0], rows[1], rows[-1]) == (520, 528, 4096)
+    assert list(uncaptured_rows([], budget=24)) == [8, 16, 24]
+    assert not uncaptured_rows([512], budget=512)
+
+
+def test_the_log_says_when_graphs_are_too_small_for_a_target() -> None:
+    assert "more than 512 rows one by one" in str(advice_on_graphs([1, 512], budget=8192))
+    assert advice_on_graphs([1, 512], budget=512) is None  # no step has more
+    assert advice_on_graphs([1, 2048], budget=8192) is None
+    assert advice_on_graphs([], budget=8192) is None  # eager by choice, or a CPU
 
 
 def test_the_users_own_worker_is_kept() -> None:

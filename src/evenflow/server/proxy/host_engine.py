@@ -26,6 +26,7 @@ from evenflow.server.proxy.step_receiver import StepReceiver
 from evenflow.server.proxy.warm_up import warm_up
 
 _HEALTH_CHECK_S = 0.5  # while it starts
+_SETTLE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 20.0
 _FORGET_S = 1.0  # after the last request: time for the last report to arrive
 _STDERR = 2
@@ -136,7 +137,13 @@ class HostEngine(SupervisedEngine):
                 await warm_up(self.http, self.name)
             finally:
                 self.is_warming_up = False
-        return await self._becomes_ready(ended)
+        return await self._becomes_ready(ended) and await self._settles(ended)
+
+    async def _settles(self, ended: asyncio.Future[int]) -> bool:
+        if (path := self._launch.settle_path) is not None:
+            with suppress(httpx.HTTPError):  # it can serve without
+                await self.http.post(path, timeout=_SETTLE_TIMEOUT_S)
+        return not ended.done()
 
     async def _becomes_ready(self, ended: asyncio.Future[int]) -> bool:
         while not ended.done():
