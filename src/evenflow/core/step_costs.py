@@ -1,6 +1,7 @@
 """What a step costs by its figures: seconds = sum of non-negative costs x figures.
 
-Rows are free up to the knee, where reading the weights still takes longer than multiplying by them.
+Rows are free up to the knee, where reading the weights still takes longer than multiplying by them. A step that the host
+launches op by op takes no less than that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from evenflow.core.least_squares import fit_nonnegative
 from evenflow.core.plan import StepShape
 
-_ROWS = 2  # index of a figure
+_ROWS, _LAUNCHED = 2, 7  # indices of figures
 # Candidate knees, in rows.
 KNEES = tuple(8 << doubling for doubling in range(9))
 # The prior counts as this many steps, each at least as large as this: small ones say little of large ones. Without a
@@ -51,7 +52,7 @@ class StepCosts(NamedTuple):
     logits: float = 0.0
     context: float = 0.0
     call: float = 0.0
-    launch: float = 0.0
+    launch: float = 0.0  # the host's, while the device computes what is launched already
     wave_attention: float = 0.0
     knee: int = 0
 
@@ -59,9 +60,10 @@ class StepCosts(NamedTuple):
         """Written out for speed: planning a step takes dozens."""
         a, b, c, d, e, f, g, h, i, knee = self
         step, prefill, rows, attention, logits, context, calls, launched, waves = figures
-        linear = a * step + b * prefill + d * attention + e * logits + f * context + g * calls + h * launched
-        linear += i * waves
-        return linear + c * (rows - knee) if rows > knee else linear
+        linear = a * step + b * prefill + d * attention + e * logits + f * context + g * calls + i * waves
+        if rows > knee:
+            linear += c * (rows - knee)
+        return h if launched and h > linear else linear
 
 
 class Sample(NamedTuple):
@@ -82,17 +84,38 @@ def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, k
     misfits = [abs(sample.cost(current) / sample.seconds - 1) for sample in samples]
     tolerance = 3 * max(0.01, median(misfits))
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
-    fits = [_fit(samples, weights, knee, prior) for knee in knees]
+    if not current.launch:
+        current = current._replace(launch=_least_launched(samples))
+    work = [[_work(figures, current) for figures in sample.steps] for sample in samples]
+    fits = [_fit(samples, work, weights, knee, prior) for knee in knees]
     losses = [_loss(samples, costs, tolerance) for costs in fits]
     least = min(losses)
     return fits[losses.index(least)] if least < 0.9 * losses[0] - _NEGLIGIBLE_LOSS else fits[0]
 
 
-def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: StepCosts) -> StepCosts:
+def _least_launched(samples: Sequence[Sample]) -> float:
+    """The host does not take longer to launch a step than this; 0 if it has launched none."""
+    launched = (one for one in samples if any(figures[_LAUNCHED] for figures in one.steps))
+    return min((sample.seconds / len(sample.steps) for sample in launched), default=0.0)
+
+
+def _work(figures: Figures, costs: StepCosts) -> Figures:
+    """The figures that a step's seconds depend on: that it is launched, or all others."""
+    is_bound_by_launch = bool(figures[_LAUNCHED]) and costs.seconds(figures) <= costs.launch
+    return tuple(figure if (index == _LAUNCHED) == is_bound_by_launch else 0 for index, figure in enumerate(figures))
+
+
+def _fit(
+    samples: Sequence[Sample],
+    work: Sequence[Sequence[Figures]],
+    weights: Sequence[float],
+    knee: int,
+    prior: StepCosts,
+) -> StepCosts:
     rows = []
-    for sample, weight in zip(samples, weights, strict=True):
-        totals = [sum(figures) for figures in zip(*sample.steps, strict=True)]
-        totals[_ROWS] = sum(max(0, figures[_ROWS] - knee) for figures in sample.steps)
+    for sample, steps, weight in zip(samples, work, weights, strict=True):
+        totals = [sum(figures) for figures in zip(*steps, strict=True)]
+        totals[_ROWS] = sum(max(0, figures[_ROWS] - knee) for figures in steps)
         rows.append([weight * total / sample.seconds for total in totals])
     columns = list(zip(*rows, strict=True))
     seconds = prior.seconds(_PRIOR_STEP)

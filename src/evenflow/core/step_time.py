@@ -18,7 +18,7 @@ from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_c
 from evenflow.core.stored_steps import checked_costs, checked_count, checked_errors, checked_samples
 from evenflow.errors import InvalidInput
 
-_VERSION = 6
+_VERSION = 7
 
 _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
