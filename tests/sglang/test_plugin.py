@@ -16,6 +16,7 @@ from evenflow.core.report import StepReport
 from evenflow.hosts.policy_file import PolicyFile
 from evenflow.hosts.reporter import Reporter
 from evenflow.hosts.settings import Settings
+from evenflow.sglang.launch import SglangLaunch
 from tests.sglang.driving import CHUNK, ROW_S, STEP_S, Driver, SeenStep, request
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -392,6 +393,13 @@ def test_every_number_of_logit_rows_is_computed_before_the_first_request(
     runner.model = SimpleNamespace()  # of other names: nothing to do
     warm_up_output_layer(scheduler)
     assert len(shapes) == 20
+
+
+def test_sglangs_server_has_the_route_that_is_called_after_the_warm_up() -> None:
+    import sglang
+
+    server = Path(sglang.__path__[0]) / "srt" / "entrypoints" / "http_server.py"
+    assert f'"{SglangLaunch.settle_path}", methods=["GET", "POST"]' in server.read_text()
 
 
 def test_another_interface_is_refused_in_one_line(

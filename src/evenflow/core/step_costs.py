@@ -1,7 +1,7 @@
 """What a step costs by its figures: seconds = sum of non-negative costs x figures.
 
-Rows are free up to the knee, where reading the weights still takes longer than multiplying by them. A step that the host
-launches op by op takes no less than that.
+Rows are free up to the knee, where reading the weights still takes longer than multiplying by them. A step that is
+launched op by op takes no less than that does.
 """
 
 from __future__ import annotations
