@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from evenflow.hosts.reporter import Reporter
 from evenflow.hosts.settings import Settings
 from evenflow.sglang.launch import SglangLaunch
 from tests.sglang.driving import CHUNK, ROW_S, STEP_S, Driver, SeenStep, request
+from tests.sglang.importing import VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -396,9 +398,7 @@ def test_every_number_of_logit_rows_is_computed_before_the_first_request(
 
 
 def test_sglangs_server_has_the_route_that_is_called_after_the_warm_up() -> None:
-    import sglang
-
-    server = Path(sglang.__path__[0]) / "srt" / "entrypoints" / "http_server.py"
+    server = Path(os.environ[VARIABLE]) / "sglang" / "srt" / "entrypoints" / "http_server.py"
     assert f'"{SglangLaunch.settle_path}", methods=["GET", "POST"]' in server.read_text()
 
 
