@@ -53,7 +53,8 @@ def predictions(load: RecordedLoad, caps: ExecutorCaps, model: StepTimeModel) ->
         shape = _shape(step, caps)
         flying = InFlightStep(planned_at=step.schedule_us / 1e6, key=step, shape=shape)
         in_flight_steps.add(flying)
-        in_flight_steps.launched(step, step.launched_us / 1e6)
+        if (launched := in_flight_steps.launched(step, step.launched_us / 1e6)) is not None:
+            model.observe_launch(shape, launched.launched_at - launched.planned_at)
         taken_us, gpu_free_us = step.gpu_end_us - max(gpu_free_us, step.gpu_begin_us), step.gpu_end_us
         if taken_us >= _SHORTEST_US and shape.prefill_rows and shape.decode_sequences and model.predict(shape):
             yield Prediction(taken_us / 1e6, model.predict(shape), model.upper(shape))

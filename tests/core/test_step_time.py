@@ -197,6 +197,7 @@ def test_launched_steps_have_a_cost_of_their_own() -> None:
     for _ in range(200):
         rows = rng.choice([64, 128, 256, 384, 512, 640, 800, 1024, 1600, 2048])
         step = launched(rng.randrange(4000), rows)
+        model.observe_launch(step, 0.03 if step.is_launched else 0.002)
         model.observe(step, max(0.005 + 2e-5 * rows, 0.03 * step.is_launched))
     for rows, seconds in ((512, 0.0152), (520, 0.03), (1200, 0.03), (1800, 0.041), (3000, 0.065)):
         assert model.predict(launched(0, rows)) == pytest.approx(seconds, rel=0.05), rows

@@ -84,19 +84,11 @@ def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, k
     misfits = [abs(sample.cost(current) / sample.seconds - 1) for sample in samples]
     tolerance = 3 * max(0.01, median(misfits))
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
-    if not current.launch:
-        current = current._replace(launch=_least_launched(samples))
     work = [[_work(figures, current) for figures in sample.steps] for sample in samples]
     fits = [_fit(samples, work, weights, knee, prior) for knee in knees]
     losses = [_loss(samples, costs, tolerance) for costs in fits]
     least = min(losses)
     return fits[losses.index(least)] if least < 0.9 * losses[0] - _NEGLIGIBLE_LOSS else fits[0]
-
-
-def _least_launched(samples: Sequence[Sample]) -> float:
-    """The host does not take longer to launch a step than this; 0 if it has launched none."""
-    launched = (one for one in samples if any(figures[_LAUNCHED] for figures in one.steps))
-    return min((sample.seconds / len(sample.steps) for sample in launched), default=0.0)
 
 
 def _work(figures: Figures, costs: StepCosts) -> Figures:

@@ -143,7 +143,8 @@ class StepTimeModel:
         if self.is_calibrated or any(self._prior):
             others = others[self._num_fits % len(others) :][:1]
         samples = list(chain.from_iterable(self._kinds.values()))
-        self._costs = fit_costs(samples, self._costs, self._prior, (knee, *others))
+        current = self._costs if self._costs.launch else self._costs._replace(launch=self._launch_seconds[True])
+        self._costs = fit_costs(samples, current, self._prior, (knee, *others))
         self._num_fits += 1
         self._steps_since_fit = 0
 
