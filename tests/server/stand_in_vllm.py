@@ -143,7 +143,7 @@ def make_app(names: list[str], budget: int) -> FastAPI:
             "running": scheduler.num_running,
             "num_requests": num_requests,
             "policy": scheduler.policy,
-            "frozen_after": frozen_after,  # how many requests
+            "frozen_after": frozen_after,  # this many requests
             "plugins": [entry.value for entry in entry_points(group="sglang.srt.plugins")],
             "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
         }

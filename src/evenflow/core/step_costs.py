@@ -84,30 +84,26 @@ def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, k
     misfits = [abs(sample.cost(current) / sample.seconds - 1) for sample in samples]
     tolerance = 3 * max(0.01, median(misfits))
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
-    work = [[_work(figures, current) for figures in sample.steps] for sample in samples]
-    fits = [_fit(samples, work, weights, knee, prior) for knee in knees]
+    bound = [Sample(tuple(_bound_by(figures, current) for figures in steps), seconds) for steps, seconds in samples]
+    fits = [_fit(bound, weights, knee, prior) for knee in knees]
     losses = [_loss(samples, costs, tolerance) for costs in fits]
     least = min(losses)
     return fits[losses.index(least)] if least < 0.9 * losses[0] - _NEGLIGIBLE_LOSS else fits[0]
 
 
-def _work(figures: Figures, costs: StepCosts) -> Figures:
-    """The figures that a step's seconds depend on: that it is launched, or all others."""
-    is_bound_by_launch = bool(figures[_LAUNCHED]) and costs.seconds(figures) <= costs.launch
-    return tuple(figure if (index == _LAUNCHED) == is_bound_by_launch else 0 for index, figure in enumerate(figures))
+def _bound_by(figures: Figures, costs: StepCosts) -> Figures:
+    """The figures that a step's seconds depend on: of a launched one its launch, or all others."""
+    if not figures[_LAUNCHED]:
+        return figures
+    is_launch = costs.seconds(figures) <= costs.launch
+    return tuple(figure if (index == _LAUNCHED) == is_launch else 0 for index, figure in enumerate(figures))
 
 
-def _fit(
-    samples: Sequence[Sample],
-    work: Sequence[Sequence[Figures]],
-    weights: Sequence[float],
-    knee: int,
-    prior: StepCosts,
-) -> StepCosts:
+def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: StepCosts) -> StepCosts:
     rows = []
-    for sample, steps, weight in zip(samples, work, weights, strict=True):
-        totals = [sum(figures) for figures in zip(*steps, strict=True)]
-        totals[_ROWS] = sum(max(0, figures[_ROWS] - knee) for figures in steps)
+    for sample, weight in zip(samples, weights, strict=True):
+        totals = [sum(figures) for figures in zip(*sample.steps, strict=True)]
+        totals[_ROWS] = sum(max(0, figures[_ROWS] - knee) for figures in sample.steps)
         rows.append([weight * total / sample.seconds for total in totals])
     columns = list(zip(*rows, strict=True))
     seconds = prior.seconds(_PRIOR_STEP)

@@ -1,4 +1,4 @@
-"""SGLang's output layer before the first request: see `warm_logits`. Its graphs hold that of decodes alone."""
+"""SGLang's output layer before the first request: see `warm_products`. Its graphs hold that of decodes alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenflow.model.cuda.warm_logits import warm_up_logits
+from evenflow.model.cuda.warm_products import warm_up_logits
 
 _MOST_SIZES = 512  # rows of logits: of more there is too little memory beside SGLang's pool
 
