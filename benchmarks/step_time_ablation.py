@@ -53,8 +53,8 @@ def predictions(load: RecordedLoad, caps: ExecutorCaps, model: StepTimeModel) ->
         shape = _shape(step, caps)
         flying = InFlightStep(planned_at=step.schedule_us / 1e6, key=step, shape=shape)
         in_flight_steps.add(flying)
-        if (launched := in_flight_steps.launched(step, step.launched_us / 1e6)) is not None:
-            model.observe_launch(shape, launched.launched_at - launched.planned_at)
+        if in_flight_steps.launched(step, step.launched_us / 1e6) is not None:
+            model.observe_launch(shape, flying.launch_seconds)
         taken_us, gpu_free_us = step.gpu_end_us - max(gpu_free_us, step.gpu_begin_us), step.gpu_end_us
         if taken_us >= _SHORTEST_US and shape.prefill_rows and shape.decode_sequences and model.predict(shape):
             yield Prediction(taken_us / 1e6, model.predict(shape), model.upper(shape))
@@ -112,8 +112,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "no cost of logits": without_figure(4),
     "no cost of context": without_figure(5),
     "no cost of calls": without_figure(6),
-    "no cost of launches": without_figure(7),
-    "no cost of waves": without_figure(8),
+    "no launches": lambda: patch.object(StepTimeModel, "observe_launch", lambda *_: None),
+    "no cost of waves": without_figure(7),
 }
 
 

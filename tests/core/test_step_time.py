@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from evenflow.core import step_costs
 from evenflow.core.least_squares import Vector, fit_nonnegative
 from evenflow.core.plan import StepShape
-from evenflow.core.step_costs import StepCosts
+from evenflow.core.step_costs import NUM_FIGURES, StepCosts
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidInput
 
@@ -186,21 +186,56 @@ def test_prefill_after_a_start_with_decodes_alone_is_learned() -> None:
         assert model.predict(s) == pytest.approx(small_cpu(s), rel=0.05)
 
 
-def test_launched_steps_have_a_cost_of_their_own() -> None:
+# ---- steps that the host launches op by op ----
+
+
+def launched(start: int, rows: int) -> StepShape:
+    return replace(shape([(start, rows)]), is_launched=rows > 512)
+
+
+def device_that_waits_for_its_host(rows: int, launch: float) -> float:
+    return max(0.005 + 2e-5 * rows, launch if rows > 512 else 0.0)
+
+
+def taught_launches(
+    model: StepTimeModel, choices: Sequence[int], launch: float, num_steps: int, together: int = 1
+) -> None:
+    rng = random.Random(5)
+    for _ in range(num_steps):
+        rows = [rng.choice(choices) for _ in range(together)]
+        shapes = [launched(rng.randrange(4000), number) for number in rows]
+        launches = [launch if one.is_launched else 0.002 for one in shapes]
+        for one, seconds in zip(shapes, launches, strict=True):
+            model.observe_launch(one, seconds)
+        model.observe(shapes, sum(device_that_waits_for_its_host(number, launch) for number in rows), launches)
+
+
+def test_a_launched_step_takes_no_less_than_its_launch() -> None:
     """One row more than the largest graph may double a step's time, which many more rows then do not add to."""
     model = StepTimeModel()
-    rng = random.Random(5)
-
-    def launched(start: int, rows: int) -> StepShape:
-        return replace(shape([(start, rows)]), is_launched=rows > 512)
-
-    for _ in range(200):
-        rows = rng.choice([64, 128, 256, 384, 512, 640, 800, 1024, 1600, 2048])
-        step = launched(rng.randrange(4000), rows)
-        model.observe_launch(step, 0.03 if step.is_launched else 0.002)
-        model.observe(step, max(0.005 + 2e-5 * rows, 0.03 * step.is_launched))
+    taught_launches(model, [64, 128, 256, 384, 512, 640, 800, 1024, 1600, 2048], 0.03, 200)
     for rows, seconds in ((512, 0.0152), (520, 0.03), (1200, 0.03), (1800, 0.041), (3000, 0.065)):
         assert model.predict(launched(0, rows)) == pytest.approx(seconds, rel=0.05), rows
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_host_that_becomes_slow_is_not_taken_for_a_slow_device(together: int) -> None:
+    """Steps of any size take as long as their launches then; graphs and much larger steps take what they took."""
+    model = StepTimeModel(StepCosts(step=0.005, row=2e-5, launch=0.025))
+    taught_launches(model, [64, 256, 512, 1600, 2048], 0.025, 40)
+    taught_launches(model, range(600, 1600), 0.044, 60, together)
+    for rows, seconds in ((512, 0.0152), (520, 0.044), (1600, 0.044), (2500, 0.055), (4000, 0.085)):
+        assert model.predict(launched(0, rows)) == pytest.approx(seconds, rel=0.06), rows
+
+
+def test_a_device_that_becomes_slow_is_not_taken_for_its_host() -> None:
+    model = StepTimeModel()
+    taught_launches(model, [64, 256, 512, 1024, 2048], 0.03, 60)
+    for _ in range(8):
+        step = launched(0, 1024)
+        model.observe_launch(step, 0.03)
+        model.observe(step, 2 * device_that_waits_for_its_host(1024, 0.0), [0.03])
+    assert model.predict(launched(0, 1024)) == pytest.approx(0.051, rel=0.05)
 
 
 # ---- steps that are known only together ----
@@ -260,7 +295,7 @@ def test_a_good_prior_makes_the_start_better_and_the_end_no_worse(seed: int) -> 
 
 
 def test_a_prior_that_is_wrong_gives_way() -> None:
-    wrong = StepCosts(*(10 * cost for cost in DATA_SHEET[:-1]), knee=16)
+    wrong = StepCosts(*(10 * cost for cost in DATA_SHEET[:NUM_FIGURES]), knee=16)
     assert mean(errors_of(*taught(bound_by_memory_or_compute, 120, prior=wrong))) < 0.1
 
 
@@ -468,8 +503,8 @@ def test_an_empty_record_leaves_the_prior() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 6 but expected 7"):
-        StepTimeModel.from_record({"version": 6})
+    with pytest.raises(InvalidInput, match="version 7 but expected 8"):
+        StepTimeModel.from_record({"version": 7})
 
 
 # ---- cost ----

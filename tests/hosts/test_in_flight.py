@@ -125,8 +125,14 @@ def test_a_launch_counts_only_where_another_steps_output_waits_for_it() -> None:
     steps.add(step(2, 0.141))
     launched = steps.launched(2, 0.153)
     assert launched is not None
-    assert launched.launched_at - launched.planned_at == pytest.approx(0.012)
+    assert launched.launch_seconds == pytest.approx(0.012)
     steps.add(step(3, 0.154))
     steps.end(1, 0.160)
     assert steps.launched(3, 0.161) is None  # the output did not wait
     assert steps.launched(4, 0.162) is None  # unknown
+    observed = []
+    for number, ended_at in ((2, 0.170), (3, 0.180)):
+        steps.end(number, ended_at)
+        assert steps.observation is not None
+        observed += steps.observation.launches
+    assert observed == [pytest.approx(0.012), 0.0]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from evenflow.core.plan import ExecutorCaps, StepShape
+from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.core.report import AdmissionReport, StepReport
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.target_policy import PATIENCE
-from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.in_flight import InFlightStep, Observation
 from evenflow.hosts.settings import Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 
@@ -93,8 +93,8 @@ def plan_for(driven: Driven, *names: str) -> None:
 def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = steering(tmp_path)
     add(driven, "chat", 100)
-    learned: list[tuple[tuple[StepShape, ...], float]] = []
-    monkeypatch.setattr(driven.step_time, "observe", lambda shapes, seconds: learned.append((shapes, seconds)))
+    learned: list[Observation] = []
+    monkeypatch.setattr(driven.step_time, "observe", lambda *observed: learned.append(Observation(*observed)))
     launch(driven, "first", ("chat", 0, 64))
     launch(driven, "second", ("chat", 64, 32))
     driven.now += 0.030
@@ -106,9 +106,10 @@ def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, m
     end(driven, "second")
     assert learned == []  # not before the tokens of this step have left
     driven.begin_step()
-    ((shapes, seconds),) = learned
-    assert [shape.prefill_rows for shape in shapes] == [64, 32]
-    assert seconds == pytest.approx(0.050)
+    (observed,) = learned
+    assert [shape.prefill_rows for shape in observed.shapes] == [64, 32]
+    assert observed.seconds == pytest.approx(0.050)
+    assert observed.launches == (0.0, pytest.approx(0.030))
 
 
 def end(driven: Driven, key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_c
 from evenflow.core.stored_steps import checked_costs, checked_count, checked_errors, checked_samples
 from evenflow.errors import InvalidInput
 
-_VERSION = 7
+_VERSION = 8
 
 _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
@@ -29,13 +29,14 @@ _QUANTILE = 0.97  # of errors, that the margin covers
 _LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.2
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MIN_MIXED_STEPS = 12  # to be calibrated
+_AFTER_LAUNCH = 1.15  # at most, what a host that only launches takes for a step, over its launch
 
 
 def _kind(sample: Sample) -> tuple[int, ...]:
     """Samples of one kind agree within a factor of 2 in rows and of 4 in attention."""
-    steps, _, rows, attention, logits, context, _, launched, _ = map(sum, zip(*sample.steps, strict=True))
+    steps, _, rows, attention, logits, context, _, _ = map(sum, zip(*sample.steps, strict=True))
     bits = rows.bit_length(), attention.bit_length() // 2, logits.bit_length(), context.bit_length() // 2
-    return steps, *bits, launched
+    return steps, *bits
 
 
 class StepTimeModel:
@@ -55,7 +56,7 @@ class StepTimeModel:
         self._last: tuple[deque[Sample], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
         self._speeds = [1.0, 1.0]  # of steps without prefill and with it
         self._launches: tuple[deque[float], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
-        self._launch_seconds = [0.0, 0.0]  # of steps with prefill, in a graph and op by op
+        self._launch_seconds = [0.0, self._prior.launch]  # of steps with prefill, in a graph and op by op
         # Of mixed steps: predicted seconds and log(actual / predicted).
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._margin = _UNTRIED_MARGIN
@@ -67,6 +68,9 @@ class StepTimeModel:
 
         Monotonic in every figure, separately for steps with prefill and without.
         """
+        return max(self._device_seconds(shape), self._launch_seconds[True] if shape.is_launched else 0.0)
+
+    def _device_seconds(self, shape: StepShape) -> float:
         return self._speeds[shape.prefill_rows > 0] * self._costs.seconds(figures_of(shape))
 
     def margin(self, shape: StepShape) -> float:
@@ -92,17 +96,21 @@ class StepTimeModel:
 
     # ---- learning ----
 
-    def observe(self, shapes: StepShape | Iterable[StepShape], seconds: float) -> None:
-        """A step took this long, or these steps did together."""
+    def observe(
+        self, shapes: StepShape | Iterable[StepShape], seconds: float, launches: Sequence[float] | None = None
+    ) -> None:
+        """A step took this long, or these steps did together; `launches`: what the host took to launch each of them."""
         if not 0 < seconds < math.inf:
             return  # relative error needs a duration
         shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
-        sample = Sample(tuple(map(figures_of, shapes)), seconds)
         is_mixed = any(shape.prefill_rows and shape.decode_sequences for shape in shapes)
         if is_mixed and (predicted := sum(map(self.predict, shapes))):
             self._errors.append((predicted, math.log(seconds / predicted)))
             self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
+        if self._is_explained_by(launches or [0.0] * len(shapes), shapes, seconds):
+            return
+        sample = Sample(tuple(map(figures_of, shapes)), seconds)
         self._keep(sample)
         has_prefill = any(shape.prefill_rows for shape in shapes)
         self._last[has_prefill].append(sample)
@@ -118,6 +126,12 @@ class StepTimeModel:
             launches = self._launches[shape.is_launched]
             launches.append(seconds)
             self._launch_seconds[shape.is_launched] = median(launches)
+
+    def _is_explained_by(self, launches: Sequence[float], shapes: Sequence[StepShape], seconds: float) -> bool:
+        """Whether the device may have waited for launches op by op, so that the seconds say little of it."""
+        device = [self._device_seconds(shape) for shape in shapes]
+        waited = sum(map(max, device, (one * s.is_launched for one, s in zip(launches, shapes, strict=True))))
+        return sum(device) < waited and seconds < _AFTER_LAUNCH * waited
 
     def _update_margin(self) -> None:
         """From the longer half of the steps: only those come near a target."""
@@ -143,8 +157,7 @@ class StepTimeModel:
         if self.is_calibrated or any(self._prior):
             others = others[self._num_fits % len(others) :][:1]
         samples = list(chain.from_iterable(self._kinds.values()))
-        current = self._costs if self._costs.launch else self._costs._replace(launch=self._launch_seconds[True])
-        self._costs = fit_costs(samples, current, self._prior, (knee, *others))
+        self._costs = fit_costs(samples, self._costs, self._prior, (knee, *others))
         self._num_fits += 1
         self._steps_since_fit = 0
 

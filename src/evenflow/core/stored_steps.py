@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from evenflow.core.step_costs import Sample, StepCosts
+from evenflow.core.step_costs import NUM_FIGURES, Sample, StepCosts
 from evenflow.errors import InvalidInput
 
-_NUM_FIGURES = len(StepCosts._fields) - 1  # all but the knee
 _MAX_STEPS = 64  # that one sample took together
 _MOST = 1 << 62
 
@@ -24,8 +23,8 @@ def checked_samples(value: Any, most: int) -> list[Sample]:
 
 
 def checked_costs(value: Any) -> StepCosts:
-    *costs, knee = _list(value, _NUM_FIGURES + 1, _NUM_FIGURES + 1)
-    return StepCosts._make([*map(_seconds, costs), checked_count(knee)])
+    *costs, knee, launch = _list(value, NUM_FIGURES + 2, NUM_FIGURES + 2)
+    return StepCosts._make([*map(_seconds, costs), checked_count(knee), _seconds(launch)])
 
 
 def checked_errors(value: Any, most: int) -> list[tuple[float, float]]:
@@ -36,7 +35,7 @@ def checked_errors(value: Any, most: int) -> list[tuple[float, float]]:
 
 def _sample(value: Any) -> Sample:
     steps, seconds = _list(value, 2, 2)
-    figures = [_list(one, _NUM_FIGURES, _NUM_FIGURES) for one in _list(steps, _MAX_STEPS, 1)]
+    figures = [_list(one, NUM_FIGURES, NUM_FIGURES) for one in _list(steps, _MAX_STEPS, 1)]
     if not _seconds(seconds) > 0:
         raise _invalid(seconds, "more than 0 seconds")
     return Sample(tuple(tuple(map(checked_count, one)) for one in figures), seconds)

@@ -25,6 +25,7 @@ class InFlightStep:
     predicted: float = 0.0
     seconds: float = 0.0
     launched_at: float = 0.0  # the host had launched it
+    launch_seconds: float = 0.0  # that the output of another step had to wait for
     began_at: float = 0.0
     ended_at: float = 0.0
     is_own_time: bool = True  # False: its seconds may include part of another step's
@@ -35,6 +36,7 @@ class Observation(NamedTuple):
 
     shapes: tuple[StepShape, ...]
     seconds: float
+    launches: tuple[float, ...]  # seconds of each step's launch, 0 if unknown
 
 
 class InFlightSteps:
@@ -65,7 +67,10 @@ class InFlightSteps:
         if step is None:
             return None
         step.launched_at = now
-        return step if step is not self._steps[0] and self._last_end <= step.planned_at else None
+        if step is self._steps[0] or self._last_end > step.planned_at:
+            return None
+        step.launch_seconds = now - step.planned_at
+        return step
 
     def end(self, key: object, now: float, device_seconds: float | None = None) -> InFlightStep:
         """The step of this key has ended; the time since it began, or since the previous one ended, is its own.
@@ -92,5 +97,6 @@ class InFlightSteps:
     def _observed(self, now: float) -> Observation:
         shapes = tuple(step.shape for step in self._open if step.shape is not None)
         seconds = now - self._open[0].began_at
+        launches = tuple(step.launch_seconds for step in self._open)
         self._open = []
-        return Observation(shapes, seconds)
+        return Observation(shapes, seconds, launches)

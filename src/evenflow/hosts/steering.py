@@ -317,7 +317,7 @@ class Steering:
         """The host has launched the step with this key."""
         step = self._in_flight.launched(key, self.clock())
         if step is not None and step.shape is not None:
-            self.step_time.observe_launch(step.shape, step.launched_at - step.planned_at)
+            self.step_time.observe_launch(step.shape, step.launch_seconds)
 
     def ended(self, key: object, device_seconds: float | None = None) -> InFlightStep:
         """The host has the output of the step with this key; `device_seconds` as in `InFlightSteps.end`."""
