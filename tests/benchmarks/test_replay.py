@@ -13,8 +13,11 @@ from virtual_host import VirtualHost
 RECORDING = "h200_vllm026_graphs2048"
 
 
-def recorded_steps() -> Recording:
-    """Decodes of 5 ms and chunks of 20 ms in turn, behind each other; the host launches each in 1 ms and waits."""
+def recorded_steps(loading: int = 0) -> Recording:
+    """Decodes of 5 ms and chunks of 20 ms in turn, behind each other; the host launches each in 1 ms and waits.
+
+    `loading`: how many of the first launches took 3 ms.
+    """
     steps: list[Step] = []
     ended = 0
     for number in range(400):
@@ -22,7 +25,7 @@ def recorded_steps() -> Recording:
         begun, ended = ended, ended + (20_000 if is_mixed else 5_000)
         steps.append(
             Step(
-                scheduled_us=begun - 4_000,
+                scheduled_us=begun - (6_000 if number < loading else 4_000),
                 sampled_us=begun - 3_000,
                 seen_us=ended + 500,
                 gpu_begin_us=begun,
@@ -42,6 +45,13 @@ def test_a_recorded_shape_takes_what_was_recorded() -> None:
         assert device.device_seconds(decodes) == pytest.approx(0.005)
         assert device.device_seconds(mixed) == pytest.approx(0.020)
         assert device.launch_seconds(mixed) == pytest.approx(0.001)
+
+
+def test_launches_that_loaded_kernels_are_left_out_where_there_is_no_graph() -> None:
+    device = RecordedDevice(recorded_steps(loading=20))
+    decodes, mixed = StepWork(8, 8_000, ()), StepWork(8, 8_000, ((4_000, 512),))
+    assert {round(1000 * device.launch_seconds(decodes)) for _ in range(300)} == {1, 3}
+    assert {round(1000 * device.launch_seconds(mixed)) for _ in range(300)} == {1}
 
 
 def test_another_shape_takes_what_its_neighbours_suggest() -> None:

@@ -36,9 +36,9 @@ class WarmWorker(_Worker):  # type: ignore[misc]
             shape = min(config.scheduler_config.max_num_seqs, budget), config.model_config.get_hidden_size()
             hidden = torch.zeros(shape, dtype=config.model_config.dtype, device=self.device)
             logger.info(warm_up_logits(runner.model.compute_logits, hidden))
-        if not current_platform.is_cpu():
+        rows = uncaptured_rows(config.compilation_config.cudagraph_capture_sizes or (), budget)
+        if rows and not current_platform.is_cpu():
             layers = [layer for layer in runner.model.modules() if is_library_product(layer)]
-            rows = uncaptured_rows(config.compilation_config.cudagraph_capture_sizes or (), budget)
             logger.info(warm_up_products(layers, rows, config.model_config.dtype, self.device))
         return result
 
@@ -55,7 +55,7 @@ def warm_up_products(
 
     def rows_of(layer: Any) -> Tensor:
         width = getattr(layer, "input_size_per_partition", layer.input_size)
-        return torch.zeros(max(sizes, default=0), width, dtype=dtype, device=device)
+        return torch.zeros(max(sizes), width, dtype=dtype, device=device)
 
     products = ((partial(layer.quant_method.apply, layer), rows_of(layer)) for layer in of_each_shape.values())
     seconds = warm_up(products, sizes)
