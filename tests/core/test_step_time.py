@@ -251,6 +251,17 @@ def test_steps_timed_together_teach_the_same_costs(cost: Cost, together: int) ->
     assert mean(errors_of(model, machine)) < 0.05
 
 
+def test_short_steps_timed_together_are_not_long_ones() -> None:
+    """The margin is that of longer steps: if these are as predicted, errors of short ones do not matter."""
+    model = taught(small_cpu, 120)[0]
+    short, long = shape([(0, 64)], [600] * 4), shape([(0, 128)], [600] * 4)
+    for step in range(64):
+        model.observe(long, small_cpu(long))
+        model.observe([short] * 4, 4 * small_cpu(short) * (1.5 if step % 2 else 0.7))
+    assert 4 * small_cpu(short) > small_cpu(long)
+    assert model.margin(long) < 1.2
+
+
 def test_a_step_alone_is_an_observation_of_one() -> None:
     apart, alone = StepTimeModel(), StepTimeModel()
     machine = Machine(small_cpu)

@@ -57,7 +57,7 @@ class StepTimeModel:
         self._speeds = [1.0, 1.0]  # of steps without prefill and with it
         self._launches: tuple[deque[float], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
         self._launch_seconds = [0.0, self._prior.launch]  # of steps with prefill, in a graph and op by op
-        # Of mixed steps: predicted seconds and log(actual / predicted).
+        # Of mixed steps: predicted seconds of one and log(actual / predicted).
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._margin = _UNTRIED_MARGIN
 
@@ -105,7 +105,7 @@ class StepTimeModel:
         shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
         is_mixed = any(shape.prefill_rows and shape.decode_sequences for shape in shapes)
         if is_mixed and (predicted := sum(map(self.predict, shapes))):
-            self._errors.append((predicted, math.log(seconds / predicted)))
+            self._errors.append((predicted / len(shapes), math.log(seconds / predicted)))
             self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
         if self._is_explained_by(launches or [0.0] * len(shapes), shapes, seconds):
