@@ -27,6 +27,7 @@ _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
 _QUANTILE = 0.97  # of errors, that the margin covers
 # No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
 _LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.2
+_LONG_STEP = 0.9  # times the median: its errors count for the margin
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MIN_MIXED_STEPS = 12  # to be calibrated
 _AFTER_LAUNCH = 1.15  # at most, what a host that only launches takes for a step, over its launch
@@ -134,10 +135,10 @@ class StepTimeModel:
         return sum(device) < waited and seconds < _AFTER_LAUNCH * waited
 
     def _update_margin(self) -> None:
-        """From the longer half of the steps: only those come near a target."""
-        longer = sorted(self._errors)[len(self._errors) // 2 :]
-        errors = sorted(error for _, error in longer)
-        upper, lower = (errors[int(q * len(errors))] if errors else 0.0 for q in (_QUANTILE, _LOWER_QUANTILE))
+        """From all steps but the shorter ones, which do not come near a target."""
+        least = _LONG_STEP * median(predicted for predicted, _ in self._errors)
+        errors = sorted(error for predicted, error in self._errors if predicted >= least)
+        upper, lower = (errors[int(q * len(errors))] for q in (_QUANTILE, _LOWER_QUANTILE))
         self._margin = max(min(upper, _MAX_TAIL * lower), _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:
@@ -191,5 +192,6 @@ class StepTimeModel:
             model._costs = checked_costs(record.get("costs"))
         model.largest_rows_known = checked_count(record.get("largest_rows_known"))
         model._errors.extend(checked_errors(record.get("errors"), _MAX_SAMPLES))
-        model._update_margin()
+        if model._errors:
+            model._update_margin()
         return model
