@@ -262,6 +262,18 @@ def test_short_steps_timed_together_are_not_long_ones() -> None:
     assert model.margin(long) < 1.2
 
 
+def test_a_wide_margin_narrows_although_it_makes_steps_shorter() -> None:
+    """After a bad start the longest steps remain the oldest."""
+    model = StepTimeModel()
+    long, shorter = shape([(0, 128)], [600] * 4), shape([(0, 80)], [600] * 4)
+    for step in range(40):
+        model.observe(long, small_cpu(long) * (1.6 if step % 4 == 3 else 1.0))
+    assert model.margin(shorter) > 1.3
+    for _ in range(64):
+        model.observe(shorter, small_cpu(shorter))
+    assert model.margin(shorter) < 1.1
+
+
 def test_a_step_alone_is_an_observation_of_one() -> None:
     apart, alone = StepTimeModel(), StepTimeModel()
     machine = Machine(small_cpu)
