@@ -222,7 +222,7 @@ def own_settings(scheduler: Any) -> tuple[Any, ...]:
     return scheduler.policy, scheduler.max_num_scheduled_tokens, threshold
 
 
-@pytest.mark.parametrize(("milliseconds", "launch_seconds"), [(25, 0.03), (50, 0.03), (50, 0.044)])
+@pytest.mark.parametrize(("milliseconds", "launch_seconds"), [(25, 0.03), (50, 0.03), (60, 0.044)])
 def test_steps_too_large_for_a_graph_are_told_apart(milliseconds: int, launch_seconds: float) -> None:
     """One row more than the largest graph costs much of the host's time, which delays the step before."""
     scheduler = make_scheduler(f"{milliseconds}ms", is_async=True, largest_graph=512)
