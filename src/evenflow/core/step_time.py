@@ -97,9 +97,7 @@ class StepTimeModel:
 
     # ---- learning ----
 
-    def observe(
-        self, shapes: StepShape | Iterable[StepShape], seconds: float, launches: Sequence[float] | None = None
-    ) -> None:
+    def observe(self, shapes: StepShape | Iterable[StepShape], seconds: float, launches: Sequence[float] = ()) -> None:
         """A step took this long, or these steps did together; `launches`: what the host took to launch each of them."""
         if not 0 < seconds < math.inf:
             return  # relative error needs a duration
@@ -109,7 +107,7 @@ class StepTimeModel:
             self._errors.append((predicted / len(shapes), math.log(seconds / predicted)))
             self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
-        if self._is_explained_by(launches or [0.0] * len(shapes), shapes, seconds):
+        if launches and self._is_explained_by(launches, shapes, seconds):
             return
         sample = Sample(tuple(map(figures_of, shapes)), seconds)
         self._keep(sample)
