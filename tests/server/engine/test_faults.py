@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -16,11 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
+from evenflow.core.request import SamplingParams
+from evenflow.engine.client import Stream
 from evenflow.executors.faulty import MOMENTS, Fault, Moment
+from evenflow.server.access import Caller
 from evenflow.server.metrics.request_accounts import Accounts, read_accounts
 from tests.models import tiny_llama
 from tests.server.serving import RunningServer, model_server, scripted_server
 
+ANYONE = Caller("", "", "127.0.0.1", is_admin=True)
 COMPLETION = "/v1/completions"
 LONG = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
@@ -95,6 +100,26 @@ def test_a_second_death_ends_a_request_that_began_again(tmp_path: Path) -> None:
     assert found[0].status_code == 503
     assert "died" in found[0].json()["error"]["message"]
     assert closed_accounts(tmp_path / "log").num_retries == 1
+
+
+def test_a_request_that_comes_as_the_engine_dies_begins_again(tmp_path: Path) -> None:
+    """The connection is closed, and the server has not taken notice yet."""
+    found: list[Stream] = []
+    with scripted_server(settings={"request_log": tmp_path / "log"}) as server:
+        client = server.client
+
+        def come(lost: asyncio.Future[None]) -> None:
+            assert client.is_up
+            request = client.prepare([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), request_id="late")
+            found.append(client.submit(request, caller=ANYONE))
+
+        assert client._link is not None
+        lost = client._link.lost
+        lost.get_loop().call_soon_threadsafe(lost.add_done_callback, come)
+        os.kill(engine_pid(), signal.SIGKILL)
+        server.until(lambda: bool(found) and found[0].output.finish_reason == "length")
+    accounts = closed_accounts(tmp_path / "log")
+    assert (accounts.num_accepted, accounts.num_retries, accounts.ended["length"]) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

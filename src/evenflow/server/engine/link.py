@@ -37,8 +37,10 @@ class Link(asyncio.Protocol):
             self.lost.set_result(None)
 
     def send(self, message: msgspec.Struct) -> None:
+        """Send a message. It is lost if the connection has ended, as it is if the process dies before it reads it."""
         assert self._transport is not None
-        self._transport.write(frame(message))
+        if not self._transport.is_closing():
+            self._transport.write(frame(message))
 
     def close(self) -> None:
         """The process sees this and ends."""
