@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from evenflow.core.plan import Chunk, ExecutorCaps, StepShape
+from evenflow.core.plan import AttentionWaves, Chunk, ExecutorCaps, StepShape
 from evenflow.core.step_time import StepTimeModel
 from tests.core.driving import Driver
 
@@ -118,13 +118,19 @@ def run_load(driver: Driver, *, num_chats: int = 16, prompt: int = 8000, steps: 
 
 
 def target_driver(
-    milliseconds: int, cost: Cost, *, depth: int = 1, mode: str = "", row_buckets: tuple[int, ...] = ()
+    milliseconds: int,
+    cost: Cost,
+    *,
+    depth: int = 1,
+    mode: str = "",
+    row_buckets: tuple[int, ...] = (),
+    waves: AttentionWaves | None = None,
 ) -> Driver:
     return Driver(
         f"target:{milliseconds}{mode}",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        caps=ExecutorCaps(max_steps_in_flight=depth, row_buckets=row_buckets),
+        caps=ExecutorCaps(max_steps_in_flight=depth, row_buckets=row_buckets, attention_waves=waves),
         cost=cost,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.plan import AttentionWaves, ExecutorCaps
 from evenflow.core.roofline import DEVICES, ModelWork, WaveKernel, attention_waves, known_device, roofline
 from evenflow.core.step_costs import figures_of
 
@@ -84,6 +84,17 @@ def test_attention_takes_whole_waves_of_tiles(rows: int, padded: int) -> None:
     shape = ExecutorCaps(attention_waves=waves).step_shape(chunks=[(1000, rows)])
     assert shape.wave_attention == padded * (2 * 1000 + rows + 1) // 2
     assert shape.prefill_attention == rows * (2 * 1000 + rows + 1) // 2
+
+
+@pytest.mark.parametrize(
+    "waves", [AttentionWaves(32, 16), AttentionWaves(128, 4, is_split=False), AttentionWaves(128, 1)]
+)
+def test_after_whole_waves_one_row_more_takes_longer(waves: AttentionWaves) -> None:
+    for rows in range(1, 2000):
+        whole = waves.whole_rows(rows)
+        assert whole <= rows
+        assert waves.padded_rows(whole) < waves.padded_rows(whole + 1)
+        assert waves.padded_rows(rows) == waves.padded_rows(whole + 1) or whole == rows
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(1, 512), (512, 512), (513, 1024), (1025, 1536)])

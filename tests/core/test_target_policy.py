@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 
 from evenflow.core.deadlines import OVERTAKING_SHARE, Pacing
-from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
+from evenflow.core.plan import AttentionWaves, Chunk, ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.request import Status
 from evenflow.core.target_policy import LATE_STRETCH, PATIENCE, Target
 from tests.core.driving import Driver
 from tests.core.target_load import (
+    Cost,
     Felt,
     Oracle,
     StepSeen,
@@ -227,6 +228,40 @@ def test_chunk_sizes_do_not_swing(milliseconds: int, depth: int, jitter: float) 
     start_chats(driver, 16)
     sizes = [step.prefill for step in busy_steps(driver, 160, prompt=250_000)][60:]
     assert max(abs(after / before - 1) for before, after in pairwise(sizes)) < (0.12 if jitter else 0.05)
+
+
+def in_waves(shape: StepShape) -> float:
+    """An 8B model on an H200 whose kernel of attention leaves the rest of a wave idle."""
+    return 0.004 + 2e-5 * shape.padded_rows + 1e-9 * shape.wave_attention
+
+
+def in_proportion(shape: StepShape) -> float:
+    return 0.004 + 2e-5 * shape.padded_rows + 1e-9 * shape.prefill_attention
+
+
+WAVES = AttentionWaves(32, 16)
+
+
+def chunks_beside_chats(cost: Cost) -> list[Chunk]:
+    """Of a prompt of 32,768 tokens, at 50 ms, all but the last."""
+    driver = target_driver(50, cost, waves=WAVES)
+    driver.scheduler.step_time = Oracle(cost)
+    start_chats(driver, 63)
+    return [chunk for step in busy_steps(driver, 25, 32_768) for chunk in step.chunks if chunk.end < 32_768]
+
+
+def test_a_chunk_leaves_no_wave_half_empty_where_that_is_faster() -> None:
+    caps, chunks = ExecutorCaps(attention_waves=WAVES), chunks_beside_chats(in_waves)
+
+    def rate(start: int, length: int) -> float:
+        shape = caps.step_shape(num_decodes=63, decode_context=63 * 100, chunks=[(start, length)])
+        return length / in_waves(shape)
+
+    assert all(rate(c.start, c.length) >= rate(c.start, WAVES.whole_rows(c.length)) for c in chunks)
+    rounded = [c for c in chunks if c.reason is ChunkReason.ALIGNMENT]
+    assert all(c.length == WAVES.whole_rows(c.length) for c in rounded)
+    assert {c.length for c in rounded} == {512, 1024, 1536, 2048}
+    assert {c.reason for c in chunks_beside_chats(in_proportion)} == {ChunkReason.LATENCY}
 
 
 def emission_times(driver: Driver, name: str, steps: int) -> list[float]:

@@ -44,6 +44,13 @@ class AttentionWaves(NamedTuple):
             return wave_rows * -(-tiles // self.num_tiles)
         return wave_rows // (self.num_tiles // tiles)
 
+    def whole_rows(self, rows: int) -> int:
+        """The most rows, up to these, that leave no room in their last wave: one more would take longer."""
+        tiles = rows // self.tile_rows
+        while tiles and self.padded_rows(self.tile_rows * tiles + 1) == self.padded_rows(self.tile_rows * tiles):
+            tiles -= 1
+        return self.tile_rows * tiles
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCaps:

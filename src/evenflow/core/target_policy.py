@@ -11,7 +11,7 @@ from collections.abc import Callable
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
 from evenflow.core.feasibility import Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policy import FLOOR_TOKENS, LEAST_FILLED, Policy, Quota, Quotas, StepView, share_out
+from evenflow.core.policy import FLOOR_TOKENS, LEAST_FILLED, Candidate, Policy, Quota, Quotas, StepView, share_out
 
 # With no stream decoding, longer steps are more efficient; but a request that arrives meanwhile has to wait.
 IDLE_STRETCH = 2.0
@@ -79,9 +79,11 @@ class Target(Policy):
         if upper(_shape(view, most)) <= seconds:
             return most, reason
         self._num_cut_steps += 1
-        is_trial = self._num_cut_steps % TRIAL_STEPS == 0
-        seconds_of = view.step_time.predict if is_trial else upper
-        return _most_in_time(view, seconds_of, seconds, floor, most), ChunkReason.LATENCY
+        if self._num_cut_steps % TRIAL_STEPS == 0:
+            return _most_in_time(view, view.step_time.predict, seconds, floor, most), ChunkReason.LATENCY
+        tokens = _most_in_time(view, upper, seconds, floor, most)
+        whole = _in_whole_waves(view, tokens)
+        return (whole, ChunkReason.ALIGNMENT) if whole < tokens else (tokens, ChunkReason.LATENCY)
 
     def _judge_target(self, view: StepView, least: float) -> None:
         """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
@@ -109,19 +111,34 @@ def _most_in_time(
     return fits
 
 
+def _in_whole_waves(view: StepView, num_tokens: int) -> int:
+    """These tokens, or fewer if that makes prefill faster: a wave of attention takes as long if it is not full."""
+    if view.caps.attention_waves is None:
+        return num_tokens
+    _, last = _chunks(view, num_tokens)[-1]
+    fewer = num_tokens - last + view.caps.attention_waves.whole_rows(last)
+    seconds, fewer_seconds = (view.step_time.predict(_shape(view, tokens)) for tokens in (num_tokens, fewer))
+    return fewer if fewer * seconds > num_tokens * fewer_seconds else num_tokens
+
+
 def _shape(view: StepView, num_tokens: int) -> StepShape:
     """The step in which the candidates, in order, get this many tokens."""
-    left, chunks, num_ended = num_tokens, list[tuple[int, int]](), 0
+    chunks = _chunks(view, num_tokens)
+    return view.caps.step_shape(
+        num_decodes=view.num_decodes,
+        decode_context=view.decode_context,
+        chunks=[(candidate.start, length) for candidate, length in chunks],
+        prefill_logit_rows=sum(length == candidate.length for candidate, length in chunks),
+    )
+
+
+def _chunks(view: StepView, num_tokens: int) -> list[tuple[Candidate, int]]:
+    """How many of these tokens each candidate gets, in order."""
+    left, chunks = num_tokens, list[tuple[Candidate, int]]()
     for candidate in view.candidates:
         if not left:
             break
         length = min(view.most_of(candidate), left)
-        chunks.append((candidate.start, length))
-        num_ended += length == candidate.length
+        chunks.append((candidate, length))
         left -= length
-    return view.caps.step_shape(
-        num_decodes=view.num_decodes,
-        decode_context=view.decode_context,
-        chunks=chunks,
-        prefill_logit_rows=num_ended,
-    )
+    return chunks
