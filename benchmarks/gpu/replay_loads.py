@@ -1,10 +1,12 @@
 """Random loads in virtual time on recorded steps of an H200: a target against every fixed budget, in hindsight.
 
     python benchmarks/gpu/replay_loads.py --seeds 5000 5050 --targets 25 50 100
+    python benchmarks/gpu/replay_loads.py 32k,65k=target:50ms,fixed:512,fixed:1024
 
 Every run starts with a model that has seen nothing. For each load and target the table gives the 99th percentile of the
 gaps between tokens over the target, and the median TTFT of the long prompts over that of the best fixed budget whose
-99th percentile is no higher. The last lines count how many loads keep the bounds.
+99th percentile is no higher. The last lines count how many loads keep the bounds. Loads by name are given with their
+policies, and print what `vllm_loads.py` prints on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
 
+from host_bench import RunFigures, planned_runs, table
+from named_loads import NAMES, NamedLoad
 from outcomes import Outcome, outcome_of
 from random_loads import random_load
 from recorded_device import RECORDINGS, WAVES, RecordedDevice
@@ -73,11 +77,13 @@ def prior() -> StepCosts:
     return roofline(_MODEL, known, WAVES)
 
 
-def run(recording: str, seed: int, policy: str) -> Outcome:
+def run(recording: str, seed: int, policy: str, named: NamedLoad | None = None) -> Outcome:
+    """The random load of this seed, or a named one with this seed for the device."""
     machine = device(recording)
     machine.reseed(seed)
-    host = VirtualHost(machine, random_load(seed), policy, Path(os.devnull), prior())
-    host.run()
+    load = random_load(seed) if named is None else named.load
+    host = VirtualHost(machine, load, policy, Path(os.devnull), prior())
+    host.run(until_answered=named is not None and named.ends_with_answers)
     return outcome_of(host.streams, host.errors, host.now)
 
 
@@ -138,6 +144,7 @@ def print_table(verdicts: list[Verdict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", help=f"LOAD,...=POLICY,... instead of seeds; loads: {NAMES}")
     parser.add_argument("--recording", default="h200_vllm026_graphs2048", help=f"a file of {RECORDINGS.name}/")
     parser.add_argument(
         "--seeds", type=int, nargs=2, default=(5000, 5050), help="the first, and the one after the last"
@@ -145,6 +152,11 @@ def main() -> None:
     parser.add_argument("--targets", type=float, nargs="+", default=(25.0, 50.0, 100.0), help="milliseconds")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
+    if options.runs:
+        runs = planned_runs(options.runs, is_tiny=False)
+        found = [RunFigures.of(load.name, policy, run(options.recording, 0, policy, load)) for load, policy in runs]
+        print(table(found))
+        return
     one = partial(judge, recording=options.recording, targets=tuple(options.targets))
     with ProcessPoolExecutor(options.processes) as pool:
         print_table([verdict for verdicts in pool.map(one, range(*options.seeds)) for verdict in verdicts])

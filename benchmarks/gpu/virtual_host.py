@@ -67,6 +67,7 @@ class VirtualHost:
         self._waiting: list[Stream] = []
         self._running: list[Stream] = []
         self._arrivals: list[tuple[float, int, Stream]] = []
+        self._num_unanswered = 0  # of the long prompts, also those to come
         self._ids = count()
         self._in_flight: deque[_Flying] = deque()
         self._gpu_free_at = 0.0
@@ -85,8 +86,9 @@ class VirtualHost:
         for client in (*load.chats, *load.long_prompts):
             self._send(client, 0, client.start_s)
 
-    def run(self) -> None:
-        while self.now < self._load.seconds:
+    def run(self, *, until_answered: bool = False) -> None:
+        """For the load's seconds, or only until every long prompt has its answer."""
+        while self.now < self._load.seconds and (self._num_unanswered or not until_answered):
             self._admit()
             if len(self._in_flight) < _STEPS_IN_FLIGHT and self._schedule():
                 continue
@@ -103,6 +105,7 @@ class VirtualHost:
         number = next(self._ids)
         size = client.turns[turn % len(client.turns)]
         is_long = not client.repeats
+        self._num_unanswered += is_long
         sizes = size.prompt_tokens, size.output_tokens, size.cached_tokens
         stream = Stream(f"r{number}", client, turn, at, is_long, *sizes)
         heapq.heappush(self._arrivals, (at, number, stream))
@@ -200,6 +203,7 @@ class VirtualHost:
             stream.token_times.append(self.now)
             if len(stream.token_times) == stream.max_tokens:
                 self._running.remove(stream)
+                self._num_unanswered -= stream.is_long
                 client, turn = stream.client, stream.turn + 1
                 if client.repeats or turn < len(client.turns):
                     self._send(client, turn, self.now + client.pause_s)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from outcomes import Outcome, outcome_of
+from named_loads import named_load
+from outcomes import quantile_of
 from random_loads import Client, Load, Turn, random_load
 from recorded_device import RecordedDevice, StepWork
 from replay_loads import prior, run
@@ -61,18 +62,24 @@ def test_another_shape_takes_what_its_neighbours_suggest() -> None:
     assert 0.001 < sizes[0] < sizes[-1] < 0.1
 
 
-def measured_load(policy: str) -> Outcome:
-    """64 chats of 1,024 tokens beside a prompt of 32K every 1.5 s."""
-    chats = tuple(Client(0.0, (Turn(1_024, 4_000),), repeats=True) for _ in range(64))
-    long_prompts = tuple(Client(2.0 + 1.5 * number, (Turn(32_768, 1),)) for number in range(10))
-    host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 17.0, "steady", chats, long_prompts), policy, Path("-"))
-    host.run()
-    return outcome_of(host.streams, host.errors, host.now)
+@pytest.mark.parametrize(
+    ("load", "budget", "measured_p99", "measured_ttft"),
+    [("32k", 512, 0.032, 2.61), ("32k", 1024, 0.057, 1.49), ("32k", 2048, 0.108, 1.36), ("65k", 1024, 0.086, 3.95)],
+)
+def test_a_fixed_budget_has_the_gaps_and_waits_that_were_measured(
+    load: str, budget: int, measured_p99: float, measured_ttft: float
+) -> None:
+    outcome = run(RECORDING, 0, f"fixed:{budget}", named_load(load))
+    assert quantile_of(outcome.gaps_beside, 0.99) == pytest.approx(measured_p99, rel=0.1)
+    assert outcome.ttft() == pytest.approx(measured_ttft, rel=0.1)
 
 
-@pytest.mark.parametrize(("policy", "measured_p99"), [("fixed:512", 0.034), ("fixed:1024", 0.057)])
-def test_a_fixed_budget_has_the_gaps_that_were_measured(policy: str, measured_p99: float) -> None:
-    assert measured_load(policy).gap(0.99) == pytest.approx(measured_p99, rel=0.15)
+def test_a_named_load_ends_with_its_answers() -> None:
+    load = named_load("prefill:2048")
+    assert len(run(RECORDING, 0, "fixed:8192", load).long_ttft) == 5
+    host = VirtualHost(RecordedDevice.load(RECORDING), load.load, "fixed:8192", Path("-"))
+    host.run(until_answered=True)
+    assert all(len(stream.token_times) == stream.max_tokens for stream in host.streams)
 
 
 def test_every_stream_gets_its_tokens_in_order() -> None:
