@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from evenflow.core import step_costs
 from evenflow.core.least_squares import Vector, fit_nonnegative
 from evenflow.core.plan import StepShape
-from evenflow.core.step_costs import NUM_FIGURES, StepCosts
+from evenflow.core.step_costs import NUM_FIGURES, Sample, StepCosts, figures_of
 from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidInput
 
@@ -306,6 +306,15 @@ def test_a_first_step_that_is_small_and_slow_says_little_of_large_ones() -> None
         model.observe(small, 3 * model.predict(small))
         assert model.predict(large) < 2.5 * before
     assert model.predict(shape([(0, 8)])) > 2 * StepTimeModel(DATA_SHEET).predict(shape([(0, 8)]))
+
+
+def test_first_steps_that_are_small_do_not_make_larger_ones_free() -> None:
+    """Up to 512 rows, all took the same. A knee of 512 fits that as well as any beyond."""
+    samples = [Sample((figures_of(shape([(0, rows)])),), 0.008) for rows in (200, 300, 400, 512)]
+    for knees in ((DATA_SHEET.knee, 2048), (DATA_SHEET.knee, 512), (DATA_SHEET.knee, 512, 2048)):
+        fitted = step_costs.fit_costs(samples, DATA_SHEET, DATA_SHEET, knees)
+        assert fitted.knee <= 512
+        assert fitted.seconds(figures_of(shape([(0, 2000)]))) > 0.6 * DATA_SHEET.seconds(figures_of(shape([(0, 2000)])))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

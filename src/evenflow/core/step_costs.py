@@ -78,8 +78,10 @@ class Sample(NamedTuple):
 def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, knees: Sequence[int]) -> StepCosts:
     """The costs of least relative error with the first knee, or with another one that is clearly better.
 
-    Samples far from the current costs count less.
+    Samples far from the current costs count less. None can speak for a knee beyond their rows: more rows would be free.
     """
+    most = max(prior.knee, *(figures[_ROWS] for sample in samples for figures in sample.steps))
+    knees = [knees[0], *(knee for knee in knees[1:] if knee <= most)]
     misfits = [abs(sample.cost(current) / sample.seconds - 1) for sample in samples]
     tolerance = 3 * max(0.01, median(misfits))
     weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
