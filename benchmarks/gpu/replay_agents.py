@@ -10,9 +10,7 @@ Turns that are sent while such a prompt waits for its first token count. `defaul
 from __future__ import annotations
 
 import argparse
-import os
 import random
-from pathlib import Path
 from statistics import quantiles
 
 from random_loads import Client, Load, Turn
@@ -41,7 +39,7 @@ def run(recording: str, seed: int, policy: str) -> tuple[list[float], list[float
     """TTFT of turns beside misses, and of the misses."""
     machine = device(recording)
     machine.reseed(seed)
-    host = VirtualHost(machine, agents_load(seed), policy, Path(os.devnull), prior())
+    host = VirtualHost(machine, agents_load(seed), policy, prior())
     host.run()
     waits = [(stream.due, stream.token_times[0]) for stream in host.streams if stream.is_long and stream.token_times]
     beside = [

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from statistics import fmean, median
 
 from host_bench import RunFigures, planned_runs, table
@@ -82,7 +81,7 @@ def run(recording: str, seed: int, policy: str, named: NamedLoad | None = None) 
     machine = device(recording)
     machine.reseed(seed)
     load = random_load(seed) if named is None else named.load
-    host = VirtualHost(machine, load, policy, Path(os.devnull), prior())
+    host = VirtualHost(machine, load, policy, prior())
     host.run(until_answered=named is not None and named.ends_with_answers)
     return outcome_of(host.streams, host.errors, host.now)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class _Flying:
 
 
 class VirtualSteering(Steering):
-    """Steering on a clock that the virtual host sets."""
+    """Steering on a clock that the virtual host sets. It keeps nothing for a next start."""
 
     now = 0.0
 
@@ -53,13 +54,14 @@ class VirtualSteering(Steering):
 
     wall_clock = clock
 
+    def keep_step_times(self) -> None:
+        return
+
 
 class VirtualHost:
     """Runs one load to its end. `policy`: `target:50`, or `fixed:1024` for a budget without steering."""
 
-    def __init__(
-        self, device: RecordedDevice, load: Load, policy: str, step_times: Path, prior: StepCosts | None = None
-    ) -> None:
+    def __init__(self, device: RecordedDevice, load: Load, policy: str, prior: StepCosts | None = None) -> None:
         self._device = device
         self._load = load
         self.now = 0.0
@@ -81,7 +83,7 @@ class VirtualHost:
             caps = ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILLS, row_buckets=device.graph_sizes, attention_waves=WAVES
             )
-            host = Host(caps, _BUDGET, _MAX_RUNNING, step_times, logging.getLogger("replay"), prior)
+            host = Host(caps, _BUDGET, _MAX_RUNNING, Path(os.devnull), logging.getLogger("replay"), prior)
             self.steering = VirtualSteering(host, Settings(spec, None, None))
         for client in (*load.chats, *load.long_prompts):
             self._send(client, 0, client.start_s)

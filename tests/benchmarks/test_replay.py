@@ -1,7 +1,5 @@
 """Loads replayed in virtual time on recorded steps of an H200 agree with what was measured there."""
 
-from pathlib import Path
-
 import pytest
 from named_loads import named_load
 from outcomes import quantile_of
@@ -77,14 +75,14 @@ def test_a_fixed_budget_has_the_gaps_and_waits_that_were_measured(
 def test_a_named_load_ends_with_its_answers() -> None:
     load = named_load("prefill:2048")
     assert len(run(RECORDING, 0, "fixed:8192", load).long_ttft) == 5
-    host = VirtualHost(RecordedDevice.load(RECORDING), load.load, "fixed:8192", Path("-"))
+    host = VirtualHost(RecordedDevice.load(RECORDING), load.load, "fixed:8192")
     host.run(until_answered=True)
     assert all(len(stream.token_times) == stream.max_tokens for stream in host.streams)
 
 
 def test_every_stream_gets_its_tokens_in_order() -> None:
     load = random_load(3, seconds=4.0)
-    host = VirtualHost(RecordedDevice.load(RECORDING), load, "fixed:2048", Path("-"))
+    host = VirtualHost(RecordedDevice.load(RECORDING), load, "fixed:2048")
     host.run()
     done = [stream for stream in host.streams if len(stream.token_times) == stream.max_tokens]
     assert done
@@ -100,6 +98,12 @@ def test_a_target_is_kept_from_a_start_that_has_seen_nothing(seed: int) -> None:
     assert outcome.long_ttft
 
 
+def test_a_replay_keeps_no_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenflow.hosts.steering._STEPS_BETWEEN_SAVES", 10)
+    monkeypatch.setattr("evenflow.hosts.steering.save_step_times", lambda model, path: pytest.fail(f"wrote {path}"))
+    run(RECORDING, 7002, "target:50ms")
+
+
 def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run(RECORDING, 7002, "target:50ms") == run(RECORDING, 7002, "target:50ms")
 
@@ -107,9 +111,7 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
 def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> None:
     """One of 60,000 tokens, and 40 of 4,000 each that keep the device busy for longer than the load runs."""
     long_prompts = (Client(0.0, (Turn(60_000, 1),)), *(Client(0.01, (Turn(4_000, 1),)) for _ in range(40)))
-    host = VirtualHost(
-        RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms", Path("-"), prior()
-    )
+    host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms", prior())
     host.run()
     first_tokens = {stream.id: stream.token_times[0] for stream in host.streams if stream.token_times}
     earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]

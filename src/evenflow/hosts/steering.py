@@ -176,7 +176,7 @@ class Steering:
         self._observations.clear()
         if self._num_steps >= self._save_at:
             self._save_at = self._num_steps + _STEPS_BETWEEN_SAVES
-            save_step_times(self.step_time, self._host.step_times_path)
+            self.keep_step_times()
 
     def add(self, request: HostRequest) -> None:
         now = self.clock()
@@ -402,7 +402,10 @@ class Steering:
         """Keep the step times for the next start."""
         self._learn()
         if self.step_time.is_calibrated:
-            save_step_times(self.step_time, self._host.step_times_path)
+            self.keep_step_times()
+
+    def keep_step_times(self) -> None:
+        save_step_times(self.step_time, self._host.step_times_path)
 
     def close(self) -> None:
         self.save()
