@@ -21,6 +21,7 @@ from evenflow.config import EngineConfig
 from evenflow.engine.engine import Engine
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.access import Caller
 from evenflow.server.engine.process import build_served_engine
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.gate import ServerLimits
@@ -29,6 +30,7 @@ from tests.models import byte_level_tokenizer
 from tests.server.engines import scripted_engine
 
 MODEL = "a-model"
+ANYONE = Caller("", "", "127.0.0.1", is_admin=True)
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -9,14 +9,12 @@ import pytest
 
 from evenflow.core.plan import ChunkReason
 from evenflow.core.report import ChunkReport
-from evenflow.server.access import Caller
 from evenflow.server.api import request_chunks
 from evenflow.server.api.request_chunks import RecentRequests
 from evenflow.server.metrics.observer import Observer, RequestRecord
-from tests.server.serving import MODEL, RunningServer, scripted_server
+from tests.server.serving import ANYONE, MODEL, RunningServer, scripted_server
 
 BUDGET = 64
-ANYONE = Caller("", "", "127.0.0.1", is_admin=True)
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,10 @@ import pytest
 from evenflow.core.request import SamplingParams
 from evenflow.engine.client import Stream
 from evenflow.executors.faulty import MOMENTS, Fault, Moment
-from evenflow.server.access import Caller
 from evenflow.server.metrics.request_accounts import Accounts, read_accounts
 from tests.models import tiny_llama
-from tests.server.serving import RunningServer, model_server, scripted_server
+from tests.server.serving import ANYONE, RunningServer, model_server, scripted_server
 
-ANYONE = Caller("", "", "127.0.0.1", is_admin=True)
 COMPLETION = "/v1/completions"
 LONG = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
