@@ -31,7 +31,7 @@ DECODE, CHUNK, LATE = "#9aa5b1", "#009485", "#d64545"
 CHUNK_COLOURS = ("#009485", "#e08e2b", "#6a5acd")
 CONTEXT = 40_000
 IMAGES = Path(__file__).resolve().parents[1] / "images"
-GPU_RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "runs" / "h200_engine.json"
+GPU_RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "runs"
 
 
 def cost(shape: StepShape) -> float:
@@ -149,12 +149,15 @@ def draw_attention(folder: Path) -> None:
 
 def draw_gpu_curves(folder: Path) -> None:
     """On a GPU: how late tokens come beside long prompts, and how long those wait, by engine and setting."""
-    runs = json.loads(GPU_RUNS.read_text())
+    runs = {}
+    for name in ("h200_engine", "h200_hosts"):
+        runs |= json.loads((GPU_RUNS / f"{name}.json").read_text())
+    vllm = "vllm 0.26, graphs up to 2,048 rows"
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
     kinds = (
         ("evenflow", "evenflow", "target", CHUNK, "o"),
-        ("vllm 0.26", "vLLM with evenflow", "new+target", CHUNK_COLOURS[1], "s"),
-        ("vllm 0.26", "vLLM, fixed budget", "fixed", DECODE, "x"),
+        (vllm, "vLLM with evenflow", "new+target", CHUNK_COLOURS[1], "s"),
+        (vllm, "vLLM, fixed budget", "fixed", DECODE, "x"),
     )
     for axis, load in zip(axes, ("32k", "65k"), strict=True):
         for engine, label, mode, colour, marker in kinds:
