@@ -413,7 +413,7 @@ def test_a_first_token_does_not_wait_for_prompts_of_another_tenant_in_its_step(p
     """Those of another class fill the step: batch work takes what is left."""
     rows = {}
     for tenant, service_class in (("flood", "standard"), ("flood", "batch"), ("light", "batch")):
-        driver = Driver(policy, cost=lambda shape: 0.0002 * shape.total_rows, num_blocks=10_000)
+        driver = Driver(policy, cost=lambda shape: 0.002 + 0.0002 * shape.total_rows, num_blocks=10_000)
         for number in range(40):
             driver.add(400, max_tokens=2, name=f"flood{number}", tenant=tenant, service_class=service_class)
         for _ in range(8):

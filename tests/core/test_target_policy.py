@@ -235,8 +235,8 @@ def in_waves(shape: StepShape) -> float:
     return 0.004 + 2e-5 * shape.padded_rows + 1e-9 * shape.wave_attention
 
 
-def in_proportion(shape: StepShape) -> float:
-    return 0.004 + 2e-5 * shape.padded_rows + 1e-9 * shape.prefill_attention
+def in_proportion(step_seconds: float = 0.004) -> Cost:
+    return lambda shape: step_seconds + 2e-5 * shape.padded_rows + 1e-9 * shape.prefill_attention
 
 
 WAVES = AttentionWaves(32, 16)
@@ -261,7 +261,51 @@ def test_a_chunk_leaves_no_wave_half_empty_where_that_is_faster() -> None:
     rounded = [c for c in chunks if c.reason is ChunkReason.ALIGNMENT]
     assert all(c.length == WAVES.whole_rows(c.length) for c in rounded)
     assert {c.length for c in rounded} == {512, 1024, 1536, 2048}
-    assert {c.reason for c in chunks_beside_chats(in_proportion)} == {ChunkReason.LATENCY}
+    assert {c.reason for c in chunks_beside_chats(in_proportion())} == {ChunkReason.LATENCY}
+
+
+def short_beside_long(cost: Cost, num_short: int) -> tuple[Driver, Chunk | None]:
+    """Short prompts that arrive while a long one is computed, at 100 ms; and its chunk in the step that ends them."""
+    driver = target_driver(100, cost)
+    driver.scheduler.step_time = Oracle(cost)
+    start_chats(driver, 4)
+    long = driver.add(60_000, max_tokens=1)
+    for _ in range(5):
+        driver.step()
+    short = [driver.add(200, max_tokens=1) for _ in range(num_short)]
+    driver.step()
+    assert all(request.is_finished for request in short)
+    chunks = driver.outcomes[-1].plan.chunks
+    return driver, next((chunk for chunk in chunks if chunk.request_id == long.id), None)
+
+
+def test_prompts_that_end_do_not_wait_for_a_chunk_of_a_long_one() -> None:
+    driver, chunk = short_beside_long(in_proportion(), 2)
+    assert chunk is None
+    driver.step()
+    assert driver.outcomes[-1].plan.chunks[0].length > 1000, "it goes on in the next step"
+
+
+def test_they_share_a_step_where_another_one_would_cost_too_much() -> None:
+    _, chunk = short_beside_long(in_proportion(0.04), 2)
+    assert chunk is not None
+    assert chunk.length > 1000
+
+
+def test_a_long_prompt_beside_short_ones_that_keep_ending_gets_most_of_the_time() -> None:
+    cost = in_proportion()
+    driver = target_driver(100, cost)
+    driver.scheduler.step_time = Oracle(cost)
+    start_chats(driver, 4)
+    clock, long = driver.executor.clock, driver.add(60_000, max_tokens=1)
+    arrival, with_short = clock.now, 0.0
+    while not long.is_finished:
+        driver.add(200, max_tokens=1)
+        before = clock.now
+        driver.step()
+        if all(chunk.request_id != long.id for chunk in driver.outcomes[-1].plan.chunks):
+            with_short += clock.now - before
+    assert 0 < with_short <= OVERTAKING_SHARE * (clock.now - arrival)
 
 
 def emission_times(driver: Driver, name: str, steps: int) -> list[float]:

@@ -24,6 +24,11 @@ TRIAL_STEPS = 128
 LATE_STRETCH = 1.1
 # How long shorter prompts may overtake a prompt, in units of its own prefill time.
 PATIENCE = 4.0
+# A chunk may wait for the next step if prompts that end in this one gain so much by it, in units of what all that wait
+# lose. More than 1, because prompts still to come lose as well.
+ENDING_GAIN = 4.0
+
+_Chunks = list[tuple[Candidate, int]]  # with their tokens
 
 
 class Target(Policy):
@@ -82,6 +87,9 @@ class Target(Policy):
         if self._num_cut_steps % TRIAL_STEPS == 0:
             return _most_in_time(view, view.step_time.predict, seconds, floor, most), ChunkReason.LATENCY
         tokens = _most_in_time(view, upper, seconds, floor, most)
+        ending = _without_last_chunk(view, tokens)
+        if ending < tokens:
+            return ending, ChunkReason.LATENCY
         whole = _in_whole_waves(view, tokens)
         return (whole, ChunkReason.ALIGNMENT) if whole < tokens else (tokens, ChunkReason.LATENCY)
 
@@ -111,19 +119,38 @@ def _most_in_time(
     return fits
 
 
+def _without_last_chunk(view: StepView, num_tokens: int) -> int:
+    """These tokens, or those before the last chunk if prompts end in them that had better not wait for it."""
+    *others, (candidate, last) = chunks = _chunks(view, num_tokens)
+    num_ending = sum(length == one.length for one, length in others)
+    if not num_ending or last == candidate.length:
+        return num_tokens
+    together, sooner, later = (_seconds(view, part) for part in (chunks, others, [(candidate, last)]))
+    gained = num_ending * (together - sooner)
+    lost = (len(view.candidates) - num_ending) * (sooner + later - together)
+    return num_tokens - last if gained > ENDING_GAIN * lost else num_tokens
+
+
 def _in_whole_waves(view: StepView, num_tokens: int) -> int:
     """These tokens, or fewer if that makes prefill faster: a wave of attention takes as long if it is not full."""
     if view.caps.attention_waves is None:
         return num_tokens
     _, last = _chunks(view, num_tokens)[-1]
     fewer = num_tokens - last + view.caps.attention_waves.whole_rows(last)
-    seconds, fewer_seconds = (view.step_time.predict(_shape(view, tokens)) for tokens in (num_tokens, fewer))
+    seconds, fewer_seconds = (_seconds(view, _chunks(view, tokens)) for tokens in (num_tokens, fewer))
     return fewer if fewer * seconds > num_tokens * fewer_seconds else num_tokens
+
+
+def _seconds(view: StepView, chunks: _Chunks) -> float:
+    return view.step_time.predict(_shape_of(view, chunks))
 
 
 def _shape(view: StepView, num_tokens: int) -> StepShape:
     """The step in which the candidates, in order, get this many tokens."""
-    chunks = _chunks(view, num_tokens)
+    return _shape_of(view, _chunks(view, num_tokens))
+
+
+def _shape_of(view: StepView, chunks: _Chunks) -> StepShape:
     return view.caps.step_shape(
         num_decodes=view.num_decodes,
         decode_context=view.decode_context,
@@ -132,9 +159,9 @@ def _shape(view: StepView, num_tokens: int) -> StepShape:
     )
 
 
-def _chunks(view: StepView, num_tokens: int) -> list[tuple[Candidate, int]]:
+def _chunks(view: StepView, num_tokens: int) -> _Chunks:
     """How many of these tokens each candidate gets, in order."""
-    left, chunks = num_tokens, list[tuple[Candidate, int]]()
+    left, chunks = num_tokens, _Chunks()
     for candidate in view.candidates:
         if not left:
             break
