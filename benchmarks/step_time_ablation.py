@@ -10,6 +10,7 @@ out. For mixed steps that took 15 ms or more, which are those that a target limi
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -139,7 +140,10 @@ def evaluate(job: tuple[str, str]) -> str:
 
 def main() -> None:
     names = sorted(path.name for path in RECORDINGS.glob("*.gz"))
-    jobs = list(product(names, VARIANTS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recording", choices=names, help="one of them (default: all)")
+    chosen = parser.parse_args().recording
+    jobs = list(product([chosen] if chosen else names, VARIANTS))
     with ProcessPoolExecutor() as pool:
         for (name, variant), line in zip(jobs, pool.map(evaluate, jobs), strict=True):
             if variant == "all parts":

@@ -31,7 +31,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-from host_bench import TINY_MODEL_LEN, RunFigures, line_of, planned_runs, table, write_model, write_run  # noqa: E402
+from host_bench import (  # noqa: E402
+    TINY_MODEL_LEN,
+    RunFigures,
+    line_of,
+    planned_runs,
+    run_argument,
+    table,
+    write_model,
+    write_run,
+)
 from load_client import LoadRun  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
 from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
@@ -340,6 +349,10 @@ def measure_steps(options: argparse.Namespace, stages: Stages, steps: Steps, max
             steps.drain()
 
 
+def _run_argument(text: str) -> str:
+    return text if text in ("decode", "prefill", "mixed") else run_argument(text)
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -347,7 +360,11 @@ def _numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="*", default=["decode", "prefill"], help="decode, prefill, mixed, or LOAD,...=POLICY,..."
+        "runs",
+        type=_run_argument,
+        nargs="*",
+        default=["decode", "prefill"],
+        help="decode, prefill, mixed, or LOAD,...=POLICY,...",
     )
     parser.add_argument("--batches", type=_numbers, default=[1, 32, 128, 256], help="of decode")
     parser.add_argument("--chunks", type=_numbers, default=[128, 256, 512, 1024, 2048], help="of mixed, in tokens")
@@ -362,8 +379,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="begin no stage after this time")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     options = parser.parse_args()
-    if unknown := [run for run in options.runs if run not in ("decode", "prefill", "mixed") and "=" not in run]:
-        parser.error(f"got {unknown[0]} but expected decode, prefill, mixed or LOAD,...=POLICY,...")
     if options.tiny and options.deterministic:
         parser.error("--deterministic needs a GPU")
     with tempfile.TemporaryDirectory() as name:

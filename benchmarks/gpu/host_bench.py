@@ -215,10 +215,33 @@ def table(figures: Sequence[RunFigures]) -> str:
 
 def make_parser(description: str | None, default: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", default=default, help=f"LOAD,...=MODE,...; loads: {NAMES}")
+    parser.add_argument(
+        "runs", type=run_argument, nargs="*", default=default, help=f"LOAD,...=MODE,...; loads: {NAMES}"
+    )
     parser.add_argument("--steps", type=Path, default=None, help="append figures and steps there, *.jsonl.gz")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     return parser
+
+
+def run_argument(text: str) -> str:
+    """For argparse: one `LOADS=MODES`, if there are such loads and modes."""
+    loads, _, modes = text.partition("=")
+    try:
+        for name in loads.split(","):
+            named_load(name)
+        for mode in modes.split(","):
+            _check_mode(mode)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _check_mode(mode: str) -> None:
+    start, _, policy = mode.rpartition("+")
+    if start not in ("", "new", "kept") or not policy:
+        raise ValueError(f"Got mode {mode!r} but expected one such as fixed:512, target:50ms or new+target:50ms.")
+    if policy != "default":
+        PolicySpec.parse(policy.replace("unmixed:", "fixed:"))  # SGLang's own chunks
 
 
 def planned_runs(runs: Sequence[str], is_tiny: bool) -> list[tuple[NamedLoad, str]]:

@@ -38,7 +38,15 @@ class NamedLoad:
 
 
 def named_load(name: str) -> NamedLoad:
+    """ValueError if there is none of this name."""
     kind, *values = name.split(":")
+    try:
+        return _load(name, kind, values)
+    except ValueError:
+        raise ValueError(f"Got load {name!r} but expected one of {NAMES}, with numbers above 0.") from None
+
+
+def _load(name: str, kind: str, values: list[str]) -> NamedLoad:
     chats = tuple(Client(0.0, (Turn(1024, 1000),), repeats=True) for _ in range(64))
     match kind, values:
         case "32k", []:
@@ -52,16 +60,23 @@ def named_load(name: str) -> NamedLoad:
         case "chats", []:
             return NamedLoad(name, Load(0, 6.0, "none", chats, ()), ends_with_answers=False)
         case "decode", [number]:
-            streams = tuple(Client(0.0, (Turn(1024, 160),), repeats=True) for _ in range(int(number)))
+            streams = tuple(Client(0.0, (Turn(1024, 160),), repeats=True) for _ in range(_positive(number)))
             return NamedLoad(name, Load(0, 3.0 + len(streams) / 40, "none", streams, ()), ends_with_answers=False)
         case "prefill", [tokens]:
-            apart = 0.2 + int(tokens) / 20_000
-            return _steady(name, (), [Client(apart * number, (Turn(int(tokens), 2),)) for number in range(5)])
+            size = _positive(tokens)
+            apart = 0.2 + size / 20_000
+            return _steady(name, (), [Client(apart * number, (Turn(size, 2),)) for number in range(5)])
         case "random", [seed]:
             return NamedLoad(name, random_load(int(seed)), ends_with_answers=False)
         case "random", [seed, seconds]:
-            return NamedLoad(name, random_load(int(seed), float(seconds)), ends_with_answers=False)
-    raise ValueError(f"Got load {name!r} but expected one of {NAMES}.")
+            return NamedLoad(name, random_load(int(seed), _positive(seconds)), ends_with_answers=False)
+    raise ValueError
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def _steady(name: str, chats: tuple[Client, ...], long_prompts: list[Client]) -> NamedLoad:

@@ -28,6 +28,8 @@ sys.path.insert(0, str(HERE))
 from random_loads import Client, Load, random_load  # noqa: E402
 from step_recording import VERSION, append_line, decode_steps  # noqa: E402
 
+from evenflow.vllm.graphs import CAPTURE_SIZES  # noqa: E402
+
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -117,9 +119,7 @@ class Recorder:
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """vLLM's own sizes up to 512 rows, then every 64."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, largest + 1, 64)]
-    return [size for size in sizes if size <= largest]
+    return [size for size in CAPTURE_SIZES if size <= largest]
 
 
 async def record(args: argparse.Namespace, folder: Path) -> None:

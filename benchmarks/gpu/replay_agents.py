@@ -14,7 +14,7 @@ import random
 from statistics import quantiles
 
 from random_loads import Client, Load, Turn
-from replay_loads import device, prior
+from replay_loads import add_recording_and_seeds, device, milliseconds, prior
 from virtual_host import VirtualHost
 
 NUM_AGENTS, PREFIX_TOKENS, TURN_TOKENS, ANSWER_TOKENS, THINK_S = 16, 16_000, 500, 60, 0.5
@@ -52,13 +52,12 @@ def run(recording: str, seed: int, policy: str) -> tuple[list[float], list[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recording", default="h200_vllm026_graphs2048", help="a file of recordings/")
-    parser.add_argument("--seeds", type=int, nargs=2, default=(1, 9), help="the first, and the one after the last")
-    parser.add_argument("--target", type=float, default=50, help="milliseconds")
+    add_recording_and_seeds(parser, 1, 9)
+    parser.add_argument("--target", type=milliseconds, default=50.0, help="milliseconds")
     options = parser.parse_args()
     for seed in range(*options.seeds):
         p99 = {}
-        for name, policy in (("default", "fixed:8192"), ("target", f"target:{options.target:g}")):
+        for name, policy in (("default", "fixed:8192"), ("target", f"target:{options.target:g}ms")):
             turns, misses = run(options.recording, seed, policy)
             cuts = quantiles(turns, n=100, method="inclusive")
             p99[name] = cuts[98]

@@ -19,14 +19,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import fmean, median
+from typing import Any
 
-from host_bench import RunFigures, planned_runs, table
+from host_bench import RunFigures, planned_runs, run_argument, table
 from named_loads import NAMES, NamedLoad
 from outcomes import Outcome, outcome_of
 from random_loads import random_load
 from recorded_device import RECORDINGS, WAVES, RecordedDevice
 from virtual_host import VirtualHost
 
+from evenflow.core.policies import PolicySpec
 from evenflow.core.roofline import ModelWork, known_device, roofline
 from evenflow.core.step_costs import StepCosts
 
@@ -143,22 +145,54 @@ def print_table(verdicts: list[Verdict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", help=f"LOAD,...=POLICY,... instead of seeds; loads: {NAMES}")
-    parser.add_argument("--recording", default="h200_vllm026_graphs2048", help=f"a file of {RECORDINGS.name}/")
-    parser.add_argument(
-        "--seeds", type=int, nargs=2, default=(5000, 5050), help="the first, and the one after the last"
-    )
-    parser.add_argument("--targets", type=float, nargs="+", default=(25.0, 50.0, 100.0), help="milliseconds")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    help_on_runs = f"LOAD,...=POLICY,... instead of seeds; loads: {NAMES}"
+    parser.add_argument("runs", type=_run_argument, nargs="*", help=help_on_runs)
+    add_recording_and_seeds(parser, 5000, 5050)
+    parser.add_argument("--targets", type=milliseconds, nargs="+", default=(25.0, 50.0, 100.0), help="milliseconds")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), choices=range(1, 257), metavar="COUNT")
     options = parser.parse_args()
     if options.runs:
-        runs = planned_runs(options.runs, is_tiny=False)
-        found = [RunFigures.of(load.name, policy, run(options.recording, 0, policy, load)) for load, policy in runs]
+        found = []
+        for load, mode in planned_runs(options.runs, is_tiny=False):
+            outcome = run(options.recording, 0, mode.removeprefix("new+"), load)
+            found.append(RunFigures.of(load.name, mode, outcome))
         print(table(found))
         return
     one = partial(judge, recording=options.recording, targets=tuple(options.targets))
     with ProcessPoolExecutor(options.processes) as pool:
         print_table([verdict for verdicts in pool.map(one, range(*options.seeds)) for verdict in verdicts])
+
+
+def add_recording_and_seeds(parser: argparse.ArgumentParser, first: int, last: int) -> None:
+    names = sorted(path.name.partition(".")[0] for path in RECORDINGS.glob("*.jsonl.gz"))
+    parser.add_argument("--recording", default="h200_vllm026_graphs2048", choices=names)
+    parser.add_argument(
+        "--seeds", type=int, nargs=2, action=_Seeds, default=(first, last), help="the first, and the one after the last"
+    )
+
+
+class _Seeds(argparse.Action):
+    """Two numbers, the second above the first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
+        first, end = values
+        if first >= end:
+            parser.error(f"argument --seeds: got {first} {end}, but the second is not above the first")
+        setattr(namespace, self.dest, values)
+
+
+def milliseconds(text: str) -> float:
+    try:
+        return 1000 * (PolicySpec.parse(f"target:{float(text):g}ms").target or 0.0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _run_argument(text: str) -> str:
+    for mode in run_argument(text).partition("=")[2].split(","):
+        if not mode.startswith(("fixed:", "target:", "new+target:")):
+            raise argparse.ArgumentTypeError(f"Got {mode!r} but virtual time has fixed:N and target:T only.")
+    return text
 
 
 if __name__ == "__main__":

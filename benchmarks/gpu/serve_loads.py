@@ -31,7 +31,16 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "claims")]
 
 import httpx  # noqa: E402
 import server_runs  # noqa: E402
-from host_bench import TINY_MODEL_LEN, RunFigures, line_of, planned_runs, table, target_of, write_model  # noqa: E402
+from host_bench import (  # noqa: E402
+    TINY_MODEL_LEN,
+    RunFigures,
+    line_of,
+    planned_runs,
+    run_argument,
+    table,
+    target_of,
+    write_model,
+)
 from load_client import LoadRun  # noqa: E402
 from named_loads import NAMES, NamedLoad  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
@@ -204,6 +213,11 @@ def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
     return figures
 
 
+def _run_argument(text: str) -> str:
+    is_own = text == "restart" or text.partition("=")[0] in ("agents", "claims")
+    return text if is_own else run_argument(text)
+
+
 def _by_start(runs: list[str]) -> list[list[str]]:
     starts: list[list[str]] = [[]]
     for run in runs:
@@ -216,7 +230,9 @@ def _by_start(runs: list[str]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", default=RUNS, help=f"LOAD,...=MODE,...; loads: {NAMES}, agents")
+    parser.add_argument(
+        "runs", type=_run_argument, nargs="*", default=RUNS, help=f"LOAD,...=MODE,...; loads: {NAMES}, agents"
+    )
     parser.add_argument("--port", type=int, default=8231)
     parser.add_argument("--engine", choices=["vllm", "evenflow"], default="vllm")
     parser.add_argument("--flag", action="append", default=[], help="passed to the engine; give it as --flag=--X")

@@ -149,7 +149,7 @@ def draw_attention(folder: Path) -> None:
 
 def draw_gpu_curves(folder: Path) -> None:
     """On a GPU: how late tokens come beside long prompts, and how long those wait, by engine and setting."""
-    runs = {}
+    runs: dict[str, Any] = {}
     for name in ("h200_engine", "h200_hosts"):
         runs |= json.loads((GPU_RUNS / f"{name}.json").read_text())
     vllm = "vllm 0.26, graphs up to 2,048 rows"

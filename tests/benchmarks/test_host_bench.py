@@ -150,8 +150,34 @@ def test_loads_and_modes_are_planned_a_load_at_a_time() -> None:
         ("chats", "target:50ms"),
         ("random:7:3", "fixed:8"),
     ]
-    with pytest.raises(ValueError, match="Got load '16k' but expected one of 32k"):
-        named_load("16k")
+
+
+@pytest.mark.parametrize("name", ["16k", "32k:5", "decode:0", "decode:abc", "prefill:-3", "random:x", "random:5:0", ""])
+def test_other_loads_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Got load '{name}' but expected one of 32k"):
+        named_load(name)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("33k=fixed:8", "Got load '33k'"),
+        ("32k", "Got mode ''"),
+        ("32k=fixed:512,", "Got mode ''"),
+        ("32k=old+target:50ms", "Got mode 'old"),
+        ("32k=bogus", "bogus"),
+        ("32k=target:-5ms", "-5ms"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused_before_an_engine_starts(
+    argument: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = host_bench.make_parser("", ())
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([argument])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    runs = ["32k,chats=new+target:50ms,fixed:512,default", "random:7:3=unmixed:512"]
+    assert parser.parse_args(runs).runs == runs
 
 
 @pytest.mark.parametrize("name", ["32k", "65k", "60k", "chats", "random:3"])

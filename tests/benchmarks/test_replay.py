@@ -5,7 +5,7 @@ from named_loads import named_load
 from outcomes import quantile_of
 from random_loads import Client, Load, Turn, random_load
 from recorded_device import RecordedDevice, StepWork
-from replay_loads import prior, run
+from replay_loads import main, prior, run
 from step_recording import Chunk, RecordedLoad, Recording, Step
 from virtual_host import VirtualHost
 
@@ -127,3 +127,19 @@ def test_agents_do_not_wait_for_a_prompt_that_nothing_is_cached_of() -> None:
     turns, misses = run_agents(RECORDING, 1, "target:50")
     assert 5 * sorted(turns)[-2] < sorted(waits)[-2]
     assert len(misses) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("32k=kept+target:50ms", "32k=default", "--recording nope", "--seeds 10 5", "--targets 0", "--targets nan"),
+        *("--targets fast", "--processes 0"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["replay_loads.py", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "error: argument" in capsys.readouterr().err.splitlines()[-1]

@@ -21,12 +21,15 @@ CAPS = ExecutorCaps()
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA H20", "H20"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla V100-SXM2-32GB", "V100"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L40", "L40"),
         ("NVIDIA L4", "L4"),
@@ -39,7 +42,10 @@ def test_devices_are_known_by_the_name_that_the_driver_gives(name: str, found: s
     assert known_device(name) is DEVICES[found]
 
 
-@pytest.mark.parametrize("name", ["", "cpu", "Apple M3", "Radeon 780M", "NVIDIA GeForce GTX 1080"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "cpu", "Apple M3", "Radeon 780M", "NVIDIA GeForce GTX 1080", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA T400"],
+)
 def test_other_devices_are_unknown(name: str) -> None:
     assert known_device(name) is None
 

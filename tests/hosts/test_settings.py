@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.errors import InvalidConfig
-from evenflow.hosts.settings import SHARES_VARIABLE, TARGET_VARIABLE, own_class, own_tenant, read_settings
+from evenflow.hosts.settings import SHARES_VARIABLE, TARGET_VARIABLE, own_class, own_target, own_tenant, read_settings
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,14 @@ def test_shares_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_the_class_of_a_request(given: dict[str, object] | None, priority: int, expected: str) -> None:
     assert own_class(given, priority, DEFAULT_CLASSES) == expected
+
+
+def test_the_target_of_a_request() -> None:
+    assert own_target({"tbt_target": 0.05}) == 0.05
+    assert own_target({"ttft_target": 2}, "ttft_target") == 2.0
+    for senseless in ("50ms", True, 0, -1, math.nan, math.inf, 10**400, 3601):
+        assert own_target({"tbt_target": senseless}) is None
+    assert own_target(None) is None
 
 
 def test_the_tenant_of_a_request() -> None:

@@ -6,6 +6,7 @@ within about a factor of 1.5 of it, and the first few of them correct the rest.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -41,8 +42,9 @@ class ModelWork:
     cache_bytes: float  # of one token
 
 
-# By a part of the name that the driver gives; the first match counts. From the vendors' data sheets.
+# By words of the name that the driver gives; the first match counts. From the vendors' data sheets.
 DEVICES = {
+    "GB200": Device(8.0e12, 2500e12),
     "B200": Device(8.0e12, 2250e12),
     "GH200": Device(4.0e12, 989e12, 132),
     "H200": Device(4.8e12, 989e12, 132),
@@ -57,6 +59,7 @@ DEVICES = {
     "L40": Device(0.864e12, 181e12),
     "L4": Device(0.3e12, 121e12),
     "A10": Device(0.6e12, 125e12),
+    "A10G": Device(0.6e12, 70e12),
     "RTX 5090": Device(1.79e12, 210e12),
     "RTX 4090": Device(1.008e12, 165e12),
     "RTX 3090": Device(0.936e12, 71e12),
@@ -68,7 +71,7 @@ DEVICES = {
 
 
 def known_device(name: str) -> Device | None:
-    return next((device for part, device in DEVICES.items() if part in name), None)
+    return next((device for part, device in DEVICES.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 class WaveKernel(Enum):

@@ -167,9 +167,11 @@ def flag_name(flag: str) -> str:
 
 
 def refuse_flags(flags: Sequence[str], refused: Mapping[str, str]) -> None:
-    """Refuse flags that are in this table of reasons."""
+    """Refuse flags that are in this table of reasons, and abbreviations of them, which the hosts accept."""
     for flag in flags:
-        if (reason := refused.get(flag_name(flag))) is not None:
+        name = flag_name(flag)
+        reason = next((why for full, why in refused.items() if full.startswith(name)), None)
+        if reason is not None and len(name) > len("--"):
             raise InvalidInput(f"Got {flag!r} after the -- but {reason}.")
 
 

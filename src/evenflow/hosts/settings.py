@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenflow.core.policies import MIN_TARGET_S, PolicySpec
+from evenflow.core.policies import MAX_TARGET_S, MIN_TARGET_S, PolicySpec
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
 from evenflow.errors import InvalidConfig
 from evenflow.hosts.policy_file import NO_TARGET
@@ -74,8 +73,9 @@ def _policy(target: Any) -> PolicySpec | None:
 def own_target(extra_args: Mapping[str, Any] | None, name: str = "tbt_target") -> float | None:
     """A request's own target in seconds; None if it has none, or none that makes sense."""
     target = (extra_args or {}).get(name)
-    is_valid = isinstance(target, int | float) and MIN_TARGET_S <= target < math.inf
-    return float(target) if is_valid else None  # type: ignore[arg-type]
+    if isinstance(target, bool) or not isinstance(target, int | float) or not MIN_TARGET_S <= target <= MAX_TARGET_S:
+        return None
+    return float(target)
 
 
 def own_class(extra_args: Mapping[str, Any] | None, priority: int, classes: Classes) -> str:

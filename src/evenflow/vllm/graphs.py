@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from evenflow.hosts.launch import flag_name
+
 # vLLM captures up to 512 rows and launches the operations of larger steps one by one, which takes 26 ms beside an H200.
 # Beyond 512 rows a step is long, so padding it to a multiple of 64 costs little.
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 2049, 64))
@@ -23,7 +25,7 @@ _GRAPH_FLAGS = (
 
 def graph_flags(flags: Sequence[str]) -> list[str]:
     """Flags for vLLM on a GPU that capture more graphs; none if `flags` decide on them."""
-    names = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
+    names = {flag_name(flag).partition(".")[0] for flag in flags}
     if any(name in _GRAPH_FLAGS or name.startswith("-O") for name in names):
         return []
     return ["--compilation-config", json.dumps({"cudagraph_capture_sizes": CAPTURE_SIZES})]

@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 from evenflow.advisor.vllm_flags import PACKAGES, command_flags
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
-from evenflow.hosts.launch import EVENFLOW_OPTION, HostLaunch, HostPackage, RunFolder, own_settings, refuse_flags
+from evenflow.hosts.launch import (
+    EVENFLOW_OPTION,
+    HostLaunch,
+    HostPackage,
+    RunFolder,
+    flag_name,
+    own_settings,
+    refuse_flags,
+)
 from evenflow.hosts.settings import CONFIG_KEY
 from evenflow.vllm.graphs import graph_flags
 
@@ -43,8 +51,9 @@ class VllmLaunch(HostLaunch):
     def check_flags(cls, flags: Sequence[str]) -> None:
         refuse_flags(flags, _REFUSED_FLAGS)
         for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-            name, _, inline = flag.partition("=")
-            if name.replace("_", "-") == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value):
+            name, inline = flag_name(flag), flag.partition("=")[2]
+            is_whole = name == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value)
+            if is_whole or f"{name}.".startswith(f"--additional-config.{CONFIG_KEY}."):
                 raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but evenflow sets it: use --tbt-target.")
 
     @classmethod
@@ -64,5 +73,5 @@ class VllmLaunch(HostLaunch):
 
 def worker_flags(flags: Sequence[str]) -> list[str]:
     """Flags for vLLM that warm up its output layer, unless `flags` name another worker."""
-    is_named = any(flag.split("=")[0].replace("_", "-") == "--worker-cls" for flag in flags)
+    is_named = any(flag_name(flag) == "--worker-cls" for flag in flags)
     return [] if is_named else ["--worker-cls", _WORKER_CLASS]

@@ -343,7 +343,10 @@ def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str,
 
 @pytest.mark.parametrize(
     "flags",
-    [["--port", "9"], ["--served_model_name=x"], ["--scheduler-cls", "x"], ["--additional-config", '{"evenflow": {}}']],
+    [
+        *(["--port", "9"], ["--served_model_name=x"], ["--api-ke", "x"], ["--scheduler-cls", "x"]),
+        *(["--additional-config", '{"evenflow": {}}'], ["--additional_config.evenflow.tbt_target=9ms"]),
+    ],
 )
 def test_flags_that_evenflow_sets_are_refused(flags: list[str]) -> None:
     with pytest.raises(InvalidInput, match="Got"):
@@ -390,7 +393,7 @@ def test_the_users_own_worker_is_kept() -> None:
 
 def test_other_flags_are_vllms_to_judge() -> None:
     VllmLaunch.check_flags(
-        ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray"]
+        ["--tensor-parallel-size", "2", "--additional-config", '{"x": 1}', "--distributed-executor-backend=ray", "--"]
     )
 
 
