@@ -23,9 +23,9 @@ from evenflow.bench.demo import compare_policies, mixed_prompts
 from evenflow.bench.demo_run import DemoRunner
 from evenflow.bench.figures import percentile
 from evenflow.core.policies import PolicySpec
+from evenflow.core.report import LOG_INTERVAL_S
 from evenflow.core.request import Request
 from evenflow.engine.outputs import RequestOutput
-from evenflow.engine.stats import LOG_INTERVAL_S
 
 _CHUNK = 512
 _LONG, _MIDDLE, _SHORT = 6144, 2048, 256  # tokens of a prompt; the default model's context is 8,192

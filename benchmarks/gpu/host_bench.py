@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from evenflow.bench.curves import read_off
 from evenflow.bench.endpoints import Answer, Ask
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
+from evenflow.hosts.launch import HostPackage
 
 TINY = LLAMA_8B | {
     "hidden_size": 64,
@@ -221,6 +223,14 @@ def make_parser(description: str | None, default: Sequence[str]) -> argparse.Arg
     parser.add_argument("--steps", type=Path, default=None, help="append figures and steps there, *.jsonl.gz")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny loads, to test the script")
     return parser
+
+
+def parse_for(parser: argparse.ArgumentParser, host: HostPackage) -> argparse.Namespace:
+    """The options, if this environment has the host engine."""
+    options = parser.parse_args()
+    if importlib.util.find_spec(host.engine) is None:
+        parser.error(f"{host.name} is not installed here: {host.install}")
+    return options
 
 
 def run_argument(text: str) -> str:

@@ -25,6 +25,7 @@ from host_bench import (  # noqa: E402
     RunFigures,
     environment,
     make_parser,
+    parse_for,
     planned_runs,
     table,
     write_model,
@@ -34,6 +35,7 @@ from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
 from switchable_sglang import write_entry_point  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
+from evenflow.sglang.launch import SGLANG  # noqa: E402
 
 PLAIN = "default"
 RUNS = ("32k,65k=new+target:50ms,new+target:25ms,default,fixed:512,fixed:1024,unmixed:512,unmixed:1024",)
@@ -114,7 +116,7 @@ def main() -> None:
     parser = make_parser(__doc__, RUNS)
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave out the answers")
     parser.add_argument("--attention", default="flashinfer", help="SGLang's --attention-backend")
-    options = parser.parse_args()
+    options = parse_for(parser, SGLANG)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_entry_point(folder / "packages")

@@ -26,6 +26,7 @@ from host_bench import (  # noqa: E402
     RunFigures,
     environment,
     make_parser,
+    parse_for,
     planned_runs,
     table,
     write_model,
@@ -34,6 +35,7 @@ from mode_file import MODE_VARIABLE  # noqa: E402
 from record_vllm_steps import MAX_MODEL_LEN, capture_sizes  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
+from evenflow.vllm.launch import VLLM  # noqa: E402
 
 RUNS = ("32k,65k=new+target:50ms,new+target:25ms,kept+target:50ms,kept+target:25ms,fixed:512,fixed:1024,fixed:2048",)
 PLAIN = "fixed:8192"
@@ -94,7 +96,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
 def main() -> None:
     parser = make_parser(__doc__, RUNS)
     parser.add_argument("--graphs", type=int, default=0, help="capture graphs up to this many rows (default: vLLM's)")
-    options = parser.parse_args()
+    options = parse_for(parser, VLLM)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ |= environment(folder, HERE)

@@ -14,6 +14,8 @@ from evenflow.core.deadlines import LateToken
 from evenflow.core.plan import ChunkReason, RowLogprobs, StepShape, TierResult
 from evenflow.core.step_time import StepTimeModel
 
+LOG_INTERVAL_S = 10.0  # between the lines that sum up steps
+
 
 class ChunkReport(NamedTuple):
     """A chunk of a prompt, as it ran."""

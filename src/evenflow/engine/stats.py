@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from evenflow.core.report import StepReport
+from evenflow.core.report import LOG_INTERVAL_S, StepReport
 
 logger = logging.getLogger("evenflow")
-
-LOG_INTERVAL_S = 10.0
 
 
 @dataclass(slots=True)

@@ -10,11 +10,10 @@ import socket
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from evenflow.core.report import StepReport
+from evenflow.core.report import LOG_INTERVAL_S, StepReport
 from evenflow.framing import frame
 from evenflow.hosts.messages import HostStep, RequestArrived, RequestLeft
 
-LOG_INTERVAL_S = 10.0
 _MAX_UNSENT_BYTES = 4 << 20  # thousands of steps
 
 
