@@ -195,14 +195,23 @@ def test_a_prompt_overtaken_for_its_share_is_ranked_by_its_arrival_until_it_has_
 
 
 def test_a_prompt_overtakes_if_all_that_it_has_left_fits_into_the_share() -> None:
-    """600 ms of prefill and 450 that are later: 1,050 ms to the first token, of which 420 may go to others."""
-    long, short = Place(10.0, 600, 0), Place(10.0, 450, 0)
-    assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 11.8]
-    assert ranks(10.2, (long, 0), (short, 0)) == [12.4, 11.8]  # one that has waited longer gives more
-    long.overtaken_s = 0.1
-    assert ranks(10.3, (long, 0), (short, 150)) == [12.4, pytest.approx(11.8)]  # and is passed to the end
-    long.overtaken_s = 0.25
-    assert ranks(10.45, (long, 0), (short, 300)) == [12.4, pytest.approx(11.8)]
+    """1,200 ms of prefill and 600 that are later: 1,800 ms to the first token, of which 540 may go to others."""
+    long, short = Place(10.0, 1200, 0), Place(10.0, 600, 0)
+    assert ranks(10.0, (long, 0), (short, 0)) == [10.0, 12.4]
+    assert ranks(10.3, (long, 0), (short, 0)) == [14.8, 12.4]  # one that has waited longer gives more
+    long.overtaken_s = 0.15
+    assert ranks(10.45, (long, 0), (short, 150)) == [14.8, pytest.approx(12.4)]  # and is passed to the end
+    long.overtaken_s = 0.3
+    assert ranks(10.6, (long, 0), (short, 300)) == [14.8, pytest.approx(12.4)]
+
+
+def test_the_last_part_of_a_prefill_that_was_begun_is_not_interrupted() -> None:
+    short = Place(11.9, 50, 0)
+    long = Place(10.0, 2000, 0)
+    assert ranks(12.0, (long, 1700), (short, 0)) == pytest.approx([18.0, 12.1])
+    assert ranks(12.0, (long, 1800), (short, 0)) == pytest.approx([10.0, 12.1])
+    for unbegun, start in ((Place(11.9, 200, 0), 0), (Place(11.9, 400, 200), 200)):
+        assert ranks(12.0, (unbegun, start), (short, 0)) == pytest.approx([12.7, 12.1])
 
 
 def test_it_is_the_next_of_the_later_prompts_that_has_to_fit() -> None:

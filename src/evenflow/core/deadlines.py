@@ -21,7 +21,9 @@ PACED_SLACK = 2.0  # C in units of T
 # However long a prefill is predicted to be, others do not overtake it for longer than this.
 MAX_PATIENCE_S = 30.0
 # Later prompts get at most this share of the prefill while an earlier one waits or is served.
-OVERTAKING_SHARE = 0.4
+OVERTAKING_SHARE = 0.3
+# The last seconds of a prefill that was begun are not interrupted: those who arrive in them hardly notice the wait.
+LAST_PART_S = 0.2
 # The earliest prompts, whose ranks follow at each step. The others' follow when they are among these.
 HEAD_OF_LINE = 16
 
@@ -122,8 +124,8 @@ def rank_times(
 ) -> list[float]:
     """The same for the earliest prompts of a line, in order of arrival, each with where it has got to.
 
-    Later prompts overtake one for a share of the time until its first token, and start to do so when all that they have
-    left fits into it: prompts that took turns would all be late.
+    Later prompts overtake one for a share of the time until its first token, but not in its last part. They start to do
+    so when all that they have left fits into the share: prompts that took turns would all be late.
     """
     ranks: list[float] = []
     next_rank, next_left = math.inf, 0.0  # of the later prompts, the one that is served next
@@ -132,7 +134,8 @@ def rank_times(
         rank = _rank_time(place, left, patience, seconds_of)
         overtaking = next_left if next_rank < rank else 0.0
         ttft = now - place.arrival_time + left + overtaking
-        if place.overtaken_s + overtaking > OVERTAKING_SHARE * ttft:
+        is_last_part = start > place.num_cached_tokens and left <= LAST_PART_S
+        if is_last_part or place.overtaken_s + overtaking > OVERTAKING_SHARE * ttft:
             rank = place.arrival_time
         if rank <= next_rank:
             next_rank, next_left = rank, left
