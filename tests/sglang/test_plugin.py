@@ -144,8 +144,9 @@ def test_short_prompts_pass_waiting_long_ones(driver: Driver) -> None:
 
 def test_short_prompts_pass_one_that_was_begun(driver: Driver) -> None:
     def script() -> list[list[Any]]:
+        long = request("long", 6000, 3, first_token=1)  # 0.6 s, of which the last 0.2 s would not be interrupted
         shorts = [request("short", 30, 3, first_token=2), request("other", 40, 3, first_token=3)]
-        return [*stall_script(), [], shorts]
+        return [[request("stream", 20, 60)], [], [], [long], [], shorts]
 
     driver.steer(None)
     driver.run(script())
@@ -157,7 +158,7 @@ def test_short_prompts_pass_one_that_was_begun(driver: Driver) -> None:
     (passing,) = steps_beside(steps, "short")
     assert passing.chunks == {"short": (0, 30), "other": (0, 40)}
     assert steps.index(passing) < steps.index(steps_beside(steps, "long")[-1])
-    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 1500
+    assert sum(step.num_prefill_tokens for step in steps_beside(steps, "long")) == 6000
     assert driver.scheduler.evenflow.core.num_streams == 0
 
 
