@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from io import StringIO
+from typing import cast
 
 import httpx
 import pytest
+from rich.console import Console
 
-from evenflow.cli.demo_live import open_browser
+from evenflow.bench.live_load import Load, LoadLimits, make_load
+from evenflow.cli import demo_live
+from evenflow.cli.demo_live import _LiveDemo, open_browser
+from evenflow.server.serving import Server
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli
 
 
@@ -53,6 +61,52 @@ def test_an_interrupt_ends_it_cleanly(live_demo: subprocess.Popen[str]) -> None:
     assert live_demo.returncode == 0
     assert re.fullmatch(r"Stopped\.( Sent .*)?\n", out)
     assert "Traceback" not in err
+
+
+class SlowToStop:
+    """An endpoint whose requests never end, and take a moment when they are cancelled."""
+
+    num_open_at_close: int | None = None
+
+    def __init__(self, address: str) -> None:
+        self.num_open = 0
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            SlowToStop.num_open_at_close = self.num_open
+
+    async def stream(self, ask: object, answer: object) -> None:
+        self.num_open += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            self.num_open -= 1
+
+
+def test_requests_end_before_their_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = make_load(LoadLimits(max_model_len=4096), prefill_rate=1000.0, nonce="")
+
+    async def fetch(_demo: object, _seconds: float) -> Load:
+        return load
+
+    monkeypatch.setattr(demo_live, "HttpEndpoint", SlowToStop)
+    monkeypatch.setattr(demo_live._LiveDemo, "_fetch_load", fetch)
+    monkeypatch.setattr(demo_live._LiveDemo, "_policy", "target:50ms")
+
+    async def interrupt() -> None:
+        server = cast("Server", None)
+        sending = asyncio.ensure_future(_LiveDemo(server, "", Console(file=StringIO()))._put_load(10.0))
+        await asyncio.sleep(0.1)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    asyncio.run(interrupt())
+    assert SlowToStop.num_open_at_close == 0
 
 
 @pytest.mark.parametrize("arguments", [["simple"], ["--json", "-"], ["--plot", "x.png"]])

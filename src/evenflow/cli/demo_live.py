@@ -101,8 +101,10 @@ class _LiveDemo:
                 try:
                     while not (await asyncio.wait([running], timeout=_SHOW_S))[0]:
                         say(run.progress())
+                    await running
                 finally:
                     running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)  # its requests end before the endpoint closes
 
     async def _fetch_load(self, load_s: float) -> Load:
         async with httpx.AsyncClient(base_url=self._address, trust_env=False) as client:
