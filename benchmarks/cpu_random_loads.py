@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from outcomes import Outcome, Stream, outcome_of
 from random_loads import Client, Load, random_load
-from replay_loads import print_table, verdict_of
+from replay_loads import add_seeds, milliseconds, print_table, verdict_of
 
 from evenflow import LLM, SamplingParams
 from evenflow.core.policies import PolicySpec
@@ -98,8 +98,8 @@ class EngineRun:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--seeds", type=int, nargs=2, default=(1, 11), help="first, and one after the last")
-    parser.add_argument("--target", type=float, default=400.0, help="milliseconds")
+    add_seeds(parser, 1, 11)
+    parser.add_argument("--target", type=milliseconds, default=400.0, help="milliseconds")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--prefill-rate", type=float, default=170.0, help="tokens per second, about")
     options = parser.parse_args()

@@ -166,6 +166,10 @@ def main() -> None:
 def add_recording_and_seeds(parser: argparse.ArgumentParser, first: int, last: int) -> None:
     names = sorted(path.name.partition(".")[0] for path in RECORDINGS.glob("*.jsonl.gz"))
     parser.add_argument("--recording", default="h200_vllm026_graphs2048", choices=names)
+    add_seeds(parser, first, last)
+
+
+def add_seeds(parser: argparse.ArgumentParser, first: int, last: int) -> None:
     parser.add_argument(
         "--seeds", type=int, nargs=2, action=_Seeds, default=(first, last), help="the first, and the one after the last"
     )

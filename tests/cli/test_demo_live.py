@@ -10,7 +10,7 @@ import webbrowser
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from io import StringIO
-from typing import cast
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +19,6 @@ from rich.console import Console
 from evenflow.bench.live_load import Load, LoadLimits, make_load
 from evenflow.cli import demo_live
 from evenflow.cli.demo_live import _LiveDemo, open_browser
-from evenflow.server.serving import Server
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli
 
 
@@ -94,11 +93,11 @@ def test_requests_end_before_their_connections_are_closed(monkeypatch: pytest.Mo
         return load
 
     monkeypatch.setattr(demo_live, "HttpEndpoint", SlowToStop)
-    monkeypatch.setattr(demo_live._LiveDemo, "_fetch_load", fetch)
-    monkeypatch.setattr(demo_live._LiveDemo, "_policy", "target:50ms")
+    monkeypatch.setattr(_LiveDemo, "_fetch_load", fetch)
+    monkeypatch.setattr(_LiveDemo, "_policy", "target:50ms")
 
     async def interrupt() -> None:
-        server = cast("Server", None)
+        server: Any = None
         sending = asyncio.ensure_future(_LiveDemo(server, "", Console(file=StringIO()))._put_load(10.0))
         await asyncio.sleep(0.1)
         sending.cancel()
