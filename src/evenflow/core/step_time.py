@@ -24,9 +24,9 @@ _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
-_QUANTILE = 0.97  # of errors, that the margin covers
+_QUANTILE = 0.98  # of errors, that the margin covers
 # No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
-_LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.2
+_LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.8
 _LONG_STEP = 0.9  # times the median: its errors count for the margin
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MIN_MIXED_STEPS = 12  # to be calibrated
