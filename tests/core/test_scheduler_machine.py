@@ -120,10 +120,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(
         self, length: int, max_tokens: int, family: int, tbt_target: float | None, ttft_target: float | None
     ) -> None:
-        """Prompts of one family share all but their length."""
+        """Prompts of one family share all but their length. When memory ran out, fewer tokens fit than before."""
+        capacity = self.scheduler.pool.num_blocks * BLOCK_SIZE
+        length = min(length, capacity - 1)
         self.driver.add(
             [family] * length,
-            max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
+            max_tokens=min(max_tokens, capacity - length),
             ignore_eos=True,
             tbt_target=tbt_target,
             ttft_target=ttft_target,
