@@ -118,13 +118,17 @@ def _model_for(engine_name: str, weights: str, model: Path, cache: Path) -> Path
     return export_hf_folder(model, cache / f"{model.stem}-hf")
 
 
-def _machine(model: Path, threads: int) -> dict[str, Any]:
+def cpu_name() -> str:
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    cpu_name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{name} ({platform.machine()})"
+
+
+def _machine(model: Path, threads: int) -> dict[str, Any]:
     return {
         "model": model.stem,
-        "cpu": f"{cpu_name} ({platform.machine()})",
+        "cpu": cpu_name(),
         "threads": threads,
         "load_average_before": os.getloadavg()[0],
     }

@@ -1,17 +1,23 @@
-"""Random loads on evenflow's own engine, in real time: a target against fixed budgets, in hindsight.
+"""Random loads on evenflow's own engine: a target against fixed budgets, in hindsight.
 
     python benchmarks/cpu_random_loads.py --seeds 1 11 --target 400
+    python benchmarks/cpu_random_loads.py --seeds 1 51 --target 200 --recording x86_smollm2
 
-The loads are those of `gpu/random_loads.py`, with an eighth of the chats and a sixteenth of the tokens. All budgets and
-the target run on one engine, a load at a time, so that a machine that slows down does so for all.
+The loads are those of `gpu/random_loads.py`, with an eighth of the chats and a sixteenth of the tokens. In real time
+all budgets and the target run on one engine, a load at a time, so that a machine that slows down does so for all. In
+virtual time, on recorded steps, each has an engine of its own, and all of a load the same disturbances.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import os
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,24 +25,28 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from outcomes import Outcome, Stream, outcome_of
 from random_loads import Client, Load, random_load
-from replay_loads import add_seeds, milliseconds, print_table, verdict_of
+from recorded_engine import recorded_engine
+from replay_loads import Verdict, add_seeds, milliseconds, print_table, recording_names, verdict_of
 
 from evenflow import LLM, SamplingParams
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
+from evenflow.executors.fake import VirtualClock
 
 BUDGETS = (24, 48, 96, 192, 384)
 _FEWER_CHATS, _FEWER_TOKENS = 8, 16
+_LEAST_SLEEP_S = 1e-6  # in virtual time: less may round to no time at all
 
 
 class EngineRun:
     """One load on an engine, which is left idle."""
 
-    def __init__(self, engine: Engine, load: Load) -> None:
+    def __init__(self, engine: Engine, load: Load, sleep: Callable[[float], None] = time.sleep) -> None:
         self._engine = engine
         self._load = load
+        self._sleep = sleep
         self._intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
         self._began = engine.clock()
         self._arrivals: list[tuple[float, int, Stream]] = []
@@ -59,7 +69,7 @@ class EngineRun:
                 open_streams[stream.id] = stream
                 self._add(stream)
             if not open_streams:
-                time.sleep(max(0.0, self._arrivals[0][0] - self.now))
+                self._sleep(max(0.0, self._arrivals[0][0] - self.now))
             elif (report := engine.step()) is not None:
                 self._take(report, open_streams)
         for request_id in open_streams:
@@ -95,24 +105,58 @@ class EngineRun:
                 self._send(client, turn, self.now + client.pause_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def judge(load: Load, target: float, run: Callable[[PolicySpec], Outcome]) -> Verdict:
+    """A target in seconds against the budgets; `run` runs the load under a policy."""
+    curve = [run(PolicySpec.parse(f"fixed:{budget}")) for budget in BUDGETS]
+    return verdict_of(load.seed, target, run(PolicySpec.for_target(target)), curve)
+
+
+def run_in_real_time(engine: Engine, load: Load, policy: PolicySpec) -> Outcome:
+    engine.set_policy(policy)
+    return EngineRun(engine, load).run()
+
+
+def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec) -> Outcome:
+    engine, clock = recorded_engine(recording, load.seed, policy)
+    return EngineRun(engine, load, partial(pass_time, clock)).run()
+
+
+def pass_time(clock: VirtualClock, seconds: float) -> None:
+    clock.now += max(seconds, _LEAST_SLEEP_S)
+
+
+def judge_in_virtual_time(seed: int, options: argparse.Namespace) -> Verdict:
+    load = load_of(seed, options)
+    return judge(load, options.target / 1000, partial(run_in_virtual_time, options.recording, load))
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="default")
-    add_seeds(parser, 1, 11)
-    parser.add_argument("--target", type=milliseconds, default=400.0, help="milliseconds")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--prefill-rate", type=float, default=170.0, help="tokens per second, about")
+
+
+def load_of(seed: int, options: argparse.Namespace) -> Load:
+    return random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_seeds(parser, 1, 11)
+    parser.add_argument("--target", type=milliseconds, default=400.0, help="milliseconds")
+    parser.add_argument("--recording", choices=recording_names(of_gpus=False), help="in virtual time on these steps")
+    add_load_options(parser)
     options = parser.parse_args()
+    seeds = range(*options.seeds)
+    if options.recording:
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            print_table(list(pool.map(partial(judge_in_virtual_time, options=options), seeds)))
+        return
     verdicts = []
     with LLM(options.model, policy=f"target:{options.target:g}ms", enable_prefix_caching=False) as llm:
-        for seed in range(*options.seeds):
-            load = random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
-            curve = []
-            for budget in BUDGETS:
-                llm.engine.set_policy(PolicySpec.parse(f"fixed:{budget}"))
-                curve.append(EngineRun(llm.engine, load).run())
-            llm.engine.set_policy(PolicySpec.for_target(options.target / 1000))
-            verdicts.append(verdict_of(seed, options.target / 1000, EngineRun(llm.engine, load).run(), curve))
+        for seed in seeds:
+            load = load_of(seed, options)
+            verdicts.append(judge(load, options.target / 1000, partial(run_in_real_time, llm.engine, load)))
             print_table(verdicts[-1:])
     print_table(verdicts)
 

@@ -2,16 +2,18 @@
 
     python benchmarks/step_time_ablation.py
 
-The model predicts every recorded step when it was scheduled, two steps ahead, from what the host had seen by then. It
-starts anew with each load. Loads with an even number may be looked at while the model is changed; the odd ones are held
-out. For mixed steps that took 15 ms or more, which are those that a target limits, the table gives the mean error, the
-99th percentile of actual / allowed (the prediction with its margin), and the mean margin.
+The model predicts every recorded step when it was scheduled, from what the host had seen by then: inside vLLM another
+step is in flight, on a CPU none. It starts anew with each load. Loads with an even number may be looked at while the
+model is changed; the odd ones are held out. For mixed steps that took 15 ms or more, which are those that a target
+limits, the table gives the mean error, the 99th percentile of actual / allowed (the prediction with its margin), and
+the mean margin.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -23,8 +25,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from recorded_device import WAVES
-from replay_loads import prior
+from recorded_device import RECORDINGS, caps_of, prior_of
 from step_recording import RecordedLoad, Step, read_recording
 
 from evenflow.core import step_costs, step_time
@@ -34,7 +35,6 @@ from evenflow.core.step_time import StepTimeModel
 from evenflow.hosts import in_flight
 from evenflow.hosts.in_flight import InFlightStep, InFlightSteps
 
-RECORDINGS = Path(__file__).parent / "gpu" / "recordings"
 _SHORTEST_US = 15_000
 
 
@@ -49,8 +49,14 @@ class Prediction(NamedTuple):
 
 def predictions(load: RecordedLoad, caps: ExecutorCaps, model: StepTimeModel) -> Iterator[Prediction]:
     """Of the load's longer mixed steps, in the order and with the times of the recording."""
-    steps, in_flight_steps, gpu_free_us = load.steps, InFlightSteps(), 0
-    for number, step in enumerate(steps):
+    in_flight_steps, gpu_free_us, unseen = InFlightSteps(), 0, deque[Step]()
+    for step in load.steps:
+        while unseen and unseen[0].seen_us <= step.schedule_us:
+            ended = unseen.popleft()
+            in_flight_steps.end(ended, ended.seen_us / 1e6)
+            if in_flight_steps.observation is not None:
+                model.observe(*in_flight_steps.observation)
+        unseen.append(step)
         shape = _shape(step, caps)
         flying = InFlightStep(planned_at=step.schedule_us / 1e6, key=step, shape=shape)
         in_flight_steps.add(flying)
@@ -59,10 +65,6 @@ def predictions(load: RecordedLoad, caps: ExecutorCaps, model: StepTimeModel) ->
         taken_us, gpu_free_us = step.gpu_end_us - max(gpu_free_us, step.gpu_begin_us), step.gpu_end_us
         if taken_us >= _SHORTEST_US and shape.prefill_rows and shape.decode_sequences and model.predict(shape):
             yield Prediction(taken_us / 1e6, model.predict(shape), model.upper(shape))
-        if number:
-            in_flight_steps.end(steps[number - 1], steps[number - 1].seen_us / 1e6)
-            if in_flight_steps.observation is not None:
-                model.observe(*in_flight_steps.observation)
 
 
 def _shape(step: Step, caps: ExecutorCaps) -> StepShape:
@@ -121,8 +123,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
 def evaluate(job: tuple[str, str]) -> str:
     name, variant = job
     recording = read_recording(RECORDINGS / name)
-    caps = ExecutorCaps(row_buckets=tuple(sorted(recording.header["capture_sizes"])), attention_waves=WAVES)
-    known = None if variant == "no prior" else prior()
+    caps = caps_of(recording)
+    known = None if variant == "no prior" else prior_of(recording)
     cells = []
     with VARIANTS[variant]():  # type: ignore[attr-defined]
         for parity in range(2):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,18 @@ from step_recording import Recording, Step, read_recording
 
 from evenflow.core.least_squares import fit_nonnegative
 from evenflow.core.plan import ExecutorCaps
-from evenflow.core.roofline import DEVICES, attention_waves
+from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
+from evenflow.core.step_costs import StepCosts
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).parents[1] / "recordings"
 _KNEES = (32, 64, 128, 256, 512, 1024)  # row counts from which a row may cost more
 _FEWEST_NEIGHBOURS = 4
 _WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
 _MAX_FITTED = 6000
-WAVES = attention_waves(32, 8, DEVICES["H200"])  # of Llama 3.1 8B
-_CAPS = ExecutorCaps(attention_waves=WAVES)
+_MODEL = ModelWork(  # Llama 3.1 8B, which every recording of a GPU is of
+    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+)
+_NUM_HEADS, _NUM_KV_HEADS = 32, 8
 
 # Positions that a chunk starts at and its length.
 Chunk = tuple[int, int]
@@ -49,70 +51,40 @@ class StepWork:
         return self.num_decodes + sum(length for _, length in self.chunks)
 
 
-class RecordedDevice:
-    """Seconds of the device and of the host for a step, from a recording."""
+def caps_of(recording: Recording) -> ExecutorCaps:
+    """What is known of an executor before it runs. A CPU has neither graphs nor waves."""
+    known = known_device(recording.header["device"])
+    return ExecutorCaps(
+        row_buckets=tuple(sorted(recording.header["capture_sizes"])),
+        attention_waves=attention_waves(_NUM_HEADS, _NUM_KV_HEADS, known) if known else None,
+    )
 
-    def __init__(self, recording: Recording) -> None:
-        self.graph_sizes: tuple[int, ...] = tuple(sorted(recording.header["capture_sizes"]))
-        self.reseed(0)
-        self._launches: dict[tuple[bool, bool], list[float]] = defaultdict(list)
-        self._ratios: list[dict[tuple[int, ...], list[float]]] = [defaultdict(list) for _ in _GRAINS]
-        works: list[StepWork] = []
-        seconds: list[float] = []
-        for load in recording.loads:
-            for before, step, after in zip(load.steps, load.steps[1:], load.steps[2:], strict=False):
-                work = _work(step)
-                self._launches[self._kind(work)].append((step.sampled_us - step.scheduled_us) / 1e6)
-                if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > _WAITED_US:
-                    works.append(work)
-                    seconds.append((step.gpu_end_us - max(before.gpu_end_us, step.gpu_begin_us)) / 1e6)
-        for (_, is_launched), launches in self._launches.items():
-            if is_launched:
-                most = 2 * median(launches)
-                launches[:] = [taken for taken in launches if taken <= most]
-        self._costs = self._fit(works, seconds)
-        for work, taken in zip(works, seconds, strict=True):
-            ratio = taken / self._fitted(work)
-            for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
-                ratios[_cell(work, grain)].append(ratio)
 
-    @classmethod
-    def load(cls, name: str) -> RecordedDevice:
-        return cls(read_recording(RECORDINGS / f"{name}.jsonl.gz"))
+def prior_of(recording: Recording) -> StepCosts | None:
+    """What its steps should cost by the figures of the device, if it is a known one."""
+    known = known_device(recording.header["device"])
+    return roofline(_MODEL, known, caps_of(recording).attention_waves) if known else None
 
-    def reseed(self, seed: int) -> None:
-        """Draw from here on as any other device of this recording and seed would."""
-        self._rng = random.Random(seed)
 
-    def device_seconds(self, work: StepWork) -> float:
-        """How long the device computes such a step."""
-        for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
-            near = ratios.get(_cell(work, grain), ())
-            if len(near) >= _FEWEST_NEIGHBOURS:
-                return self._fitted(work) * self._rng.choice(near)
-        return self._fitted(work)
+class DenseFit:
+    """What a step of any shape takes, by costs of all its figures that were fitted to recorded steps."""
 
-    def launch_seconds(self, work: StepWork) -> float:
-        """How long the host launches it, which overlaps with the step before."""
-        return self._rng.choice(self._launches[self._kind(work)])
+    def __init__(self, caps: ExecutorCaps, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
+        self._caps = caps
+        self._costs = self._fitted(works, seconds)
 
-    def _kind(self, work: StepWork) -> tuple[bool, bool]:
-        return bool(work.chunks), work.num_rows > self.graph_sizes[-1]
-
-    def _fitted(self, work: StepWork) -> float:
+    def seconds(self, work: StepWork) -> float:
         return sum(cost * figure for cost, figure in zip(self._costs, self._figures(work), strict=True))
 
     def _figures(self, work: StepWork) -> list[float]:
-        rows = work.num_rows
-        if rows <= self.graph_sizes[-1]:
-            rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)]
+        shape = self._caps.step_shape(num_decodes=work.num_decodes, chunks=work.chunks)
         return [
             1.0,
             float(bool(work.chunks)),
-            float(rows > self.graph_sizes[-1]),
-            *(float(max(0, rows - knee)) for knee in _KNEES),
-            float(_attention(work.chunks)),
-            float(_CAPS.step_shape(chunks=work.chunks).wave_attention),
+            float(shape.is_launched),
+            *(float(max(0, shape.padded_rows - knee)) for knee in _KNEES),
+            float(shape.prefill_attention),
+            float(shape.wave_attention),
             float(sum(start + length for start, length in work.chunks)),
             float(len(work.chunks)),
             float(work.num_decodes),
@@ -120,7 +92,7 @@ class RecordedDevice:
             float(work.decode_context) if work.chunks else 0.0,
         ]
 
-    def _fit(self, works: Sequence[StepWork], seconds: Sequence[float]) -> list[float]:
+    def _fitted(self, works: Sequence[StepWork], seconds: Sequence[float]) -> list[float]:
         """By relative error. Outliers get less weight in each further round."""
         every = max(1, len(works) // _MAX_FITTED)
         rows = [
@@ -139,6 +111,58 @@ class RecordedDevice:
         return costs
 
 
+class RecordedDevice:
+    """Seconds of the device and of the host for a step, from a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.caps = caps_of(recording)
+        self.prior = prior_of(recording)
+        self.reseed(0)
+        self._launches: dict[tuple[bool, bool], list[float]] = defaultdict(list)
+        self._ratios: list[dict[tuple[int, ...], list[float]]] = [defaultdict(list) for _ in _GRAINS]
+        works: list[StepWork] = []
+        seconds: list[float] = []
+        for load in recording.loads:
+            for before, step, after in zip(load.steps, load.steps[1:], load.steps[2:], strict=False):
+                work = work_of(step)
+                self._launches[self._kind(work)].append((step.sampled_us - step.scheduled_us) / 1e6)
+                if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > _WAITED_US:
+                    works.append(work)
+                    seconds.append((step.gpu_end_us - max(before.gpu_end_us, step.gpu_begin_us)) / 1e6)
+        for (_, is_launched), launches in self._launches.items():
+            if is_launched:
+                most = 2 * median(launches)
+                launches[:] = [taken for taken in launches if taken <= most]
+        self._fit = DenseFit(self.caps, works, seconds)
+        for work, taken in zip(works, seconds, strict=True):
+            ratio = taken / self._fit.seconds(work)
+            for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
+                ratios[_cell(work, grain)].append(ratio)
+
+    @classmethod
+    def load(cls, name: str) -> RecordedDevice:
+        return cls(read_recording(RECORDINGS / f"{name}.jsonl.gz"))
+
+    def reseed(self, seed: int) -> None:
+        """Draw from here on as any other device of this recording and seed would."""
+        self._rng = random.Random(seed)
+
+    def device_seconds(self, work: StepWork) -> float:
+        """How long the device computes such a step."""
+        for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
+            near = ratios.get(_cell(work, grain), ())
+            if len(near) >= _FEWEST_NEIGHBOURS:
+                return self._fit.seconds(work) * self._rng.choice(near)
+        return self._fit.seconds(work)
+
+    def launch_seconds(self, work: StepWork) -> float:
+        """How long the host launches it, which overlaps with the step before."""
+        return self._rng.choice(self._launches[self._kind(work)])
+
+    def _kind(self, work: StepWork) -> tuple[bool, bool]:
+        return bool(work.chunks), work.num_rows > self.caps.row_buckets[-1]
+
+
 # Cells of similar steps, from fine to coarse: per octave of rows, attention, decodes and their context.
 _GRAINS = ((8.0, 4.0, 4.0, 2.0), (4.0, 2.0, 2.0, 1.0), (2.0, 1.0, 1.0, 0.5), (1.0, 0.5, 0.5, 0.25))
 
@@ -155,5 +179,5 @@ def _attention(chunks: Iterable[Chunk]) -> int:
     return sum(length * (2 * start + length + 1) // 2 for start, length in chunks)
 
 
-def _work(step: Step) -> StepWork:
+def work_of(step: Step) -> StepWork:
     return StepWork(step.num_decodes, step.decode_context, tuple((c.start, c.length) for c in step.chunks))

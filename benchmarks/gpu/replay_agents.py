@@ -14,7 +14,7 @@ import random
 from statistics import quantiles
 
 from random_loads import Client, Load, Turn
-from replay_loads import add_recording_and_seeds, device, milliseconds, prior
+from replay_loads import add_recording_and_seeds, device, milliseconds
 from virtual_host import VirtualHost
 
 NUM_AGENTS, PREFIX_TOKENS, TURN_TOKENS, ANSWER_TOKENS, THINK_S = 16, 16_000, 500, 60, 0.5
@@ -39,7 +39,7 @@ def run(recording: str, seed: int, policy: str) -> tuple[list[float], list[float
     """TTFT of turns beside misses, and of the misses."""
     machine = device(recording)
     machine.reseed(seed)
-    host = VirtualHost(machine, agents_load(seed), policy, prior())
+    host = VirtualHost(machine, agents_load(seed), policy)
     host.run()
     waits = [(stream.due, stream.token_times[0]) for stream in host.streams if stream.is_long and stream.token_times]
     beside = [

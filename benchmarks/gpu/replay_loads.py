@@ -25,18 +25,13 @@ from host_bench import RunFigures, planned_runs, run_argument, table
 from named_loads import NAMES, NamedLoad
 from outcomes import Outcome, outcome_of
 from random_loads import random_load
-from recorded_device import RECORDINGS, WAVES, RecordedDevice
+from recorded_device import RECORDINGS, RecordedDevice
 from virtual_host import VirtualHost
 
 from evenflow.core.policies import PolicySpec
-from evenflow.core.roofline import ModelWork, known_device, roofline
-from evenflow.core.step_costs import StepCosts
 
 BUDGETS = (192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 8192)
 MAX_P99, MAX_TTFT = 1.1, 1.1  # over the target, over the best budget
-_MODEL = ModelWork(
-    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +67,12 @@ def device(recording: str) -> RecordedDevice:
     return RecordedDevice.load(recording)
 
 
-def prior() -> StepCosts:
-    known = known_device("NVIDIA H200")
-    assert known is not None
-    return roofline(_MODEL, known, WAVES)
-
-
 def run(recording: str, seed: int, policy: str, named: NamedLoad | None = None) -> Outcome:
     """The random load of this seed, or a named one with this seed for the device."""
     machine = device(recording)
     machine.reseed(seed)
     load = random_load(seed) if named is None else named.load
-    host = VirtualHost(machine, load, policy, prior())
+    host = VirtualHost(machine, load, policy)
     host.run(until_answered=named is not None and named.ends_with_answers)
     return outcome_of(host.streams, host.errors, host.now)
 
@@ -164,9 +153,14 @@ def main() -> None:
 
 
 def add_recording_and_seeds(parser: argparse.ArgumentParser, first: int, last: int) -> None:
-    names = sorted(path.name.partition(".")[0] for path in RECORDINGS.glob("*.jsonl.gz"))
+    names = recording_names(of_gpus=True)
     parser.add_argument("--recording", default="h200_vllm026_graphs2048", choices=names)
     add_seeds(parser, first, last)
+
+
+def recording_names(*, of_gpus: bool) -> list[str]:
+    names = sorted(path.name.partition(".")[0] for path in RECORDINGS.glob("*.jsonl.gz"))
+    return [name for name in names if ("vllm" in name) == of_gpus]
 
 
 def add_seeds(parser: argparse.ArgumentParser, first: int, last: int) -> None:

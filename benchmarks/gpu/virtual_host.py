@@ -17,18 +17,15 @@ from pathlib import Path
 
 from outcomes import Stream
 from random_loads import Client, Load
-from recorded_device import WAVES, RecordedDevice, StepWork
+from recorded_device import RecordedDevice, StepWork
 
-from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
-from evenflow.core.step_costs import StepCosts
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.settings import Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 
 _STEPS_IN_FLIGHT = 2
-_MAX_PREFILLS = 16
 _BUDGET = 8192
 _MAX_RUNNING = 256
 # Host seconds around a launch, medians of the recordings.
@@ -61,7 +58,7 @@ class VirtualSteering(Steering):
 class VirtualHost:
     """Runs one load to its end. `policy`: `target:50`, or `fixed:1024` for a budget without steering."""
 
-    def __init__(self, device: RecordedDevice, load: Load, policy: str, prior: StepCosts | None = None) -> None:
+    def __init__(self, device: RecordedDevice, load: Load, policy: str) -> None:
         self._device = device
         self._load = load
         self.now = 0.0
@@ -80,10 +77,8 @@ class VirtualHost:
         if spec.target is None:
             self._budget = spec.max_step_tokens or _BUDGET
         else:
-            caps = ExecutorCaps(
-                max_prefill_sequences=_MAX_PREFILLS, row_buckets=device.graph_sizes, attention_waves=WAVES
-            )
-            host = Host(caps, _BUDGET, _MAX_RUNNING, Path(os.devnull), logging.getLogger("replay"), prior)
+            log = logging.getLogger("replay")
+            host = Host(device.caps, _BUDGET, _MAX_RUNNING, Path(os.devnull), log, device.prior)
             self.steering = VirtualSteering(host, Settings(spec, None, None))
         for client in (*load.chats, *load.long_prompts):
             self._send(client, 0, client.start_s)
@@ -166,8 +161,9 @@ class VirtualHost:
         free = _MAX_RUNNING - len(self._running)
         if self.steering is None:
             return prefilling + self._waiting[:free]
-        waiting = sorted(self._waiting, key=self._rank)[: min(free, _MAX_PREFILLS)]
-        return sorted(prefilling + waiting, key=self._rank)[:_MAX_PREFILLS]
+        most = self._device.caps.max_prefill_sequences
+        waiting = sorted(self._waiting, key=self._rank)[: min(free, most)]
+        return sorted(prefilling + waiting, key=self._rank)[:most]
 
     def _rank(self, stream: Stream) -> tuple[object, ...]:
         assert self.steering is not None

@@ -5,7 +5,7 @@ from named_loads import named_load
 from outcomes import quantile_of
 from random_loads import Client, Load, Turn, random_load
 from recorded_device import RecordedDevice, StepWork
-from replay_loads import main, prior, run
+from replay_loads import main, run
 from step_recording import Chunk, RecordedLoad, Recording, Step
 from virtual_host import VirtualHost
 
@@ -34,7 +34,7 @@ def recorded_steps(loading: int = 0) -> Recording:
                 chunks=[Chunk(4_000, 512, ends_prompt=False)] if is_mixed else [],
             )
         )
-    return Recording({"capture_sizes": [8, 64, 256]}, [RecordedLoad({}, steps)])
+    return Recording({"capture_sizes": [8, 64, 256], "device": "a GPU"}, [RecordedLoad({}, steps)])
 
 
 def test_a_recorded_shape_takes_what_was_recorded() -> None:
@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
 def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> None:
     """One of 60,000 tokens, and 40 of 4,000 each that keep the device busy for longer than the load runs."""
     long_prompts = (Client(0.0, (Turn(60_000, 1),)), *(Client(0.01, (Turn(4_000, 1),)) for _ in range(40)))
-    host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms", prior())
+    host = VirtualHost(RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms")
     host.run()
     first_tokens = {stream.id: stream.token_times[0] for stream in host.streams if stream.token_times}
     earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]

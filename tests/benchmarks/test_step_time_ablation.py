@@ -6,22 +6,19 @@ from dataclasses import replace
 from statistics import fmean
 
 import step_time_ablation as ablation
-from recorded_device import WAVES
-from replay_loads import prior
+from recorded_device import RECORDINGS, caps_of, prior_of
 from step_recording import read_recording
 
-from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
 
 RECORDING = "h200_vllm026_graphs2048.jsonl.gz"
 
 
 def mean_error(variant: str) -> float:
-    recording = read_recording(ablation.RECORDINGS / RECORDING)
-    caps = ExecutorCaps(row_buckets=tuple(sorted(recording.header["capture_sizes"])), attention_waves=WAVES)
+    recording = read_recording(RECORDINGS / RECORDING)
     load = replace(recording.loads[0], steps=recording.loads[0].steps[:400])
     with ablation.VARIANTS[variant]():
-        found = list(ablation.predictions(load, caps, StepTimeModel(prior())))
+        found = list(ablation.predictions(load, caps_of(recording), StepTimeModel(prior_of(recording))))
     return fmean(abs(prediction.predicted / prediction.actual - 1) for prediction in found)
 
 

@@ -1,0 +1,83 @@
+"""evenflow's engine in virtual time on recorded steps of a CPU, and how such a recording is made."""
+
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+from cpu_random_loads import main, pass_time, run_in_virtual_time
+from random_loads import random_load
+from record_cpu_steps import RecordedRun, recorded_steps
+from recorded_device import RECORDINGS, StepWork, work_of
+from recorded_engine import RecordedCpu, recorded_engine
+from step_recording import decode_steps, encode_steps, read_recording
+
+from evenflow.core.policies import PolicySpec
+from evenflow.engine.recorder import Recorder
+
+RECORDING = "x86_smollm2"
+TARGET = PolicySpec.for_target(0.4)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> RecordedCpu:
+    return RecordedCpu(RECORDING)
+
+
+def test_a_recorded_step_takes_at_its_moment_what_it_took(cpu: RecordedCpu) -> None:
+    loads = read_recording(RECORDINGS / f"{RECORDING}.jsonl.gz").loads
+    steps = [step for load in loads for step in load.steps]
+    seconds = [(step.gpu_end_us - step.gpu_begin_us) / 1e6 for step in steps]
+    begins = [0.0, *accumulate(seconds)]
+    assert cpu.recorded_seconds == pytest.approx(begins[-1])
+    for number in (1, 500, 2000, len(steps) - 1):
+        assert cpu.seconds(work_of(steps[number]), begins[number]) == pytest.approx(seconds[number], rel=1e-3)
+
+
+def test_a_recording_starts_over_at_its_end(cpu: RecordedCpu) -> None:
+    work = StepWork(4, 1200, ((500, 64),))
+    assert cpu.seconds(work, 12.5) == pytest.approx(cpu.seconds(work, 12.5 + cpu.recorded_seconds))
+    assert cpu.seconds(StepWork(0, 0, ((0, 4000),)), cpu.recorded_seconds - 0.01) > 1.0
+
+
+def test_larger_steps_take_longer(cpu: RecordedCpu) -> None:
+    taken = [cpu.seconds(StepWork(4, 1200, ((500, length),)), 30.0) for length in (16, 64, 256, 1024)]
+    assert taken == sorted(taken)
+
+
+def test_the_same_seed_gives_the_same_outcome() -> None:
+    load = random_load(1, 8.0, 16 * 500.0)
+    first = run_in_virtual_time(RECORDING, load, TARGET)
+    assert first == run_in_virtual_time(RECORDING, load, TARGET)
+    assert first.gaps
+    assert first.gap(0.5) < 0.5
+
+
+def test_what_an_engine_recorded_becomes_steps(tmp_path: Path) -> None:
+    engine, clock = recorded_engine(RECORDING, 7, PolicySpec.parse("fixed:256"))
+    events = tmp_path / "events.jsonl"
+    engine.recorder = Recorder(events, engine.scheduler)
+    run = RecordedRun(engine, random_load(7, 8.0, 16 * 500.0), partial(pass_time, clock))
+    run.run()
+    engine.recorder.close()
+    steps = list(recorded_steps(events))
+    assert len(steps) >= 30
+    assert all(before.gpu_end_us <= after.gpu_begin_us + 1 for before, after in pairwise(steps))
+    assert all(step.schedule_us <= step.gpu_begin_us + 1 < step.gpu_end_us == step.seen_us for step in steps)
+    assert len({step.budget for step in steps}) > 2
+    prompts = sum(stream.num_prompt_tokens for stream in run.streams if stream.token_times)
+    assert prompts <= sum(chunk.length for step in steps for chunk in step.chunks)
+    sampled = sum(step.num_decodes + sum(chunk.ends_prompt for chunk in step.chunks) for step in steps)
+    assert sampled >= sum(len(stream.token_times) for stream in run.streams)
+    assert decode_steps(encode_steps(steps)) == steps
+
+
+@pytest.mark.parametrize("arguments", ["--recording nope", "--recording h200_vllm026_graphs512", "--seeds 5 5"])
+def test_bad_arguments_end_with_one_line(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cpu_random_loads.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
