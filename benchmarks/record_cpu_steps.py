@@ -57,18 +57,18 @@ class RecordedRun(EngineRun):
 
 def recorded_steps(path: Path) -> Iterator[Step]:
     """The steps of an engine's recording, if it has one in flight at a time. They have the host's clock alone."""
-    budget = scheduled = 0.0
+    budget, scheduled = 0, 0.0
     with path.open(encoding="utf-8") as file:
         for event in map(json.loads, file):
             match event.get("event"):
                 case None:  # the header
-                    budget = event["scheduler"]["max_num_batched_tokens"]
+                    budget = event["scheduler"]["max_num_batched_tokens"] or 0
                 case "policy":
-                    budget = event["max_num_batched_tokens"]
+                    budget = event["max_num_batched_tokens"] or 0
                 case "schedule":
                     scheduled = event["now"]
                 case "step":
-                    yield _step(read(event["plan"], StepPlan), int(budget), scheduled, event["now"], event["seconds"])
+                    yield _step(read(event["plan"], StepPlan), budget, scheduled, event["now"], event["seconds"])
 
 
 def _step(plan: StepPlan, budget: int, scheduled: float, ended: float, seconds: float) -> Step:
