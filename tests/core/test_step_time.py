@@ -251,6 +251,29 @@ def test_steps_timed_together_teach_the_same_costs(cost: Cost, together: int) ->
     assert mean(errors_of(model, machine)) < 0.05
 
 
+def test_short_steps_timed_together_are_not_long_ones() -> None:
+    """The margin is that of longer steps: if these are as predicted, errors of short ones do not matter."""
+    model = taught(small_cpu, 120)[0]
+    short, long = shape([(0, 64)], [600] * 4), shape([(0, 128)], [600] * 4)
+    for step in range(64):
+        model.observe(long, small_cpu(long))
+        model.observe([short] * 4, 4 * small_cpu(short) * (1.5 if step % 2 else 0.7))
+    assert 4 * small_cpu(short) > small_cpu(long)
+    assert model.margin(long) < 1.2
+
+
+def test_a_wide_margin_narrows_although_it_makes_steps_shorter() -> None:
+    """After a bad start the longest steps remain the oldest."""
+    model = StepTimeModel()
+    long, shorter = shape([(0, 128)], [600] * 4), shape([(0, 80)], [600] * 4)
+    for step in range(40):
+        model.observe(long, small_cpu(long) * (1.6 if step % 4 == 3 else 1.0))
+    assert model.margin(shorter) > 1.3
+    for _ in range(64):
+        model.observe(shorter, small_cpu(shorter))
+    assert model.margin(shorter) < 1.1
+
+
 def test_a_step_alone_is_an_observation_of_one() -> None:
     apart, alone = StepTimeModel(), StepTimeModel()
     machine = Machine(small_cpu)
@@ -372,8 +395,8 @@ def test_margins_cover_most_mixed_steps_and_come_down(cost: Cost, jitter: float)
         seconds = machine.seconds(s)
         num_over += seconds > model.upper(s)
         model.observe(s, seconds)
-    assert num_over <= 0.05 * 300
-    assert model.margin(A_MIXED_STEP) < 1.04 + 2.6 * jitter
+    assert num_over <= 0.08 * 300
+    assert model.margin(A_MIXED_STEP) < 1.04 + 2 * jitter
 
 
 @each_machine
@@ -399,30 +422,14 @@ def test_margins_are_wider_before_anything_is_known_and_beyond_the_rows_known() 
     assert StepTimeModel(DATA_SHEET).margin(shape([(0, 8192)])) == untried  # a prior knows all rows, but not well
 
 
-def test_a_single_outlier_hardly_widens_the_margin() -> None:
+def test_margins_come_from_the_longer_steps() -> None:
+    """Short steps that are hard to predict are far from any target."""
     model = taught(small_cpu, 200)[0]
-    before = model.margin(A_MIXED_STEP)
-    model.observe(A_MIXED_STEP, 5 * small_cpu(A_MIXED_STEP))
-    assert before <= model.margin(A_MIXED_STEP) < 1.01 * before
-
-
-def test_margins_are_wide_while_the_machine_is_disturbed_and_narrow_again_afterwards() -> None:
-    model = taught(small_cpu, 200)[0]
-    before = model.margin(A_MIXED_STEP)
-    for step in range(40):
-        model.observe(A_MIXED_STEP, small_cpu(A_MIXED_STEP) * (1.6 if step % 8 < 2 else 1.0))
-    disturbed = model.margin(A_MIXED_STEP)
-    assert disturbed > 1.15
-    for _ in range(128):
-        model.observe(A_MIXED_STEP, small_cpu(A_MIXED_STEP))
-    assert model.margin(A_MIXED_STEP) <= before
-
-
-def test_a_bad_start_does_not_widen_the_margin_without_limit() -> None:
-    model = StepTimeModel()
-    for step in range(60):
-        model.observe(A_MIXED_STEP, small_cpu(A_MIXED_STEP) * (100.0 if step % 2 else 1.0))
-    assert model.margin(A_MIXED_STEP) <= math.exp(3 * 0.4)
+    for step in range(120):
+        short, long = shape([(0, 16)], [400]), shape([(500, 512)], [400] * 6)
+        model.observe(short, small_cpu(short) * (1.5 if step % 4 == 0 else 1.0))
+        model.observe(long, small_cpu(long))
+    assert model.margin(A_MIXED_STEP) < 1.1
 
 
 # ---- what holds always ----
@@ -528,8 +535,8 @@ def test_an_empty_record_leaves_the_prior() -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="version 8 but expected 9"):
-        StepTimeModel.from_record({"version": 8})
+    with pytest.raises(InvalidInput, match="version 7 but expected 8"):
+        StepTimeModel.from_record({"version": 7})
 
 
 # ---- cost ----

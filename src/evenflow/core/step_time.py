@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from evenflow.core.plan import StepShape
@@ -18,16 +18,17 @@ from evenflow.core.step_costs import KNEES, Sample, StepCosts, figures_of, fit_c
 from evenflow.core.stored_steps import checked_costs, checked_count, checked_errors, checked_samples
 from evenflow.errors import InvalidInput
 
-_VERSION = 9
+_VERSION = 8
 
 _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
-_MEAN_ERRORS = 3.0  # in the margin. Of errors that are normally distributed, 99% are within 2.9
-# Log. The margin before anything is known, which shrinks with the square root of the errors known. An error counts as
-# this at most, so that a bad start or a burst of outside disturbance does not widen the margin for long.
-_UNTRIED_MARGIN = 0.4
+_QUANTILE = 0.98  # of errors, that the margin covers
+# No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
+_LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.8
+_LONG_STEP = 0.9  # times the median: its errors count for the margin
+_UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MIN_MIXED_STEPS = 12  # to be calibrated
 _AFTER_LAUNCH = 1.15  # at most, what a host that only launches takes for a step, over its launch
 
@@ -57,7 +58,8 @@ class StepTimeModel:
         self._speeds = [1.0, 1.0]  # of steps without prefill and with it
         self._launches: tuple[deque[float], ...] = tuple(deque(maxlen=_LAST_STEPS) for _ in range(2))
         self._launch_seconds = [0.0, self._prior.launch]  # of steps with prefill, in a graph and op by op
-        self._errors: deque[float] = deque(maxlen=_MAX_SAMPLES)  # log(actual / predicted) of mixed steps
+        # Of mixed steps: predicted seconds of one and log(actual / predicted).
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._margin = _UNTRIED_MARGIN
 
     # ---- predicting ----
@@ -87,7 +89,7 @@ class StepTimeModel:
     @property
     def error(self) -> float:
         """Mean of |predicted - actual| / actual over recent mixed steps."""
-        return sum(abs(math.exp(-error) - 1) for error in self._errors) / max(1, len(self._errors))
+        return sum(abs(math.exp(-error) - 1) for _, error in self._errors) / max(1, len(self._errors))
 
     @property
     def is_calibrated(self) -> bool:
@@ -102,7 +104,7 @@ class StepTimeModel:
         shapes = (shapes,) if isinstance(shapes, StepShape) else tuple(shapes)
         is_mixed = any(shape.prefill_rows and shape.decode_sequences for shape in shapes)
         if is_mixed and (predicted := sum(map(self.predict, shapes))):
-            self._errors.append(math.log(seconds / predicted))
+            self._errors.append((predicted / len(shapes), math.log(seconds / predicted)))
             self._update_margin()
         self.largest_rows_known = max(self.largest_rows_known, *(shape.padded_rows for shape in shapes))
         if launches and self._is_explained_by(launches, shapes, seconds):
@@ -131,8 +133,11 @@ class StepTimeModel:
         return sum(device) < waited and seconds < _AFTER_LAUNCH * waited
 
     def _update_margin(self) -> None:
-        mean_error = fmean(min(abs(error), _UNTRIED_MARGIN) for error in self._errors)
-        self._margin = max(_MEAN_ERRORS * mean_error, _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
+        """From all steps but the shorter ones, which do not come near a target."""
+        least = _LONG_STEP * median(predicted for predicted, _ in self._errors)
+        errors = sorted(error for predicted, error in self._errors if predicted >= least)
+        upper, lower = (errors[int(q * len(errors))] for q in (_QUANTILE, _LOWER_QUANTILE))
+        self._margin = max(min(upper, _MAX_TAIL * lower), _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample)
@@ -169,7 +174,7 @@ class StepTimeModel:
             "largest_rows_known": self.largest_rows_known,
             "costs": [*self._costs],
             "samples": [[*sample] for sample in chain.from_iterable(self._kinds.values())],
-            "errors": [*self._errors],
+            "errors": [[*error] for error in self._errors],
         }
 
     @classmethod

@@ -27,9 +27,10 @@ def checked_costs(value: Any) -> StepCosts:
     return StepCosts._make([*map(_seconds, costs), checked_count(knee), _seconds(launch)])
 
 
-def checked_errors(value: Any, most: int) -> list[float]:
-    """Logarithms of actual over predicted seconds."""
-    return [_number(one, -100.0, 100.0) for one in _list(value, most)]
+def checked_errors(value: Any, most: int) -> list[tuple[float, float]]:
+    """Predicted seconds, and the logarithm of actual over predicted."""
+    pairs = [_list(one, 2, 2) for one in _list(value, most)]
+    return [(_seconds(predicted), _number(error, -100.0, 100.0)) for predicted, error in pairs]
 
 
 def _sample(value: Any) -> Sample:
