@@ -148,6 +148,8 @@ def main() -> None:
     add_load_options(parser)
     options = parser.parse_args()
     seeds = range(*options.seeds)
+    if options.recording and options.model != parser.get_default("model"):
+        parser.error(f"argument --model: got {options.model} with --recording, whose steps are of one model")
     if options.recording:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             print_table(list(pool.map(partial(judge_in_virtual_time, options=options), seeds)))

@@ -72,7 +72,13 @@ def test_what_an_engine_recorded_becomes_steps(tmp_path: Path) -> None:
     assert decode_steps(encode_steps(steps)) == steps
 
 
-@pytest.mark.parametrize("arguments", ["--recording nope", "--recording h200_vllm026_graphs512", "--seeds 5 5"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--recording nope", "--recording h200_vllm026_graphs512", "--seeds 5 5"),
+        "--recording x86_smollm2 --model FOLDER",
+    ],
+)
 def test_bad_arguments_end_with_one_line(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
