@@ -116,8 +116,8 @@ def run_in_real_time(engine: Engine, load: Load, policy: PolicySpec) -> Outcome:
     return EngineRun(engine, load).run()
 
 
-def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec) -> Outcome:
-    engine, clock = recorded_engine(recording, load.seed, policy)
+def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> Outcome:
+    engine, clock = recorded_engine(recording, load.seed, policy, sheds_rows=sheds_rows)
     return EngineRun(engine, load, partial(pass_time, clock)).run()
 
 

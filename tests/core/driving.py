@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from evenflow.core.outcome import Committed
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.plan import ExecutorCaps, Shed, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import FinishReason, Request, RequestRecord, SamplingParams
@@ -48,6 +48,7 @@ class Driver:
         caps: ExecutorCaps | None = None,
         cost: Callable[[Any], float] = lambda shape: 0.0,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        shed: Callable[[StepPlan], Mapping[int, Shed]] = lambda plan: {},
         remembers: bool = True,
         loses: Callable[[bytes], bool] = lambda block_hash: False,
         **settings: Any,
@@ -70,6 +71,7 @@ class Driver:
             caps=caps,
             cost=cost,
             disturb=disturb,
+            shed=shed,
             restore_seconds=tier.restore_seconds if tier is not None else 0.0,
             loses=loses,
         )

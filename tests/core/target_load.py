@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from evenflow.core.plan import AttentionWaves, Chunk, ExecutorCaps, StepShape
+from evenflow.core.plan import AttentionWaves, Chunk, ExecutorCaps, Shed, StepPlan, StepShape
 from evenflow.core.step_time import StepTimeModel
 from tests.core.driving import Driver
 
@@ -125,12 +125,16 @@ def target_driver(
     mode: str = "",
     row_buckets: tuple[int, ...] = (),
     waves: AttentionWaves | None = None,
+    shed: Callable[[StepPlan], Mapping[int, Shed]] | None = None,
 ) -> Driver:
     return Driver(
         f"target:{milliseconds}{mode}",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        caps=ExecutorCaps(max_steps_in_flight=depth, row_buckets=row_buckets, attention_waves=waves),
+        caps=ExecutorCaps(
+            max_steps_in_flight=depth, row_buckets=row_buckets, attention_waves=waves, sheds_rows=shed is not None
+        ),
         cost=cost,
+        shed=shed or (lambda plan: {}),
     )

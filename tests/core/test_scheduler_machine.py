@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evenflow.core.outcome import Committed
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepShape
+from evenflow.core.plan import ExecutorCaps, Shed, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.request import FinishReason, Request, Status
@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=policies,
         depth=st.sampled_from((1, 2)),
+        sheds_rows=st.booleans(),
         caching=st.booleans(),
         threshold=st.sampled_from((0, 5)),
         alignment=st.sampled_from((1, 4)),
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         policy: PolicySpec,
         depth: int,
+        sheds_rows: bool,
         caching: bool,
         threshold: int,
         alignment: int,
@@ -84,9 +86,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=policy.budget,
-            caps=ExecutorCaps(depth, max_prefill_sequences=max_prefills, chunk_alignment=alignment),
+            caps=ExecutorCaps(
+                depth,
+                max_prefill_sequences=max_prefills,
+                chunk_alignment=alignment,
+                sheds_rows=sheds_rows and depth == 1,
+            ),
             cost=self.seconds_of,
             disturb=self.disturb,
+            shed=lambda plan: self.shed,
             long_prefill_token_threshold=threshold,
             enable_prefix_caching=caching,
             tier=tier if tier_blocks else None,
@@ -97,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.slowness = 1.0
         self.kept: dict[str, int] = {}
         self.touched: deque[set[int]] = deque()  # blocks of each step in flight
+        self.shed: dict[int, Shed] = {}  # in the oldest step in flight
         self.device_fault = ""
         self.failing_rows: set[int] = set()  # of the oldest step in flight
 
@@ -217,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in outcome.finished:
             if request not in failed:
                 self.check_ended(request)
-        self.failing_rows = set()
+        self.failing_rows, self.shed = set(), {}
 
     @precondition(lambda self: self.driver.in_flight and self.driver.in_flight[0].num_sequences)
     @rule(data=st.data())
@@ -232,6 +241,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.driver.plans[len(self.driver.outcomes)]
         self.driver.lost_rows = data.draw(st.sets(st.integers(0, plan.num_sequences - 1), min_size=1))
         self.commit()
+
+    @precondition(lambda self: self.driver.in_flight and self.driver.in_flight[0].most_seconds is not None)
+    @rule(data=st.data())
+    def commit_shed_rows(self, data: st.DataObject) -> None:
+        """A slow step leaves out rows; meanwhile one of its requests may have failed."""
+        plan = self.driver.in_flight[0]
+        for number, chunk in enumerate(plan.chunks, len(plan.decodes)):
+            length = data.draw(st.integers(1, chunk.length))
+            if length < chunk.length:
+                self.shed[number] = Shed(length, data.draw(st.integers(length, chunk.length)))
+        if data.draw(st.booleans()):
+            self.driver.lost_rows = data.draw(st.sets(st.integers(0, plan.num_sequences - 1), max_size=1))
+        before = [self.driver.requests[chunk.request_id].num_committed for chunk in plan.chunks]
+        epochs = [self.driver.requests[chunk.request_id].epoch for chunk in plan.chunks]
+        shed = dict(self.shed)
+        self.commit()
+        for number, (chunk, committed, epoch) in enumerate(zip(plan.chunks, before, epochs, strict=True)):
+            request = self.driver.requests[chunk.request_id]
+            if request.epoch == epoch == chunk.epoch:
+                index = len(plan.decodes) + number
+                length = shed[index].length if index in shed else chunk.length
+                assert request.num_committed == committed + length
+                assert request.num_scheduled == request.num_committed
 
     @precondition(lambda self: self.scheduler.num_in_flight)
     @rule(fault=st.sampled_from(("the device is lost", "the device is lost", "out of memory")))

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from evenflow.core.deadlines import OVERTAKING_SHARE, Pacing
-from evenflow.core.plan import AttentionWaves, Chunk, ChunkReason, ExecutorCaps, StepShape
+from evenflow.core.plan import AttentionWaves, Chunk, ChunkReason, ExecutorCaps, Shed, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.request import Status
@@ -217,6 +217,39 @@ def test_a_tighter_target_never_gives_larger_chunks() -> None:
     assert sizes == sorted(sizes)
     assert sizes[0] == FLOOR_TOKENS
     assert sizes[-1] > 50 * FLOOR_TOKENS
+
+
+def test_an_executor_that_sheds_rows_is_told_when_the_step_must_end() -> None:
+    driver = target_driver(100, max_type)
+    start_chats(driver, 4)
+    list(busy_steps(driver, 20, prompt=100_000))
+    view = view_of(driver)
+    assert Target(8192, Pacing(0.1)).plan(view).most_seconds is None, "this one does not"
+    view = replace(view, caps=ExecutorCaps(sheds_rows=True), earliest_deadline=view.now + 0.08, num_in_flight=0)
+    assert Target(8192, Pacing(0.1)).plan(view).most_seconds == pytest.approx(0.08 - view.overhead)
+    assert Target(8192, Pacing(0.1)).plan(replace(view, num_decodes=0)).most_seconds is None, "nobody waits"
+    infeasible = Target(8192, Pacing(0.001))
+    for _ in range(20):
+        quotas = infeasible.plan(replace(view, earliest_deadline=view.now + 0.001, tightest_target=0.001))
+    floor = view.caps.step_shape(num_decodes=4, decode_context=view.decode_context, chunks=[(0, FLOOR_TOKENS)])
+    least = view.step_time.upper(floor)
+    assert quotas.most_seconds is not None
+    assert quotas.most_seconds >= least, "else it would leave out in each step what the floor lets in"
+
+
+def test_a_step_that_shed_rows_is_learned_as_what_its_layers_computed() -> None:
+    def half(plan: StepPlan) -> dict[int, Shed]:
+        length = plan.chunks[0].length
+        return {len(plan.decodes): Shed(length // 4, length // 2)} if length > 4 else {}
+
+    driver = target_driver(100, max_type, shed=half)
+    start_chats(driver, 4)
+    steps = list(busy_steps(driver, 60, prompt=20_000))
+    mixed = [one for one in driver.outcomes if one.plan.chunks and one.plan.decodes]
+    assert all(one.computed.chunks[0].length == one.result.shed[len(one.plan.decodes)].length for one in mixed[-20:])
+    assert all(one.shape.prefill_rows == one.plan.chunks[0].length // 2 for one in mixed[-20:])
+    assert driver.scheduler.step_time.error < 0.02
+    assert sum(step.prefill for step in steps) > 1000
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -17,6 +17,7 @@ class Committed:
     """The outcome of a step: which requests got tokens, which ended, and which are computed again after a fault."""
 
     plan: StepPlan
+    computed: StepPlan  # the same, with chunks as long as they were computed
     result: StepResult
     emissions: list[Emission]
     finished: list[Request]

@@ -6,7 +6,7 @@ All are immutable, and `record` writes each as plain data: a recorded run is a t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ class ChunkReason(StrEnum):
     LATENCY = "latency"  # more would have made a stream's next token late
     TURN = "turn"  # more would have delayed the first token of a lighter tenant, which comes with this step
     WARM_UP = "warm_up"  # twice the largest step seen so far: beyond it, step times are guesses
+    SHED = "shed"  # the step was slower than planned, and left out the rest so that its tokens were on time
 
 
 class AttentionWaves(NamedTuple):
@@ -62,6 +63,10 @@ class ExecutorCaps:
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
     attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions
     reuses_answers: bool = True  # a prompt may take up the KV that decodes have left
+    sheds_rows: bool = False  # keeps `StepPlan.most_seconds`: then no step is planned before the last one has ended
+
+    def __post_init__(self) -> None:
+        assert not (self.sheds_rows and self.max_steps_in_flight > 1), "the next step builds on rows that may be shed"
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)
@@ -239,6 +244,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     padded_rows: int
     moves: TierMoves = NO_MOVES
+    most_seconds: float | None = None  # an executor that sheds rows leaves out the end of chunks to take no longer
 
     @property
     def num_rows(self) -> int:
@@ -248,6 +254,18 @@ class StepPlan:
     def num_sequences(self) -> int:
         """Entries of the StepResult: one for each decode, then one for each chunk."""
         return len(self.decodes) + len(self.chunks)
+
+    def with_lengths(self, lengths: Mapping[int, int]) -> StepPlan:
+        """With the chunks of these sequences cut to these lengths, because the step shed their other rows."""
+        if not lengths:
+            return self
+        chunks = [
+            replace(chunk, length=lengths[number], reason=ChunkReason.SHED, samples=False)
+            if number in lengths
+            else chunk
+            for number, chunk in enumerate(self.chunks, len(self.decodes))
+        ]
+        return replace(self, chunks=tuple(chunks))
 
     def shape(self, caps: ExecutorCaps, num_chunks: int | None = None) -> StepShape:
         """Its figures on an executor; with `num_chunks`, those of the step with only its first chunks."""
@@ -272,6 +290,13 @@ class RowLogprobs(NamedTuple):
     top: tuple[TokenLogprob, ...]
 
 
+class Shed(NamedTuple):
+    """What a step computed of a chunk whose last rows it left out."""
+
+    length: int  # rows that all layers computed: at least one. The others are to be computed again
+    mean_length: int  # rows that a layer computed, on average: what the step's seconds were spent on
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a step. Sequences are numbered as in the plan: decodes first, then chunks."""
@@ -286,3 +311,4 @@ class StepResult:
     faults: Mapping[int, str] = field(default_factory=dict)  # the machine lost the result: computing it again may help
     out_of_memory: bool = False  # is that why?
     tier: TierResult = NO_TIER_RESULT
+    shed: Mapping[int, Shed] = field(default_factory=dict)  # chunks that are shorter than planned, without a token

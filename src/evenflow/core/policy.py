@@ -81,6 +81,7 @@ class Quota(NamedTuple):
 class Quotas(NamedTuple):
     run_decodes: bool
     chunks: tuple[Quota, ...]
+    most_seconds: float | None = None  # see `StepPlan`
 
 
 class Policy(ABC):

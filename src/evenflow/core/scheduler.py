@@ -285,6 +285,7 @@ class Scheduler:
             chunks=tuple(chunks),
             padded_rows=self.caps.padded_rows(len(columns) + sum(quota.tokens for quota in quotas.chunks)),
             moves=self._mover.take_moves(),
+            most_seconds=quotas.most_seconds if chunks else None,
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
@@ -354,7 +355,7 @@ class Scheduler:
             self.seats.newest_step = None
         if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
             raise RuntimeError(f"step {plan.step_id} is the oldest in flight, not step {result.step_id} of this result")
-        outcome = Committed(plan, result, [], [], step.shape, step.predicted_seconds)
+        outcome = self._outcome_of(step, result)
         epochs = [*plan.decodes.epochs, *(chunk.epoch for chunk in plan.chunks)]
         for index, message in result.errors.items():
             request = step.sequences[index]
@@ -364,6 +365,9 @@ class Scheduler:
                 outcome.finished.append(request)
         if result.faults:
             self._take_faults(step.sequences, epochs, outcome)
+        for index, shed in result.shed.items():
+            if (request := step.sequences[index]).epoch == epochs[index]:
+                self.seats.shed(request, plan.chunks[index - len(plan.decodes)], shed.length)
         self._advance(step.sequences, epochs, outcome)
         if self._recovery.suspects:
             for request, _, tokens in outcome.emissions:
@@ -376,16 +380,26 @@ class Scheduler:
                 if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
                     outcome.late.append(late)
         if not result.errors and not result.faults and plan.num_sequences:
-            self.step_time.observe(step.shape, result.seconds)
-            self.policy.observe(step.shape, result.seconds)
-            if self._is_paced and plan.chunks and step.predicted_seconds:
-                self._pace.observe(plan.chunks, result.seconds + self.overhead)
+            self.step_time.observe(outcome.shape, result.seconds)
+            self.policy.observe(outcome.shape, result.seconds)
+            if self._is_paced and plan.chunks and outcome.predicted_seconds:
+                self._pace.observe(outcome.computed.chunks, result.seconds + self.overhead)
         if plan.num_sequences:
             # A step that was planned behind another one also waited for that.
             began = max(step.planned_at, self._committed_at)
             self._overheads.append(max(0.0, now - began - result.seconds))
         self._committed_at = now
         return outcome
+
+    def _outcome_of(self, step: InFlight, result: StepResult) -> Committed:
+        """What the step computed: less than planned if it shed rows."""
+        plan, shed = step.plan, result.shed
+        if not shed:
+            return Committed(plan, plan, result, [], [], step.shape, step.predicted_seconds)
+        computed = plan.with_lengths({number: one.length for number, one in shed.items()})
+        on_average = plan.with_lengths({number: one.mean_length for number, one in shed.items()})
+        shape = on_average.shape(self.caps)
+        return Committed(plan, computed, result, [], [], shape, self.step_time.predict(shape))
 
     def _take_faults(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
         """Compute again the requests whose rows were lost, or end them if they have failed before."""
@@ -420,7 +434,7 @@ class Scheduler:
 
     def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
         """Flat, because every token passes this loop: with 1,000 streams each call in it counts."""
-        block_size, plan = self.block_size, outcome.plan
+        block_size, plan = self.block_size, outcome.computed
         emit = outcome.emissions.append
         lengths = chain(repeat(1, len(plan.decodes)), [chunk.length for chunk in plan.chunks])
         rows = zip(count(), sequences, epochs, lengths, outcome.result.tokens, strict=False)

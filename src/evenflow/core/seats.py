@@ -152,6 +152,15 @@ class Seats:
             prompt_logprobs=request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0,
         )
 
+    def shed(self, request: Request, chunk: Chunk, length: int) -> None:
+        """The step with this chunk computed so many of its rows, and left out the others."""
+        request.num_scheduled = chunk.start + length
+        if chunk.samples:
+            request.num_pending -= 1
+            del self.decoding[request.id]
+            self.prefilling[request.id] = request
+            self._decode_columns = None
+
     def take_released_slots(self) -> tuple[int, ...]:
         released, self._released_slots = tuple(self._released_slots), []
         return released

@@ -46,16 +46,24 @@ class Target(Policy):
     def plan(self, view: StepView) -> Quotas:
         start = max(view.now, self._busy_until) if view.num_in_flight else view.now
         quotas: list[Quota] = []
+        most_seconds = None
         if view.candidates:
+            floor = min(FLOOR_TOKENS, sum(map(view.most_of, view.candidates)))
+            least = view.step_time.upper(_shape(view, floor))
+            self._judge_target(view, least)
             seconds = self._seconds_left(view, start)
-            tokens, reason = self._largest_prefill(view, seconds)
+            if self.feasible_target is not None:  # what cannot be kept should not hold prompts up for good
+                seconds = max(seconds, LATE_STRETCH * least)
+            if view.caps.sheds_rows and view.num_decodes:
+                most_seconds = max(0.0, seconds)
+            tokens, reason = self._largest_prefill(view, seconds, floor, least)
             own = view.tokens_of_turn
             if tokens > own:
                 tokens = _most_in_time(view, view.step_time.upper, LEAST_FILLED * seconds, int(own), tokens)
                 reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
-        return Quotas(True, tuple(quotas))
+        return Quotas(True, tuple(quotas), most_seconds)
 
     def _seconds_left(self, view: StepView, start: float) -> float:
         if not view.num_decodes:
@@ -66,19 +74,13 @@ class Target(Policy):
             deadline = self.pacing.next_due(deadline or NO_DEADLINE, start, view.tightest_target or self.pacing.target)
         return deadline - start - view.overhead
 
-    def _largest_prefill(self, view: StepView, seconds: float) -> tuple[int, ChunkReason]:
-        """Prefill tokens for this step, and what limits them."""
-        wanted = sum(map(view.most_of, view.candidates))
-        floor = min(FLOOR_TOKENS, wanted)
+    def _largest_prefill(self, view: StepView, seconds: float, floor: int, least: float) -> tuple[int, ChunkReason]:
+        """Prefill tokens for this step, and what limits them. `least`: seconds with the floor alone."""
         proven = max(SLOW_START * view.step_time.largest_rows_known - view.num_decodes, floor)
         budget = max(self.max_step_tokens - view.num_decodes, floor)
         most, reason = min((proven, ChunkReason.WARM_UP), (budget, ChunkReason.BUDGET), key=lambda limit: limit[0])
-        most = min(most, wanted)
+        most = min(most, sum(map(view.most_of, view.candidates)))
         upper = view.step_time.upper
-        least = upper(_shape(view, floor))
-        self._judge_target(view, least)
-        if self.feasible_target is not None:  # what cannot be kept should not hold prompts up for good
-            seconds = max(seconds, LATE_STRETCH * least)
         if least > seconds:
             return floor, ChunkReason.FLOOR
         if upper(_shape(view, most)) <= seconds:

@@ -204,7 +204,7 @@ class Engine:
             logger.error("The scheduler is stuck: %s. Please report this as a bug.", self._admission_failure)
 
     def _report(self, committed: Committed, now: float) -> StepReport:
-        plan, result, scheduler = committed.plan, committed.result, self.scheduler
+        plan, result, scheduler = committed.computed, committed.result, self.scheduler
         num_decodes = len(plan.decodes)
         times = self._split_time(committed, now)
         given = [(request.id, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
@@ -251,7 +251,7 @@ class Engine:
         )
 
     def _split_time(self, committed: Committed, now: float) -> StepTimes:
-        plan, caps = committed.plan, self.scheduler.caps
+        plan, caps = committed.computed, self.scheduler.caps
         gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
         return self._attribution.split(
             now,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult, StepShape, TierMoves, TierResult
+from evenflow.core.plan import ExecutorCaps, Shed, StepPlan, StepResult, StepShape, TierMoves, TierResult
 
 _START = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -57,8 +57,9 @@ class FakeExecutor:
     """Runs plans in no real time.
 
     `cost` gives a step's seconds, which pass on `clock`. `disturb` sees each plan before it runs: it may raise to fail
-    the step, or return errors for some of its sequences. A block that a plan restores is there `restore_seconds` after
-    the one before it, unless `loses` says that the tier has lost it.
+    the step, or return errors for some of its sequences. `shed` says what a step that may shed rows leaves out. A block
+    that a plan restores is there `restore_seconds` after the one before it, unless `loses` says that the tier has lost
+    it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FakeExecutor:
         cost: Callable[[StepShape], float] = lambda shape: 0.0,
         clock: VirtualClock | None = None,
         disturb: Callable[[StepPlan], Mapping[int, str] | None] = lambda plan: None,
+        shed: Callable[[StepPlan], Mapping[int, Shed]] = lambda plan: {},
         restore_seconds: float = 0.0,
         loses: Callable[[bytes], bool] = lambda block_hash: False,
     ) -> None:
@@ -79,6 +81,7 @@ class FakeExecutor:
         self._block_size = block_size
         self._cost = cost
         self._disturb = disturb
+        self._shed = shed
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[int, int] = {}  # block * block_size + offset -> digest of all tokens up to there
         self._queue: deque[tuple[StepPlan, float]] = deque()
@@ -96,7 +99,9 @@ class FakeExecutor:
 
     def wait(self) -> StepResult:
         plan, submitted = self._queue.popleft()
-        seconds = self._cost(plan.shape(self.caps))
+        shed = self._shed(plan) if plan.most_seconds is not None else {}
+        run = plan.with_lengths({number: one.mean_length for number, one in shed.items()})
+        seconds = self._cost(run.shape(self.caps))
         self._last_end = max(submitted, self._last_end) + seconds
         self.clock.now = max(self.clock.now, self._last_end)
         self._move(plan.moves)
@@ -108,10 +113,10 @@ class FakeExecutor:
             (self._run(slot, position, 1),)
             for slot, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True)
         ]
-        for chunk in plan.chunks:
+        for chunk in plan.with_lengths({number: one.length for number, one in shed.items()}).chunks:
             sampled = self._run(chunk.slot, chunk.start, chunk.length, samples=chunk.samples)
             sequences.append((sampled,) if chunk.samples else ())
-        return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors, tier=self._restored())
+        return StepResult(plan.step_id, tuple(sequences), seconds, errors=errors, tier=self._restored(), shed=shed)
 
     def _move(self, moves: TierMoves) -> None:
         for block_hash in moves.drops:

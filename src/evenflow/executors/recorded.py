@@ -21,7 +21,7 @@ from evenflow.core.step_time import StepTimeModel
 from evenflow.core.tier import TierConfig
 from evenflow.errors import EngineFailed, InvalidInput
 
-VERSION = 3
+VERSION = 4
 Record = dict[str, Any]
 Kind = TypeVar("Kind")
 

@@ -67,6 +67,11 @@ class Part(Generic[SlotT]):
         sampled = self.slot.sampled
         return sampled.tokens[self.start + 1 : min(self.end + 1, sampled.num_prompt_tokens)]
 
+    def shorten(self, length: int) -> None:
+        """Only the first rows are computed, and no token."""
+        if length < self.length:
+            self.length, self.samples = length, False
+
     def drop_unreturned(self) -> None:
         """A failed step may have left a sample that was never returned."""
         del self.slot.sampled.tokens[self.end :]

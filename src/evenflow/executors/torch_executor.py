@@ -10,9 +10,10 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,11 +23,12 @@ from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, S
 from evenflow.errors import InvalidConfig
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
+from evenflow.executors.shedding import Shedder
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.cpu import runs_natively
 from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
-from evenflow.model.decoder import Decoder, MakeLinear
+from evenflow.model.decoder import Decoder, MakeLinear, Remainder
 from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
@@ -72,13 +74,16 @@ class TorchExecutor:
     ) -> None:
         self._config = config
         self._grammars = grammars
-        self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight)
+        # In fixed order, all layers run in one call.
+        sheds_rows = max_steps_in_flight == 1 and not deterministic
+        self.caps = ExecutorCaps(max_steps_in_flight=max_steps_in_flight, sheds_rows=sheds_rows)
         forms = _fixed_order_forms(config, weights) if deterministic else _linear_forms(config, weights)
         self._decoder = Decoder(config, tensors, *forms, fixed_order=deterministic)
         self.blocks = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
         self._last_end = 0.0
+        self._seconds_after_layers = 0.0  # of the last step
         # Torch's number of threads belongs to the calling thread: set it on the one that runs the steps.
         self._worker = ThreadPoolExecutor(
             1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or default_threads(),)
@@ -123,7 +128,13 @@ class TorchExecutor:
         parts = list(parts_of(plan, self._slots))
         if not parts:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
-        hidden = self._hidden(parts)
+        shedder = None
+        if plan.most_seconds is not None:
+            end = began + plan.most_seconds - self._seconds_after_layers
+            lengths = [chunk.length for chunk in plan.chunks]
+            shedder = Shedder(len(plan.decodes), lengths, self._config.num_layers, end, time.perf_counter)
+        hidden = self._hidden(parts, shedder)
+        layers_ended = time.perf_counter()
         prompt_logprobs, faults = self._all_prompt_logprobs(parts, hidden)
         embeddings = {
             number: values
@@ -134,23 +145,22 @@ class TorchExecutor:
         if self.blocks is not None:
             for part in parts:
                 self.blocks.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
-        seconds = time.perf_counter() - began
-        rows = tuple(samples.tokens), seconds, samples.errors, samples.logprobs
-        return StepResult(plan.step_id, *rows, prompt_logprobs, embeddings, faults | samples.faults)
+        ended = time.perf_counter()
+        self._seconds_after_layers = ended - layers_ended
+        rows = tuple(samples.tokens), ended - began, samples.errors, samples.logprobs
+        faults |= samples.faults
+        shed = shedder.shed() if shedder is not None else {}
+        return StepResult(plan.step_id, *rows, prompt_logprobs, embeddings, faults, shed=shed)
 
     def _admit(self, admission: Admission) -> _Slot:
         sampled = new_sampled(admission, self._config.vocab_size, self._grammars)
         return _Slot(sampled, new_sequence_kv(self._config, admission.max_known_tokens))
 
-    def _hidden(self, parts: list[Part[_Slot]]) -> tuple[Tensor, ...]:
-        """Run all rows through the layers; returns the wanted rows of each part."""
-        token_ids: list[int] = []
-        wanted: list[int] = []
-        for part in parts:
-            token_ids += part.token_ids
-            wanted += range(len(token_ids) - part.num_wanted, len(token_ids))
-        spans = [Span(part.slot.kv, part.start, part.length) for part in parts]
-        hidden = self._decoder.hidden(token_ids, spans, wanted)
+    def _hidden(self, parts: list[Part[_Slot]], shedder: Shedder | None) -> tuple[Tensor, ...]:
+        """Run all rows through the layers; returns the wanted rows of each part. The shedder may shorten parts."""
+        token_ids = [token for part in parts for token in part.token_ids]
+        shed = None if shedder is None else functools.partial(_shed, parts, shedder)
+        hidden = self._decoder.hidden(token_ids, _spans(parts), _wanted(parts), shed)
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]) -> SampledParts:
@@ -199,6 +209,28 @@ class TorchExecutor:
         """The prompt's embedding, once its last chunk is computed."""
         part.slot.row_sum = add_rows(part.slot.row_sum, self._decoder.normed(hidden))
         return to_bytes(unit_length(part.slot.row_sum)) if part.samples else None
+
+
+def _spans(parts: Sequence[Part[_Slot]]) -> list[Span]:
+    return [Span(part.slot.kv, part.start, part.length) for part in parts]
+
+
+def _wanted(parts: Sequence[Part[_Slot]]) -> list[int]:
+    """The rows that are needed after the last layer, of those of all parts."""
+    ends = accumulate(part.length for part in parts)
+    return [row for part, end in zip(parts, ends, strict=True) for row in range(end - part.num_wanted, end)]
+
+
+def _shed(parts: Sequence[Part[_Slot]], shedder: Shedder, done: int) -> Remainder | None:
+    """Shorten the parts if the step, of which so many layers have run, would end too late."""
+    if not shedder.after_layer(done):
+        return None
+    starts = accumulate((part.length for part in parts), initial=0)
+    lengths = [*(part.length for part in parts[: -len(shedder.lengths)]), *shedder.lengths]
+    rows = [row for start, length in zip(starts, lengths, strict=False) for row in range(start, start + length)]
+    for part, length in zip(parts, lengths, strict=True):
+        part.shorten(length)
+    return Remainder(rows, _spans(parts), _wanted(parts))
 
 
 def default_threads() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,14 @@ from evenflow.model.projections import layer_projections, query_key_norms
 from evenflow.model.rope import Rotation, rotate_
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+
+class Remainder(NamedTuple):
+    """The rows of a step that go on, when others are left out between two layers."""
+
+    rows: Sequence[int]  # of those so far
+    spans: Sequence[Span]
+    wanted: Sequence[int]  # of those that go on
 
 
 class Decoder:
@@ -42,10 +51,17 @@ class Decoder:
         head_weight = self._embedding if config.tie_embeddings else tensors["lm_head.weight"]
         self._head = (make_head or make_linear)(head_weight, None)
 
-    def hidden(self, token_ids: Sequence[int], spans: Sequence[Span], wanted: Sequence[int] | None = None) -> Tensor:
+    def hidden(
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[Span],
+        wanted: Sequence[int] | None = None,
+        shed: Callable[[int], Remainder | None] | None = None,
+    ) -> Tensor:
         """The last layer's output for the rows in `wanted` (None: all rows).
 
-        Writes the new keys and values of all rows into the spans' memory.
+        Writes the new keys and values of all rows into the spans' memory. `shed` is asked after each layer, with how
+        many have run, whether rows are to be left out; steps of few rows run all layers at once, and do not ask.
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
         rotations = self._rotation.rotations(torch.tensor(positions, dtype=torch.float32))
@@ -56,8 +72,13 @@ class Decoder:
             return rows if kept is None else rows[kept]
         factors = self._rotation.factors(rotations)
         attention = self._attention_of(spans)
-        for layer in self._layers[:-1]:
+        for done, layer in enumerate(self._layers[:-1], 1):
             rows = layer(rows, factors, attention)
+            if shed is not None and (remainder := shed(done)) is not None:
+                going_on = torch.tensor(remainder.rows)
+                rows, factors = rows[going_on], factors[going_on]
+                attention = self._attention_of(remainder.spans)
+                kept = torch.tensor(remainder.wanted, dtype=torch.int64)
         # After the last attention rows no longer interact: unwanted ones are dropped there.
         return self._layers[-1](rows, factors, attention, kept)
 

@@ -37,6 +37,7 @@ const REASONS = {
   latency: "more would have made a token late",
   turn: "another tenant's first token would have come later",
   warm_up: "no larger step has been measured yet",
+  shed: "the step was slow, and left out the rest to be on time",
 };
 
 export function stallInWords(stall) {
