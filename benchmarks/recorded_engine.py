@@ -92,7 +92,8 @@ class RecordedExecutor(FakeExecutor):
         for done in range(1, _NUM_LAYERS + 1):
             chunks = tuple((one.start, length) for one, length in zip(plan.chunks, shedder.lengths, strict=True))
             clock.now += self._cpu.seconds(_work(plan, chunks), self._began + clock.now, 1 / _NUM_LAYERS)
-            shedder.after_layer(done)
+            if done < _NUM_LAYERS:
+                shedder.after_layer(done)
         self._seconds = clock.now - self.clock.now
         return shedder.shed()
 

@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 
 from evenflow import LLM, SamplingParams
-from evenflow.core.plan import ChunkReason, StepPlan
+from evenflow.core.plan import ChunkReason, ExecutorCaps, Shed, StepPlan
+from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.engine.engine import Engine
+from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.outputs import RequestOutput
 from evenflow.executors.base import Executor
+from evenflow.executors.fake import FakeExecutor
 from evenflow.native.build import library
 from tests.models import tiny_llama
 
@@ -79,6 +84,29 @@ def test_answers_and_logprobs_are_the_same(policy: str, caching: bool) -> None:
     assert not any(chunk.gave_token for chunk in shed)
     computed = [(chunk.start, chunk.length) for chunk in chunks if chunk.request_id == chunks[0].request_id]
     assert [start for start, _ in computed] == [sum(length for _, length in computed[:n]) for n in range(len(computed))]
+
+
+def test_each_chunk_is_given_the_seconds_of_the_rows_that_its_layers_computed() -> None:
+    def shed(plan: StepPlan) -> dict[int, Shed]:
+        first = len(plan.decodes)
+        is_last = [chunk.length for chunk in plan.chunks] == [100, 100]
+        return {first: Shed(40, 80), first + 1: Shed(1, 40)} if is_last else {}
+
+    caps = ExecutorCaps(sheds_rows=True)
+    config = SchedulerConfig(num_blocks=100, block_size=16, policy=PolicySpec.parse("target:1000ms"))
+    executor = FakeExecutor(caps=caps, cost=lambda shape: 0.001 * shape.total_rows, shed=shed)
+    limits = Limits(max_model_len=1000, vocab_size=1000)
+    engine = Engine(Scheduler(config, caps), executor, limits, clock=executor.clock)
+    intake = Intake(limits, config.block_size, clock=executor.clock)
+    for first, length in enumerate((20, 30, 60, 120, 100, 100)):
+        engine.add(intake.prepare([first] * length, SamplingParams(max_tokens=50), policy=engine.policy))
+        if length != 100:
+            for _ in range(3):
+                engine.step()
+    report = engine.step()
+    assert report is not None
+    assert [(chunk.length, chunk.num_shed) for chunk in report.chunks] == [(40, 60), (1, 99)]
+    assert [chunk.seconds for chunk in report.chunks] == pytest.approx([0.08, 0.04], rel=0.05)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

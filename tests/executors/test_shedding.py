@@ -9,7 +9,7 @@ import pytest
 from evenflow.core.plan import Shed
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.executors.fake import VirtualClock
-from evenflow.executors.shedding import Shedder
+from evenflow.executors.shedding import Shedder, TailTime
 
 NUM_LAYERS, NUM_DECODES = 30, 4
 ROW_SECONDS = 0.0001  # of one row in one layer
@@ -24,9 +24,10 @@ def run(
     before = lengths
     for layer in range(1, NUM_LAYERS + 1):
         clock.now += slowness(layer) * ROW_SECONDS * (NUM_DECODES + sum(shedder.lengths))
-        has_shed = shedder.after_layer(layer)
-        assert has_shed == (list(before) != shedder.lengths)
-        before = list(shedder.lengths)
+        if layer < NUM_LAYERS:
+            has_shed = shedder.after_layer(layer)
+            assert has_shed == (list(before) != shedder.lengths)
+            before = list(shedder.lengths)
     return clock.now - 5.0, shedder.shed()
 
 
@@ -52,6 +53,31 @@ def test_its_seconds_are_those_of_the_rows_that_layers_computed_on_average() -> 
     seconds, shed = run([200], planned_seconds(200), lambda layer: 1.7)
     (found,) = shed.values()
     assert seconds == pytest.approx(1.7 * planned_seconds(found.mean_length), rel=0.01)
+
+
+@pytest.mark.parametrize("num_layers", [4, 30])
+def test_the_last_layer_counts_as_well(num_layers: int) -> None:
+    clock = VirtualClock()
+    shedder = Shedder(0, [100], num_layers, end=0.0, clock=clock)
+    computed = []
+    for layer in range(1, num_layers):
+        computed.append(shedder.lengths[0])
+        clock.now += 1.0
+        shedder.after_layer(layer)
+    computed.append(shedder.lengths[0])
+    (shed,) = shedder.shed().values()
+    assert computed[0] > computed[-1] == shed.length
+    assert shed.mean_length == round(sum(computed) / num_layers)
+
+
+def test_a_first_layer_that_takes_longer_is_no_reason() -> None:
+    _, shed = run([200], planned_seconds(200) * 1.1, lambda layer: 3.0 if layer == 1 else 1.0)
+    assert not shed
+
+
+def test_a_clock_that_stands_still_is_no_reason() -> None:
+    shedder = Shedder(NUM_DECODES, [200], NUM_LAYERS, end=-1.0, clock=VirtualClock())
+    assert not any(shedder.after_layer(layer) for layer in range(1, NUM_LAYERS))
 
 
 def test_a_machine_that_turns_slow_in_mid_step_costs_rows_then() -> None:
@@ -82,3 +108,13 @@ def test_one_slow_layer_is_no_reason() -> None:
     seconds, shed = run([200], planned_seconds(200) * 1.45, lambda layer: 3.0 if layer == 10 else 1.0)
     assert not shed
     assert seconds == pytest.approx(planned_seconds(200) * 32 / 30)
+
+
+def test_logprobs_of_one_step_cost_the_next_one_without_them_nothing() -> None:
+    tail = TailTime()
+    tail.observe(0, 0.01)
+    tail.observe(400, 0.41)
+    assert tail.predict(0) == 0.01
+    assert tail.predict(100) == pytest.approx(0.11)
+    tail.observe(0, 0.02)
+    assert tail.predict(100) == pytest.approx(0.12)

@@ -18,6 +18,7 @@ class Committed:
 
     plan: StepPlan
     computed: StepPlan  # the same, with chunks as long as they were computed
+    averaged: StepPlan  # with chunks as long as in the average layer: what the seconds were spent on
     result: StepResult
     emissions: list[Emission]
     finished: list[Request]
@@ -36,3 +37,4 @@ class InFlight:
     predicted_seconds: float
     planned_at: float
     sequences: list[Request]  # decodes, then chunks, as in the plan
+    heads: list[list[Request]]  # of lines that prompts of this step may have overtaken

@@ -63,10 +63,12 @@ class ExecutorCaps:
     row_buckets: tuple[int, ...] = ()  # sizes of captured graphs, to which steps are padded, ascending
     attention_waves: AttentionWaves | None = None  # None: attention takes as long as it has rows and positions
     reuses_answers: bool = True  # a prompt may take up the KV that decodes have left
-    sheds_rows: bool = False  # keeps `StepPlan.most_seconds`: then no step is planned before the last one has ended
+    sheds_rows: bool = False  # obeys `StepPlan.most_seconds`; needs one step in flight
 
     def __post_init__(self) -> None:
-        assert not (self.sheds_rows and self.max_steps_in_flight > 1), "the next step builds on rows that may be shed"
+        assert not (self.sheds_rows and self.max_steps_in_flight > 1), (
+            "the next step may build on rows that this one sheds"
+        )
 
     def padded_rows(self, rows: int) -> int:
         return next((bucket for bucket in self.row_buckets if bucket >= rows), rows)

@@ -26,6 +26,7 @@ class ChunkReport(NamedTuple):
     reason: ChunkReason
     seconds: float  # its share of the step
     gave_token: bool
+    num_shed: int = 0  # rows that the step was to compute after these, and left out
 
 
 class AdmissionReport(NamedTuple):

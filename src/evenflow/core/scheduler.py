@@ -16,7 +16,7 @@ from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
 from evenflow.core.deadlines import Place, Urgency, rank_time, rank_times, urgency
 from evenflow.core.outcome import Committed, InFlight
-from evenflow.core.plan import Chunk, ExecutorCaps, StepPlan, StepResult
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.policy import Candidate, StepView
 from evenflow.core.prefill_pace import PrefillPace
@@ -289,17 +289,13 @@ class Scheduler:
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
-        if chunks:
-            lengths = [(request, chunk.length) for request, chunk in zip(prefills, chunks, strict=True)]
-            self.order.charge_overtaking(heads, lengths, predicted)
-        if self.order.is_shared and plan.num_sequences:
-            self._charge(decodes, positions, prefills, chunks, predicted)
-        elif plan.num_sequences:
-            self.order.charge_only(predicted or nominal_price(plan.num_rows))
+        step = InFlight(plan, shape, predicted, now, decodes + prefills, heads)
+        if plan.most_seconds is None:
+            self._charge(step, plan, predicted)
         has_reason = chunks or not self.order or self._mover.is_restoring
         self._steps_without_prefill = 0 if has_reason else self._steps_without_prefill + 1
         self.seats.newest_step = step_id
-        self._in_flight.append(InFlight(plan, shape, predicted, now, decodes + prefills))
+        self._in_flight.append(step)
         return plan
 
     def _view(
@@ -333,17 +329,20 @@ class Scheduler:
             f"{self.seats.num_free} slots and {self.pool.num_free} KV blocks are free, {len(self.order)} wait"
         )
 
-    def _charge(
-        self,
-        decodes: Sequence[Request],
-        positions: Sequence[int],
-        prefills: Sequence[Request],
-        chunks: Sequence[Chunk],
-        seconds: float,
-    ) -> None:
-        streams = [(request.account, position + 1) for request, position in zip(decodes, positions, strict=True)]
-        parts = [(one.account, chunk.start, chunk.length) for one, chunk in zip(prefills, chunks, strict=True)]
-        self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
+    def _charge(self, step: InFlight, plan: StepPlan, seconds: float) -> None:
+        """For what `plan` says that the step computes: at once, or when it has ended if it may shed rows."""
+        num_decodes = len(plan.decodes)
+        prefills = list(zip(step.sequences[num_decodes:], plan.chunks, strict=True))
+        if prefills:
+            lengths = [(request, chunk.length) for request, chunk in prefills]
+            self.order.charge_overtaking(step.heads, lengths, seconds)
+        if self.order.is_shared and plan.num_sequences:
+            positions = zip(step.sequences[:num_decodes], plan.decodes.positions, strict=True)
+            streams = [(request.account, position + 1) for request, position in positions]
+            parts = [(request.account, chunk.start, chunk.length) for request, chunk in prefills]
+            self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
+        elif plan.num_sequences:
+            self.order.charge_only(seconds or nominal_price(plan.num_rows))
 
     # ---- taking in a step's result ----
 
@@ -367,7 +366,9 @@ class Scheduler:
             self._take_faults(step.sequences, epochs, outcome)
         for index, shed in result.shed.items():
             if (request := step.sequences[index]).epoch == epochs[index]:
-                self.seats.shed(request, plan.chunks[index - len(plan.decodes)], shed.length)
+                self.seats.take_back(request, plan.chunks[index - len(plan.decodes)], shed.length)
+        if plan.most_seconds is not None:
+            self._charge(step, outcome.computed, outcome.predicted_seconds)
         self._advance(step.sequences, epochs, outcome)
         if self._recovery.suspects:
             for request, _, tokens in outcome.emissions:
@@ -395,11 +396,11 @@ class Scheduler:
         """What the step computed: less than planned if it shed rows."""
         plan, shed = step.plan, result.shed
         if not shed:
-            return Committed(plan, plan, result, [], [], step.shape, step.predicted_seconds)
+            return Committed(plan, plan, plan, result, [], [], step.shape, step.predicted_seconds)
         computed = plan.with_lengths({number: one.length for number, one in shed.items()})
-        on_average = plan.with_lengths({number: one.mean_length for number, one in shed.items()})
-        shape = on_average.shape(self.caps)
-        return Committed(plan, computed, result, [], [], shape, self.step_time.predict(shape))
+        averaged = plan.with_lengths({number: one.mean_length for number, one in shed.items()})
+        shape = replace(averaged.shape(self.caps), logit_rows=computed.shape(self.caps).logit_rows)
+        return Committed(plan, computed, averaged, result, [], [], shape, self.step_time.predict(shape))
 
     def _take_faults(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
         """Compute again the requests whose rows were lost, or end them if they have failed before."""

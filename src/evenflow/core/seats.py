@@ -33,7 +33,7 @@ class Seats:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._price_of = price_of
-        self.prefilling: dict[str, Request] = {}  # in order of admission
+        self.prefilling: dict[str, Request] = {}  # in order of admission, but for those that `take_back` returns
         self.decoding: dict[str, Request] = {}  # with exactly one token to feed
         self.newest_step: int | None = None  # of those in flight, which may touch blocks that are released
         self._decode_columns: Decodes | None = None  # of all of `decoding`, until that changes
@@ -152,8 +152,8 @@ class Seats:
             prompt_logprobs=request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0,
         )
 
-    def shed(self, request: Request, chunk: Chunk, length: int) -> None:
-        """The step with this chunk computed so many of its rows, and left out the others."""
+    def take_back(self, request: Request, chunk: Chunk, length: int) -> None:
+        """The step computed only this many rows of the chunk: the others are to be scheduled again."""
         request.num_scheduled = chunk.start + length
         if chunk.samples:
             request.num_pending -= 1

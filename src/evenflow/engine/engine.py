@@ -220,9 +220,17 @@ class Engine:
             decode_seconds=times.decode_seconds,
             num_decodes=num_decodes,
             chunks=[
-                ChunkReport(chunk.request_id, chunk.start, chunk.length, chunk.reason, seconds, place in sampled)
-                for place, (chunk, seconds) in enumerate(
-                    zip(plan.chunks, times.chunk_seconds, strict=True), num_decodes
+                ChunkReport(
+                    chunk.request_id,
+                    chunk.start,
+                    chunk.length,
+                    chunk.reason,
+                    seconds,
+                    gave_token=place in sampled,
+                    num_shed=planned.length - chunk.length,
+                )
+                for place, (planned, chunk, seconds) in enumerate(
+                    zip(committed.plan.chunks, plan.chunks, times.chunk_seconds, strict=True), num_decodes
                 )
             ],
             admissions=[
@@ -251,14 +259,14 @@ class Engine:
         )
 
     def _split_time(self, committed: Committed, now: float) -> StepTimes:
-        plan, caps = committed.computed, self.scheduler.caps
+        chunks, caps = committed.computed.chunks, self.scheduler.caps
         gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
         return self._attribution.split(
             now,
             committed.result.seconds,
             committed.predicted_seconds,
-            [*(plan.shape(caps, num_chunks) for num_chunks in range(len(plan.chunks))), committed.shape],
-            [(chunk.request_id, chunk.length) for chunk in plan.chunks],
+            [*(committed.averaged.shape(caps, num_chunks) for num_chunks in range(len(chunks))), committed.shape],
+            [(chunk.request_id, chunk.length) for chunk in chunks],
             gc_seconds,
         )
 

@@ -14,7 +14,7 @@ from evenflow.core.policy import FLOOR_TOKENS
 
 # The speed of the layers to come is that of the last few: what slows a machine mostly lasts longer than a layer.
 _LAST_LAYERS = 4
-_LEAST_LAYERS = 2  # to have run, before anything is left out
+_LEAST_LAYERS = 2  # to be measured, before anything is left out
 
 
 class Shedder:
@@ -29,22 +29,31 @@ class Shedder:
         self._num_layers = num_layers
         self._end = end
         self._clock = clock
-        self._row_layers = [0] * len(lengths)  # rows times layers computed, of each chunk
-        self._layers: deque[tuple[int, float]] = deque([(0, clock())], maxlen=_LAST_LAYERS + 1)  # rows so far, and when
+        self._row_layers = list(lengths)  # rows times layers, of each chunk, with the layer that runs
+        # Rows so far, and when. The first layer is not measured: it often takes longer.
+        self._layers: deque[tuple[int, float]] = deque(maxlen=_LAST_LAYERS + 1)
 
     def after_layer(self, done: int) -> bool:
-        """So many layers have run. True: the chunks go on with fewer rows, `lengths` says how many."""
+        """This many layers have run, but not all. True: the chunks go on with fewer rows, `lengths` says how many."""
+        has_shed = self._keep(self._fitting(done))
         for number, length in enumerate(self.lengths):
             self._row_layers[number] += length
-        now, num_rows = self._clock(), self._num_decodes + sum(self.lengths)
-        self._layers.append((self._layers[-1][0] + num_rows, now))
-        (rows_before, since), (rows, _) = self._layers[0], self._layers[-1]
-        seconds_per_row = (now - since) / (rows - rows_before)
-        left = self._num_layers - done
-        if done < _LEAST_LAYERS or not left or seconds_per_row * num_rows * left <= self._end - now:
-            return False
-        fitting = int((self._end - now) / (seconds_per_row * left)) - self._num_decodes
-        return self._keep(max(fitting, FLOOR_TOKENS))
+        return has_shed
+
+    def _fitting(self, done: int) -> int:
+        """Prefill rows that the layers to come can compute in time."""
+        now, num_prefill_rows = self._clock(), sum(self.lengths)
+        num_rows = self._num_decodes + num_prefill_rows
+        rows_before = self._layers[-1][0] if self._layers else 0
+        self._layers.append((rows_before + num_rows, now))
+        if len(self._layers) <= _LEAST_LAYERS:
+            return num_prefill_rows
+        (first_rows, since), (rows, _) = self._layers[0], self._layers[-1]
+        row_seconds = (now - since) / (rows - first_rows) * (self._num_layers - done)
+        left = self._end - now
+        if row_seconds * num_rows <= max(0.0, left):
+            return num_prefill_rows
+        return max(int(left / row_seconds) - self._num_decodes, FLOOR_TOKENS)
 
     def _keep(self, num_rows: int) -> bool:
         """The first rows, but one of each chunk at least."""
@@ -58,7 +67,24 @@ class Shedder:
     def shed(self) -> dict[int, Shed]:
         """The chunks that lost rows, by their sequence in the step's result."""
         return {
-            self._num_decodes + number: Shed(length, max(length, round(self._row_layers[number] / self._num_layers)))
+            self._num_decodes + number: Shed(length, round(self._row_layers[number] / self._num_layers))
             for number, (length, planned) in enumerate(zip(self.lengths, self._planned, strict=True))
             if length < planned
         }
+
+
+class TailTime:
+    """Seconds that steps take after their layers: more for each prompt row that needs logprobs."""
+
+    def __init__(self) -> None:
+        self._plain = 0.0
+        self._of_row = 0.0
+
+    def predict(self, num_logprob_rows: int) -> float:
+        return self._plain + self._of_row * num_logprob_rows
+
+    def observe(self, num_logprob_rows: int, seconds: float) -> None:
+        if num_logprob_rows:
+            self._of_row = max(0.0, seconds - self._plain) / num_logprob_rows
+        else:
+            self._plain = seconds

@@ -23,7 +23,7 @@ from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, S
 from evenflow.errors import InvalidConfig
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
-from evenflow.executors.shedding import Shedder
+from evenflow.executors.shedding import Shedder, TailTime
 from evenflow.host import num_cpus, total_memory
 from evenflow.model.attention.cpu import runs_natively
 from evenflow.model.attention.native import Span
@@ -83,7 +83,7 @@ class TorchExecutor:
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[Future[StepResult]] = deque()
         self._last_end = 0.0
-        self._seconds_after_layers = 0.0  # of the last step
+        self._tail_time = TailTime()
         # Torch's number of threads belongs to the calling thread: set it on the one that runs the steps.
         self._worker = ThreadPoolExecutor(
             1, "evenflow-step", initializer=torch.set_num_threads, initargs=(threads or default_threads(),)
@@ -130,7 +130,7 @@ class TorchExecutor:
             return StepResult(plan.step_id, (), time.perf_counter() - began)
         shedder = None
         if plan.most_seconds is not None:
-            end = began + plan.most_seconds - self._seconds_after_layers
+            end = began + plan.most_seconds - self._tail_time.predict(_num_logprob_rows(parts))
             lengths = [chunk.length for chunk in plan.chunks]
             shedder = Shedder(len(plan.decodes), lengths, self._config.num_layers, end, time.perf_counter)
         hidden = self._hidden(parts, shedder)
@@ -146,7 +146,7 @@ class TorchExecutor:
             for part in parts:
                 self.blocks.save(part.slot.kv, part.slot.block_ids, part.start, part.end)
         ended = time.perf_counter()
-        self._seconds_after_layers = ended - layers_ended
+        self._tail_time.observe(_num_logprob_rows(parts), ended - layers_ended)
         rows = tuple(samples.tokens), ended - began, samples.errors, samples.logprobs
         faults |= samples.faults
         shed = shedder.shed() if shedder is not None else {}
@@ -159,8 +159,8 @@ class TorchExecutor:
     def _hidden(self, parts: list[Part[_Slot]], shedder: Shedder | None) -> tuple[Tensor, ...]:
         """Run all rows through the layers; returns the wanted rows of each part. The shedder may shorten parts."""
         token_ids = [token for part in parts for token in part.token_ids]
-        shed = None if shedder is None else functools.partial(_shed, parts, shedder)
-        hidden = self._decoder.hidden(token_ids, _spans(parts), _wanted(parts), shed)
+        cut = None if shedder is None else functools.partial(_cut, parts, shedder)
+        hidden = self._decoder.hidden(token_ids, _spans(parts), _wanted(parts), cut)
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]) -> SampledParts:
@@ -221,8 +221,12 @@ def _wanted(parts: Sequence[Part[_Slot]]) -> list[int]:
     return [row for part, end in zip(parts, ends, strict=True) for row in range(end - part.num_wanted, end)]
 
 
-def _shed(parts: Sequence[Part[_Slot]], shedder: Shedder, done: int) -> Remainder | None:
-    """Shorten the parts if the step, of which so many layers have run, would end too late."""
+def _num_logprob_rows(parts: Sequence[Part[_Slot]]) -> int:
+    return sum(part.length for part in parts if part.prompt_logprobs)
+
+
+def _cut(parts: Sequence[Part[_Slot]], shedder: Shedder, done: int) -> Remainder | None:
+    """Shorten the parts if the step, after this many layers, would end too late."""
     if not shedder.after_layer(done):
         return None
     starts = accumulate((part.length for part in parts), initial=0)

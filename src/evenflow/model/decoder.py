@@ -56,12 +56,12 @@ class Decoder:
         token_ids: Sequence[int],
         spans: Sequence[Span],
         wanted: Sequence[int] | None = None,
-        shed: Callable[[int], Remainder | None] | None = None,
+        cut: Callable[[int], Remainder | None] | None = None,
     ) -> Tensor:
         """The last layer's output for the rows in `wanted` (None: all rows).
 
-        Writes the new keys and values of all rows into the spans' memory. `shed` is asked after each layer, with how
-        many have run, whether rows are to be left out; steps of few rows run all layers at once, and do not ask.
+        Writes the new keys and values of all rows into the spans' memory. `cut` is asked after each layer but the last,
+        with how many have run, which rows go on (None: all). Steps of few rows run all layers at once, and do not ask.
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
         rotations = self._rotation.rotations(torch.tensor(positions, dtype=torch.float32))
@@ -74,7 +74,7 @@ class Decoder:
         attention = self._attention_of(spans)
         for done, layer in enumerate(self._layers[:-1], 1):
             rows = layer(rows, factors, attention)
-            if shed is not None and (remainder := shed(done)) is not None:
+            if cut is not None and (remainder := cut(done)) is not None:
                 going_on = torch.tensor(remainder.rows)
                 rows, factors = rows[going_on], factors[going_on]
                 attention = self._attention_of(remainder.spans)

@@ -163,6 +163,7 @@ class EvenflowMetrics:
         self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)
         self.chunk_tokens = histogram("evenflow:chunk_tokens", "Tokens of a prefill chunk.", _STEP_TOKENS)
         self.chunks = split("evenflow:chunks", "Chunks by why they were not longer.", "reason", ChunkReason)
+        self.shed_tokens = counter("evenflow:shed_tokens", "Prefill rows left out by steps that turned out slow.")
         self.request_chunks = histogram("evenflow:request_chunks", "Chunks of a request.", _CHUNKS)
         self.budget_use = histogram("evenflow:step_budget_use", "Share of its token budget that a step used.", _SHARES)
         self.step_tokens = split("evenflow:step_tokens", "Tokens run, by phase.", "part", STEP_PARTS)

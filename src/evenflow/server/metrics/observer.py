@@ -238,6 +238,7 @@ class Observer:
         for chunk in report.chunks:
             self._own.chunk_tokens.observe(chunk.length)
             self._own.chunks(chunk.reason).inc()
+            self._own.shed_tokens.inc(chunk.num_shed)
             if (record := self.requests.get(chunk.request_id)) is not None:
                 record.chunks.append((report.at, chunk))
 
