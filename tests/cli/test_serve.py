@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from evenflow.errors import EngineFailed
+from evenflow.server.serving import bind, listen
 from tests.cli.running import long_context_llama, run_cli, serving
 from tests.models import tiny_llama
 
@@ -47,6 +49,14 @@ def test_a_port_in_use_gives_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(
         r"evenflow: cannot serve on 127.0.0.1 port \d+: .*in use; --port gives another, 0 a free one\n", finished.err
     )
+
+
+def test_of_two_servers_that_start_at_once_on_a_port_one_says_that_it_is_taken() -> None:
+    """Both may bind it: only one can listen."""
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first)
+        with pytest.raises(EngineFailed, match=r"cannot serve on 127.0.0.1 port \d+: .*in use; --port"):
+            listen(second)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -42,6 +42,7 @@ logger = logging.getLogger("evenflow")
 _EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
+_BACKLOG = 2048  # connections that wait to be accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class ServerSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserve the port before anything is loaded; it starts to listen when the engine is ready."""
+    """Reserve the port before anything is loaded; `listen` opens it when the engine is ready."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -85,9 +86,22 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        advice = "; --port gives another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
-        raise EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}{advice}") from error
+        raise _cannot_serve(host, port, error) from error
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Fails if another server has begun to listen on the port meanwhile, which uvloop would not say."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_serve(host, port, error) from error
+
+
+def _cannot_serve(host: str, port: int, error: OSError) -> EngineFailed:
+    advice = "; --port gives another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+    return EngineFailed(f"cannot serve on {host} port {port}: {error.strerror}{advice}")
 
 
 async def serve(
@@ -115,6 +129,7 @@ async def serve(
         parts = client, gate, LargeWork(), tokenizer, grammar_gate, templates
         service = ModelService(*parts, *named, tenants=settings.shares.tenants, pooling=settings.pooling)
         server = Server(service, observer, settings)
+        listen(listener)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
@@ -136,6 +151,7 @@ async def serve_host(
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until a signal, and already while the host starts. Raises the error if its first start fails."""
+    listen(listener)
     observer = Observer(settings.model_names[0])
     engine = HostEngine(launch, observer)
     try:
@@ -174,6 +190,7 @@ class Server(uvicorn.Server):
             ws="none",
             access_log=False,
             log_level="warning",
+            backlog=_BACKLOG,
             lifespan="off",
             server_header=False,
             proxy_headers=False,  # a client could make up its address
