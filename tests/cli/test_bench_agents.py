@@ -62,6 +62,8 @@ BAD = {
     "the same twice": (["fixed:8", "fixed:8"], "'fixed:8' twice"),
     "no trace there": (["--trace", "/no/such/trace"], "'/no/such/trace'"),
     "no speed": (["--speed", 0], "--speed"),
+    "speed of no trace": (["--speed", 2], "--speed without --trace"),
+    "agents beside a trace": (["--trace", "/no/such/trace", "--agents", 3], "--agents with --trace"),
     "too long": (["--model", tiny_llama, "--scale", 1], "lower the scale"),
 }
 

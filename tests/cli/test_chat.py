@@ -90,6 +90,7 @@ def test_a_message_over_the_context_is_dropped_and_the_chat_goes_on(chat: Typing
         (["--temperature", -1], "temperature=-1"),
         (["--max-tokens", 0], "max_tokens=0"),
         (["--url", "http://127.0.0.1:1", "--policy", "load"], "--policy with --url"),
+        (["--url", "nonsense"], "--url 'nonsense' but expected an address"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )

@@ -112,7 +112,13 @@ def test_requests_end_before_their_connections_are_closed(monkeypatch: pytest.Mo
 def test_what_has_no_use_with_it_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "demo", *arguments, "--live")
     assert finished.code == 2
-    assert "Got --live with" in finished.err
+    assert f"Got --live with {arguments[0]}," in finished.err
+
+
+def test_without_it_its_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys, "demo", "--load-time", "1s")
+    assert finished.code == 2
+    assert "Got --load-time without --live" in finished.err
 
 
 def test_a_browser_is_opened_only_where_there_is_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ SHORTER = {
     "ab": "--requests 2 --pairs 2 --max-tokens 4 --rate 50",
     "eval": "-n 2",
     "bench stall": "--repeat 1 --chats 2 --chat-tokens 8 --long-prompts 1 --long-tokens 300 --threads 1",
-    "bench agents": "--repeat 1 --misses 1 --agents 1 --scale 0.01 --think 10ms --miss-pause 10ms --requests 2",
+    "bench agents fixed:2048 target:250ms --trace": "--repeat 1 --scale 0.01 --requests 2",
+    "bench agents": "--repeat 1 --misses 1 --agents 1 --scale 0.01 --think 10ms --miss-pause 10ms",
 }
 
 # Commands, by how they begin, that are not run, and why.

@@ -1,7 +1,7 @@
-"""Agents' traffic: conversations that share a long prefix and grow turn by turn, cold prompts among them, and traces.
+"""Agent traffic, generated or from a trace: conversations that share a long prefix and grow turn by turn, and misses.
 
-A seed or a trace decides lengths and pauses. A nonce decides the tokens, so that no cache holds them from an earlier
-round.
+A seed or a trace determines lengths and pauses. A nonce determines the tokens, so that no cache holds them from an
+earlier round.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class AgentsLoad:
     stand for each answer: so all servers get the same prompts, and an answer counts as uncached.
     """
 
-    num_agents: int
-    prefix_tokens: int
-    turn_tokens: int  # added by each turn, on average
-    answer_tokens: int  # on average
-    think_s: float  # between an answer and the next turn, on average
-    num_misses: int
-    miss_tokens: int
-    miss_pause_s: float  # between a miss's answer and the next miss, on average
+    num_agents: int = 6
+    prefix_tokens: int = 16_000
+    turn_tokens: int = 500  # added by each turn, on average
+    answer_tokens: int = 120  # on average
+    think_s: float = 2.0  # between an answer and the next turn, on average
+    num_misses: int = 3
+    miss_tokens: int = 50_000
+    miss_pause_s: float = 5.0  # between a miss's answer and the next miss, on average
     seed: int = 0
 
     @property
@@ -172,7 +172,7 @@ class TraceLoad:
     scale: float = 1.0
 
     @classmethod
-    def read(cls, path: Path, num_requests: int, miss_tokens: int, speed: float) -> TraceLoad:
+    def read(cls, path: Path, num_requests: int = 60, miss_tokens: int = 16_000, speed: float = 1.0) -> TraceLoad:
         inputs = read_inputs(path, None, ReadTally())
         found = list(islice((one for one in inputs if isinstance(one, TraceRequest)), num_requests))
         if not found or any(one.arrival_s is None for one in found):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +17,22 @@ from evenflow.bench.agents_load import AgentsLoad, Load, TraceLoad
 from evenflow.cli.options import ModelOptions, ReportOptions, duration_option, engine_settings, option, takes_options
 from evenflow.cli.output import make_table, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, open_sides
+from evenflow.errors import InvalidInput
 
 _SIDES = ("fixed:2048", "target:250ms")
-_MISS_TOKENS, _TRACE_MISS_TOKENS = 50_000, 16_000
 _SHOWN_ERRORS = 3
+# Options by the settings that they are of a load of agents, and of a trace.
+_OF_AGENTS = {
+    "agents": "num_agents",
+    "prefix_tokens": "prefix_tokens",
+    "turn_tokens": "turn_tokens",
+    "answer_tokens": "answer_tokens",
+    "think": "think_s",
+    "misses": "num_misses",
+    "miss_tokens": "miss_tokens",
+    "miss_pause": "miss_pause_s",
+}
+_OF_TRACE = {"requests": "num_requests", "miss_tokens": "miss_tokens", "speed": "speed"}
 
 
 def _of(spread: str, figure: str) -> Callable[[AgentFigures], float | None]:
@@ -52,23 +64,23 @@ _WITHOUT_RATIO: dict[str, Callable[[AgentFigures], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsOptions:
-    """The agents, their misses, or a trace instead of both."""
+    """The agents, their misses, or a trace instead of both. None stands for the load's default."""
 
-    agents: int = option("Agents, each in a conversation of its own.", default=6, min=1)
-    prefix_tokens: int = option("Tokens of the prefix that all agents share.", default=16_000, min=2)
-    turn_tokens: int = option("Tokens that a turn adds, on average.", default=500, min=1)
-    answer_tokens: int = option("Tokens of an answer, on average.", default=120, min=2)
-    think: float = duration_option("Mean time from an answer to the agent's next turn.", default="2s")
-    misses: int = option("Cold prompts in a round.", default=3, min=1)
+    agents: int | None = option("Agents, each in a conversation of its own.", min=1, show_default="6")
+    prefix_tokens: int | None = option("Tokens of the prefix that all agents share.", min=2, show_default="16000")
+    turn_tokens: int | None = option("Tokens that a turn adds, on average.", min=1, show_default="500")
+    answer_tokens: int | None = option("Tokens of an answer, on average.", min=2, show_default="120")
+    think: float | None = duration_option("Mean time from an answer to the agent's next turn.", show_default="2s")
+    misses: int | None = option("Cold prompts in a round.", min=1, show_default="3")
     miss_tokens: int | None = option(
-        "Tokens of a cold prompt; with --trace, uncached tokens from which on a prompt is a miss.",
+        "Tokens of a cold prompt; with --trace, uncached tokens that make a prompt a miss.",
         min=1,
-        show_default=f"{_MISS_TOKENS}, with --trace {_TRACE_MISS_TOKENS}",
+        show_default="50000, with --trace 16000",
     )
-    miss_pause: float = duration_option("Mean time from a miss's answer to the next miss.", default="5s")
+    miss_pause: float | None = duration_option("Mean time from a miss's answer to the next miss.", show_default="5s")
     trace: Path | None = option("Replay a trace such as Mooncake's instead.", metavar="PATH")
-    requests: int = option("With --trace: how many of its requests.", default=60, min=1)
-    speed: float = option("With --trace: how much faster than recorded.", default=1.0, min=0.0001)
+    requests: int | None = option("With --trace: how many of its requests.", min=1, show_default="60")
+    speed: float | None = option("With --trace: how much faster than recorded.", min=0.0001, show_default="1.0")
     scale: float | None = option("Factor of all lengths.", min=0.0001, show_default="1, or what the context needs")
     repeat: int = option("Rounds on each side, taken in turn.", default=2, min=1)
     seed: int = option("Seed for lengths, pauses and the order of rounds.", default=0)
@@ -100,19 +112,21 @@ def agents(
 
 
 def _load(options: AgentsOptions) -> Load:
-    if options.trace is not None:
-        return TraceLoad.read(options.trace, options.requests, options.miss_tokens or _TRACE_MISS_TOKENS, options.speed)
-    return AgentsLoad(
-        num_agents=options.agents,
-        prefix_tokens=options.prefix_tokens,
-        turn_tokens=options.turn_tokens,
-        answer_tokens=options.answer_tokens,
-        think_s=options.think,
-        num_misses=options.misses,
-        miss_tokens=options.miss_tokens or _MISS_TOKENS,
-        miss_pause_s=options.miss_pause,
-        seed=options.seed,
-    )
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    if options.trace is None:
+        _refuse(given.keys() & (_OF_TRACE.keys() - _OF_AGENTS.keys()), "without --trace", "add it")
+        return AgentsLoad(**_renamed(given, _OF_AGENTS), seed=options.seed)
+    _refuse(given.keys() & (_OF_AGENTS.keys() - _OF_TRACE.keys()), "with --trace", "leave one out")
+    return TraceLoad.read(options.trace, **_renamed(given, _OF_TRACE))
+
+
+def _refuse(options: Iterable[str], where: str, advice: str) -> None:
+    for name in sorted(options):
+        raise InvalidInput(f"Got --{name.replace('_', '-')} {where}, where it means nothing: {advice}.")
+
+
+def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[option]: value for option, value in given.items() if option in names}
 
 
 async def _run(

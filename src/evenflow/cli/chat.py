@@ -14,7 +14,7 @@ from typing import Any
 from evenflow.cli.chat_partners import EmbeddedPartner, Partner, ServedPartner
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings, option, takes_options
 from evenflow.cli.output import loading
-from evenflow.cli.sides import server_arguments
+from evenflow.cli.sides import is_address, server_arguments
 from evenflow.core.request import SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
 from evenflow.errors import EndpointFailed, InvalidInput, InvalidRequest
@@ -49,6 +49,8 @@ def chat(*, options: ChatOptions, model: ModelOptions, scheduling: SchedulingOpt
     key gets the one in $EVENFLOW_API_KEY.
     """
     settings, sampling = engine_settings(model, scheduling), options.sampling()
+    if options.url is not None and not is_address(options.url):
+        raise InvalidInput(f"Got --url {options.url!r} but expected an address such as http://127.0.0.1:8000.")
     others = sorted(set(settings) - {"model", "weights"})
     if options.url is not None and others:
         flag = others[0].replace("_", "-")

@@ -65,7 +65,7 @@ class DemoOptions:
     """What else to show."""
 
     live: bool = option("Serve, open the live page, and put a load on it.", "--live", default=False)
-    load_time: float = duration_option("With --live: how long to send requests.", default=f"{SEND_S:g}s")
+    load_time: float | None = duration_option("With --live: how long to send requests.", show_default=f"{SEND_S:g}s")
     plot: Path | None = file_option("Plot each stream's tokens, unchunked and under the policy, to this file.")
 
 
@@ -87,12 +87,15 @@ def demo(
     end_by = time.perf_counter() + _MAX_SECONDS
     settings = engine_settings(model, scheduling)
     if options.live:
-        if which != "both" or options.plot is not None or report.json is not None:
-            raise InvalidConfig(
-                "Got --live with simple, async, --plot or --json, which it has no use for: leave one out."
-            )
-        run_live(EngineConfig(**settings), options.load_time, report.record, text_console(None))
+        given = {which: which != "both", "--plot": options.plot is not None, "--json": report.json is not None}
+        for name, is_given in given.items():
+            if is_given:
+                raise InvalidConfig(f"Got --live with {name}, where it means nothing: leave one out.")
+        load_time = SEND_S if options.load_time is None else options.load_time
+        run_live(EngineConfig(**settings), load_time, report.record, text_console(None))
         return
+    if options.load_time is not None:
+        raise InvalidConfig("Got --load-time without --live, where it means nothing: add --live.")
     if EngineConfig(**settings).resolve_policy(max_model_len=1).name == "unchunked":
         raise InvalidConfig("Got a policy without chunking but the demo compares chunking with none: give another.")
     if options.plot is not None:

@@ -84,7 +84,8 @@ def _fail(error: Exception, code: int) -> int:
 
 def _usage_message(error: Any) -> str:
     """What is wrong with a command line. If an argument is missing: also what it is, and how to write the command."""
-    message, parameter = str(error.format_message()), getattr(error, "param", None)
+    message = str(error.format_message()).replace("Value error, ", "")  # what pydantic puts before its own
+    parameter = getattr(error, "param", None)
     if not message.startswith("Missing argument") or parameter is None:
         return message
     help, usage, example = parameter.help or "", error.ctx.command.get_usage(error.ctx), error.ctx.command.epilog or ""

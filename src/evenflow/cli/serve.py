@@ -117,10 +117,14 @@ class ServeOptions:
 
     def check_own_engine(self, engine_flags: Sequence[str]) -> None:
         """Refuse what only another engine can do."""
-        given = self.vllm_python or self.sglang_python or " ".join(engine_flags)
-        given = given or ("" if self.warm_up else "--no-warm-up")
-        if given:
-            raise InvalidInput(f"Got {given!r} for another engine, but the engine is evenflow's own: give --engine.")
+        for is_given, name, engines in (
+            (self.vllm_python, "--vllm-python", "vllm"),
+            (self.sglang_python, "--sglang-python", "sglang"),
+            (not self.warm_up, "--no-warm-up", "vllm or sglang"),
+            (engine_flags, " ".join(engine_flags), "vllm or sglang"),
+        ):
+            if is_given:
+                raise InvalidInput(f"Got {name}, but the engine is evenflow's own: add --engine {engines}.")
         for name, size in self.parallel_sizes.items():
             if size > 1:
                 got = f"Got --{name.replace('_', '-')} {size}"

@@ -432,6 +432,7 @@ def test_wrong_options_are_refused(arguments: str, message: str, capsys: pytest.
     [
         ("-- --tensor-parallel-size 2", "the engine is evenflow's own"),
         ("--no-warm-up", "the engine is evenflow's own"),
+        ("--vllm-python /x", "Got --vllm-python, but the engine is evenflow's own: add --engine vllm."),
         ("--tensor-parallel-size 2", "Got --tensor-parallel-size 2 but evenflow's own engine runs on one device"),
         ("--pipeline-parallel-size 4", "Got --pipeline-parallel-size 4 but"),
         ("--tensor-parallel-size 1 --data-parallel-size 8", "Got --data-parallel-size 8 but"),
