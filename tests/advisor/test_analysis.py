@@ -44,7 +44,8 @@ def test_a_trace_is_taken_at_its_word() -> None:
     found = dataset("trace", requests)
     assert found.tokens_from == "given with the data"
     assert found.characters is None
-    assert not found.has_long_characters
+    assert found.has_long_characters is None
+    assert Analysis.of([found]).num_with_long_characters is None
     assert found.output_tokens is not None
     assert found.output_tokens.total == 12
     assert found.arrivals is not None

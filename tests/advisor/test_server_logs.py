@@ -138,6 +138,52 @@ def test_a_real_log_of_evenflow_with_a_budget() -> None:
     assert "LatencyTargetScheduler" not in advice("evenflow-fixed")
 
 
+TARGET = "INFO 07:03:00 evenflow: Chunked prefill is enabled with tbt_target=120ms."
+BUDGET = "INFO 07:04:36 evenflow: Chunked prefill is enabled with max_num_batched_tokens=1024."
+UNCHUNKED = "Chunked prefill is disabled: a prompt is prefilled in one step of up to 4096 tokens."
+NOW = "INFO 07:05:00 evenflow: The policy is now {}."
+OF_HOST = "INFO 07:05:00 [steering.py:158] evenflow: {}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([TARGET, NOW.format("fixed:2048")], "A step holds at most 2,048 tokens (set while the server ran)"),
+        ([TARGET, NOW.format("alternate:64")], "A step holds at most 64 tokens (set while the server ran)"),
+        ([TARGET, NOW.format("unchunked")], "Prompts are prefilled whole"),
+        ([TARGET, NOW.format("target:2.5ms")], "within 2.5ms."),
+        ([TARGET, NOW.format("target:200ms,paced")], "within 200ms."),
+        ([TARGET, NOW.format("fixed:2048"), NOW.format("target:50ms")], "within 50ms."),
+        ([BUDGET, NOW.format("target:50ms"), NOW.format("adaptive")], "A step holds at most 1,024 tokens (the default"),
+        ([BUDGET, NOW.format("target:50ms"), NOW.format("load")], "A step holds at most 1,024 tokens (the default"),
+        ([UNCHUNKED, NOW.format("target:50ms")], "within 50ms."),
+        ([UNCHUNKED, NOW.format("fixed:512")], "A step holds at most 512 tokens"),
+        ([TARGET, BUDGET], "A step holds at most 1,024 tokens (the default"),  # another start
+        ([TARGET, NOW.format("settled")], "within 120ms."),  # no policy
+        ([OF_HOST.format("latency target 50 ms on vLLM 0.32.0"), OF_HOST.format("latency target 20 ms from now on")],
+         "within 20 ms."),
+        (["Chunked prefill is enabled with max_num_batched_tokens=8192.",
+          OF_HOST.format("latency target 50 ms on vLLM 0.32.0"),
+          NOW.format("none"), OF_HOST.format("no latency target from now on")],
+         "A step holds at most 8,192 tokens (the default"),
+    ],
+)  # fmt: skip
+def test_the_newest_policy_counts(lines: list[str], expected: str) -> None:
+    [statement] = explain(find_facts(lines)).meaning
+    assert expected in statement.text
+    assert max(statement.line_numbers) <= len(lines)
+
+
+def test_a_policy_set_later_is_the_newest_fact() -> None:
+    facts = explain(find_facts([TARGET, NOW.format("fixed:2048")])).facts
+    assert {fact.name: (fact.value, fact.line_number) for fact in facts} == {
+        "written_by": ("evenflow", 1),
+        "policy": ("fixed:2048", 2),
+        "chunk_budget": (2048, 2),
+        "chunk_budget_is": ("set while the server ran", 2),
+    }
+
+
 def test_the_form_of_0_10() -> None:
     log = "vllm-0.10-cuda-tp4-reconstructed"
     found = named(log)
@@ -292,6 +338,43 @@ def test_every_rule_comes_up_somewhere() -> None:
 def test_no_rule_comes_up_without_occasion() -> None:
     assert explain(find_facts(["INFO Asynchronous scheduling is enabled."])).rules == []
     assert len(explain(LogFacts(), all_rules=True).rules) == len(FOLK_RULES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'model="default",',
+        'model: "default",',
+        "model: default",
+        "| Faults | an executor that hangs or runs out of memory harms only its step |",
+        "| 24,000 | 786 | out of memory (139 GiB) |",
+        '"Memory ran out in a step" means that activations are large',
+        "While a target is infeasible, steps may take longer",
+        "If a target cannot be kept, the log says so.",
+        "batch_generate(model, prompts, max_seq_len=600)",
+        "LLM(model, enable_prefix_caching=True)",
+        "A request is preempted by a more urgent one, beside concurrent partial prefills.",
+        "The policy is now settled.",
+    ],
+)
+def test_prose_and_programs_are_no_log(text: str) -> None:
+    assert not find_facts([text])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CUDA error: out of memory",
+        "RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 9.0 GB)",
+        "Triton Error [CUDA]: out of memory",
+        "ncclUnhandledCudaError: Cuda failure 2 'out of memory'",
+        "Decode out of memory. Try to lower your batch size.",
+        "Memory ran out. From now on a step has at most 512 tokens, and the KV cache 90 blocks.",
+    ],
+)
+def test_each_way_to_run_out_of_memory(line: str) -> None:
+    assert "out of memory" in find_facts([line]).problems
 
 
 def test_any_bytes_are_survived() -> None:

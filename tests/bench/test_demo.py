@@ -72,6 +72,14 @@ def test_the_target_ends_the_pause_and_the_cost_is_stated() -> None:
     assert "the answers are the same" in comparison.gain()
 
 
+def test_a_ratio_near_one_is_about_the_same() -> None:
+    unchunked = compare().unchunked
+    answers = [replace(one, ttft_s=0.97 * one.ttft_s, latency_s=1.03 * one.latency_s) for one in unchunked.answers]
+    gain = Comparison(unchunked, None, replace(unchunked, answers=tuple(answers))).gain()
+    assert gain.count("(about the same)") == 3
+    assert "1.0 times" not in gain
+
+
 def test_a_missed_target_is_said() -> None:
     comparison = compare()
     late = replace(comparison, chunked=replace(comparison.unchunked, policy="target:100ms"))

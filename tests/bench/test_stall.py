@@ -170,8 +170,8 @@ def test_policies_take_turns_and_each_has_the_whole_load() -> None:
         on_progress=lambda text: turns.setdefault(text.split(";")[0]),
     )
     assert list(turns) == [
-        f"{policy}, long prompts {prompts}, run 1 of 1"
-        for prompts in ("1 to 2", "3 to 3")
+        f"{policy}, {prompts}, run 1 of 1"
+        for prompts in ("long prompts 1 to 2", "long prompt 3")
         for policy in ("fixed:103", "unchunked")
     ]
     run, whole = comparison.first_runs["fixed:103"], run_load(engine("fixed:103"), LOAD)

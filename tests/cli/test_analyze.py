@@ -48,7 +48,9 @@ def test_decisions(
     report, finished = analyze(capsys, write_jsonl(tmp_path / "data.jsonl", *lengths))
     assert (report["decision"], report["threshold"], report["band"]) == (decision, threshold, band)
     assert report["reason"] in finished.err
-    assert f"Chunked prefill: {word}" in finished.err
+    assert f"Chunked prefill: {word}. Band, by longest input: {band}.\n" in finished.err
+    assert "\nTriggers:\n" in finished.err
+    assert ("but no minimum length for chunking." in finished.err) == (decision != "disabled")
     assert report["vllm"]["command"] in finished.err
     assert "estimated: characters / 4" in finished.err
     assert "Llama-3.1-8B, assumed" in finished.err
@@ -75,6 +77,9 @@ def test_the_report_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lengths["context_used_max"] == 9000 / 131_072
     assert sum(bucket["count"] for bucket in lengths["histogram"]) == 5
     assert {row["num_tokens"] for row in report["memory"]["modelled_bytes"]} >= {47, 2156, 30_000, 9000}
+    assert report["memory"]["chunk"] == report["vllm"]["engine_args"]["long_prefill_token_threshold"] == 768
+    assert "whole -> in chunks of 768 (" in finished.err
+    assert "datasets with one over 8,000 characters: 1." in finished.err
     assert report["memory"]["is_default_shape"]
     assert [trigger["name"] for trigger in report["triggers"] if trigger["active"]] == [
         "input over the threshold",
@@ -100,6 +105,10 @@ def test_traces_with_their_prefixes(capsys: pytest.CaptureFixture[str]) -> None:
     assert mooncake_report["prefixes"]["uncached"]["p50"] < mooncake_report["tokens"]["p50"]
     assert report["decision"] == "selective"
     assert "repeat a prefix" in finished.err
+    assert report["lengths"]["num_datasets_over_8000_characters"] is None
+    assert [dataset["has_over_8000_characters"] for dataset in report["datasets"]] == [None, None]
+    assert "Mean of the 2 datasets' longest inputs" in finished.err
+    assert "characters" not in finished.err
 
 
 def test_a_folder_of_texts_counted_by_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from evenflow.cli.bench_stall import _cause_text
 from evenflow.cli.main import main
+from evenflow.core.report import Cause, CauseKind
 from tests.cli.running import command_line, long_context_llama, restore_interrupts
 from tests.models import tiny_llama
 
@@ -79,7 +81,12 @@ def test_a_log_keeps_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert stall(*arguments) == 0
     err = capsys.readouterr().err
     assert re.search(r"^Measuring steps; \d+% done, about \d+ s left$", err, re.MULTILINE)
-    assert re.search(r"^fixed:16, long prompts 1 to 1, run 2 of 2; \d+% done, about \d+ s left$", err, re.MULTILINE)
+    assert re.search(r"^fixed:16, long prompt 1, run 2 of 2; \d+% done, about \d+ s left$", err, re.MULTILINE)
+
+
+def test_causes_of_a_gap() -> None:
+    causes = [Cause(CauseKind.PREFILL, 1.55, "long-1", 1000), Cause(CauseKind.DECODES, 0.04)]
+    assert [_cause_text(cause) for cause in causes] == ["1550 ms: 1,000 tokens of long-1", "40 ms: decodes"]
 
 
 def test_quick_takes_one_run_of_shorter_prompts_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

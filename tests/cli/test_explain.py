@@ -10,7 +10,8 @@ import pytest
 from evenflow.advisor.folk_rules import FOLK_RULES
 from tests.cli.running import run_cli, run_process
 
-LOGS = Path(__file__).parent.parent / "advisor" / "logs"
+ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "tests" / "advisor" / "logs"
 LOG = LOGS / "vllm-0.32-cpu-default.log"
 
 
@@ -46,6 +47,27 @@ def test_a_block_pasted_from_a_document() -> None:
     assert finished.code == 0, finished.err
     assert "12 requests were running; the server generated 88.0 tokens per second, 7.3 for each" in finished.out
     assert "1.6%: 50 to 100 times more requests fit. Wrong." in " ".join(finished.out.split())
+
+
+def test_one_request_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").write_text("Running: 1 reqs\nAvg generation throughput: 10.0417 tokens/s\n")
+    finished = run_cli(capsys, "explain", tmp_path / "log")
+    assert "At the peak, 1 request was running; the server generated 10.0 tokens per second" in finished.out
+    assert "tokens per s of each request 10.0\n" in finished.out.replace(";", "\n")
+    assert "10.04" not in finished.out.partition("Meaning")[0].replace("10.0417 tokens/s", "")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/faults.md", "docs/server.md", "docs/memory.md"])
+def test_a_page_is_no_log(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys, "explain", ROOT / page)
+    assert (finished.code, finished.out) == (2, "")
+    assert "no line in it is one that vLLM, SGLang or evenflow writes" in finished.err
+
+
+def test_without_a_log_each_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys, "explain")
+    assert finished.code == 2
+    assert "A log of vLLM 0.10 to 0.32, SGLang 0.5 or evenflow; - for standard input." in finished.err
 
 
 def test_all_rules_on_demand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from evenflow import LLM, SamplingParams
+from evenflow.cli.generate import _summary
 from evenflow.core import tier
+from evenflow.core.plan import ChunkReason
+from evenflow.core.report import ChunkReport
+from evenflow.engine.outputs import RequestOutput
 from evenflow.executors.kv_tier import KvTier
 from evenflow.executors.recorded import replay
 from tests.cli.running import run_cli, run_process
@@ -116,6 +120,22 @@ def test_a_file_is_one_prompt_unchanged(tmp_path: Path, capsys: pytest.CaptureFi
         "generate", "--prompt-file", "-", "--model", tiny_llama(), "--max-tokens", 8, stdin=text.encode()
     )
     assert (finished.code, finished.out) == (0, from_file["text"])
+
+
+def test_a_dash_reads_the_prompt_from_standard_input() -> None:
+    command = ["generate", "-", "--model", tiny_llama(), "--max-tokens", 8]
+    finished = run_process(*command, stdin=PROMPT.encode())
+    assert (finished.code, finished.out) == (0, run_process("generate", PROMPT, *command[2:]).out)
+    empty = run_process(*command)
+    assert (empty.code, empty.out) == (2, "")
+    assert empty.err == "evenflow: Got an empty prompt but expected at least one character.\n"
+
+
+def test_one_token_is_one() -> None:
+    chunk = ChunkReport("a", 0, 1, ChunkReason.END_OF_PROMPT, 0.25, gave_token=True)
+    output = RequestOutput("a", [5], token_ids=[6], finish_reason="length", chunks=[chunk], token_times_s=[0.25])
+    line = _summary(output, "fixed:16")
+    assert line.startswith("1 prompt token in 1 chunk (fixed:16), TTFT 0.25 s, prefill 4 tokens/s; 1 token in 0.25 s;")
 
 
 def test_chat_applies_the_template(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,8 @@ class DatasetAnalysis:
     is_cut_short: bool = False  # only its first inputs were read
 
     @property
-    def has_long_characters(self) -> bool:
-        return self.characters is not None and self.characters.max > LONG_CHARACTERS
+    def has_long_characters(self) -> bool | None:
+        return None if self.characters is None else self.characters.max > LONG_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Analysis:
     characters: LengthFigures | None
     mean_of_maxima: float  # of the datasets' longest inputs, in tokens
     mean_of_maxima_characters: float | None
-    num_with_long_characters: int
+    num_with_long_characters: int | None
     lengths: Lengths  # in tokens
 
     @classmethod
@@ -85,7 +85,7 @@ class Analysis:
             characters=Lengths(sum(texts, Counter())).figures() if texts else None,
             mean_of_maxima=fmean(part.tokens.max for part in parts),
             mean_of_maxima_characters=fmean(map(max, texts)) if texts else None,
-            num_with_long_characters=sum(part.has_long_characters for part in parts),
+            num_with_long_characters=sum(max(text) > LONG_CHARACTERS for text in texts) if texts else None,
             lengths=whole,
         )
 

@@ -11,11 +11,13 @@ from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
 from evenflow.advisor.server_logs import BUDGET_SOURCES, Fact, LogFacts
 from evenflow.advisor.sglang_flags import in_sglangs_words
 from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
+from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
 _FULL = 0.9  # of the KV cache: the next long prompt must wait for another request to finish
 _ROOMY = 0.5
 _TARGET = "To bound milliseconds, give --tbt-target."
+_LIVE = "set while the server ran"
 
 
 def target_in_vllm(model: str = "MODEL") -> str:
@@ -90,8 +92,11 @@ def _all_facts(facts: LogFacts) -> Iterator[Fact]:
         yield replace(budget, name="chunk_budget")
         if not facts.is_sglang:
             requested = facts.settings.get("budget_asked_for")
-            origin = "asked for" if requested else "the default"
-            yield replace(requested or budget, name="chunk_budget_is", value=origin)
+            if _is_set_live(facts):
+                yield replace(budget, name="chunk_budget_is", value=_LIVE)
+            else:
+                origin = "asked for" if requested else "the default"
+                yield replace(requested or budget, name="chunk_budget_is", value=origin)
     yield from (*facts.ranks.values(), *facts.problems.values())
     for figure, line in facts.highest.items():
         yield replace(line, name=f"highest_{figure}", value=line.value[figure])
@@ -114,23 +119,25 @@ def _statement(facts: LogFacts, text: str, *names: str) -> Statement:
 def _meaning_of_settings(facts: LogFacts) -> Iterator[Statement]:
     tokens, context = facts.budget, facts.value("max_model_len")
     if (target := facts.value("latency_target")) is not None:
-        text = f"Each step takes as much prefill as keeps every stream's next token within {target}."
+        seconds = str(target).removesuffix(",paced")
+        text = f"Each step takes as much prefill as keeps every stream's next token within {seconds}."
         yield _statement(facts, text, "latency_target")
     elif _is_unchunked(facts):
         text = "Prompts are prefilled whole; no stream gets a token meanwhile."
-        yield _statement(facts, text, "chunked_prefill", "unchunked_budget", "chunking_asked_for")
+        yield _statement(facts, text, "chunked_prefill", "unchunked_budget", "chunking_asked_for", "policy")
     elif tokens is not None and facts.value("mixed_chunks") is False:
         text = f"A step of prefill holds at most {tokens:,} tokens; no stream gets a token until the prompt is done."
         yield _statement(facts, text, *BUDGET_SOURCES, "mixed_chunks")
     elif tokens is not None:
         source = "as configured" if "budget_asked_for" in facts.settings else "the default for this hardware and use"
+        source = _LIVE if _is_set_live(facts) else source
         source = "" if facts.is_sglang else f" ({source})"  # SGLang does not say
         text = f"A step holds at most {tokens:,} tokens{source}, decodes and chunks together."
         cap = facts.value("long_prefill_token_threshold") or 0
         caps_lone = cap > 0 and _caps_lone_prompts(facts)
         if context:
             num_steps = -(-context // (min(tokens, cap) if caps_lone else tokens))
-            text += f" Alone, a prompt of the whole context ({context:,} tokens) takes {num_steps} steps."
+            text += f" Alone, a prompt of the whole context ({context:,} tokens) takes {counted(num_steps, 'step')}."
         yield _statement(facts, text, *BUDGET_SOURCES, "max_model_len")
         if cap:
             when = "even if it is alone" if caps_lone else "beside other requests; alone, it gets the whole step"
@@ -148,7 +155,15 @@ def _caps_lone_prompts(facts: LogFacts) -> bool:
         return False
 
 
+def _is_set_live(facts: LogFacts) -> bool:
+    """Is the budget that of a policy set while the server ran?"""
+    policy, budget = facts.settings.get("policy"), facts.budget_fact
+    return policy is not None and budget is not None and policy.line_number == budget.line_number
+
+
 def _is_unchunked(facts: LogFacts) -> bool:
+    if facts.value("policy") == "unchunked":
+        return True
     if (is_chunked := facts.value("chunked_prefill")) is not None:
         return not is_chunked  # the outcome, whatever was asked for
     return "unchunked_budget" in facts.settings or facts.value("chunking_asked_for") is False
@@ -174,7 +189,8 @@ def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
     if running := facts.peak("running"):
         busiest = facts.highest["running"].value
         waiting, rate = busiest.get("waiting"), busiest.get("generation_tokens_per_s")
-        text = f"At the peak, {running} requests were running" + ("" if waiting is None else f" and {waiting} waiting")
+        were_running = f"{counted(running, 'request')} {'was' if running == 1 else 'were'} running"
+        text = f"At the peak, {were_running}" + ("" if waiting is None else f" and {waiting} waiting")
         if rate is not None:
             text += (
                 f"; the server generated {rate:,.1f} tokens per second, {rate / running:,.1f} for each running request"

@@ -11,6 +11,7 @@ from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 from evenflow.advisor.decision import LONG_CONTEXT_TOKENS, Chunking, Decision, Trigger, decide
 from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
 from evenflow.core.chunk_rules import chunk_size_for_prompt
+from evenflow.counts import counted
 
 DEFAULT_BUDGET = 2048  # the smallest of vLLM's own defaults for a server
 ASSUMED_STREAMS = 64
@@ -44,6 +45,7 @@ def recommend(
     leaves_room = decision.decision is Chunking.SELECTIVE and streams != 1  # for short prompts beside long ones
     max_per_prompt = 3 * chunk // 4 if leaves_room else chunk
     assumed = f"{ASSUMED_STREAMS} assumed" if streams is None else str(streams)
+    steps = counted(math.ceil(p95 / max_per_prompt), "step")
     settings: dict[str, Any] = {
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": _rounded_up(chunk + (streams or ASSUMED_STREAMS)),
@@ -51,9 +53,8 @@ def recommend(
     reasons = {
         "enable_chunked_prefill": "vLLM's default for every generative model, stated explicitly",
         "max_num_batched_tokens": (
-            f"{chunk:,} tokens of prefill (for a 95th percentile of {p95:,}, which takes "
-            f"{math.ceil(p95 / max_per_prompt)} steps beside others) plus one per decoding stream ({assumed}), "
-            f"rounded up to a multiple of {_BUDGET_MULTIPLE}"
+            f"{chunk:,} tokens of prefill (for a 95th percentile of {p95:,}, which takes {steps} beside others) plus "
+            f"one per decoding stream ({assumed}), rounded up to a multiple of {_BUDGET_MULTIPLE}"
         ),
     }
     if leaves_room:

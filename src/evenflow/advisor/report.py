@@ -69,7 +69,7 @@ class Advice:
             "memory": {
                 "model": self.shape.name,
                 "is_default_shape": self.shape is LLAMA_3_1_8B,
-                "chunk": self.recommendation.chunk,
+                "chunk": self.recommendation.max_per_prompt,
                 "modelled_bytes": [asdict(row) for row in self.memory],
                 "note": WHAT_CHUNKS_BOUND,
             },

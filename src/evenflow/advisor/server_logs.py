@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from evenflow.advisor.log_pieces import Block, Message, bare
-from evenflow.errors import InvalidInput
+from evenflow.core.policies import PolicySpec
+from evenflow.errors import InvalidConfig, InvalidInput
 
 BUDGET_SOURCES = ("chunk_budget", "budget_asked_for", "compiled_tokens")  # settings that reveal a step's budget
 _MAX_LINE_BYTES = 1 << 20
@@ -47,7 +48,8 @@ class LogFacts:
     highest: dict[str, Fact] = field(default_factory=dict)  # for each figure, the periodic line of its peak
 
     def __bool__(self) -> bool:
-        return bool(self.settings or self.ranks or self.problems or self.last)
+        """Does the text hold a log? A model's name alone may come from a program that asks a server."""
+        return bool(self.settings.keys() - {"model"} or self.ranks or self.problems or self.last)
 
     def value(self, name: str) -> Any:
         """The value of a setting, or None if the log does not say."""
@@ -88,18 +90,20 @@ class _Patterns:
                         yield name, match
 
 
+_NO_TARGET = "no latency target"
 # A setting's name, a text in its line, and the pattern of its value.
 _SETTINGS = _Patterns(
+    ("written_by", "evenflow: Chunked prefill", r"(evenflow): Chunked prefill is"),  # first: it ends earlier policies
     ("version", "with config", r"LLM engine \(v([^)\s]+)\) with config"),
     ("version", "version", r"(?:API server|█ ) *version (\d+\.\d+\S*)"),
     ("model", "with config", r" model='([^']+)'"),
-    ("max_model_len", "max_seq_len", r"max_seq_len=(\d+)"),
+    ("max_model_len", "with config", r"max_seq_len=(\d+)"),
     ("max_model_len", "max model len", r"Using max model len (\d+)"),
     ("tensor_parallel_size", "with config", r"tensor_parallel_size=(\d+)"),
     ("pipeline_parallel_size", "with config", r"pipeline_parallel_size=(\d+)"),
     ("data_parallel_size", "with config", r"data_parallel_size=(\d+)"),
     ("device", "with config", r"device_config=(\w+)"),
-    ("prefix_caching", "enable_prefix_caching", r"enable_prefix_caching=(True|False)"),
+    ("prefix_caching", "with config", r"enable_prefix_caching=(True|False)"),
     ("chunked_prefill", "with config", r"chunked_prefill(?:_enabled)?=(True|False)"),
     ("chunk_budget", "Chunked prefill is enabled", r"max_num_batched_tokens=(\d+)"),
     ("compiled_tokens", "compile_ranges", r"'compile_ranges_(?:endpoints|split_points)': \[(?:\d+, )*(\d+)\]"),
@@ -122,7 +126,9 @@ _SETTINGS = _Patterns(
     ("max_num_seqs", "max_total_num_tokens", r"max_running_requests=(\d+)"),
     ("max_model_len", "max_total_num_tokens", r"context_len=(\d+)"),
     ("late_tokens", "tokens later than", r"([\d.]+% of \d+ tokens later than \d+ ms, longest gap of these \d+ ms)"),
-    ("written_by", "evenflow: Chunked prefill", r"(evenflow): Chunked prefill is"),
+    ("latency_target", "from now on", r"evenflow: latency target ([\d.e+]+ ms) from now on"),
+    ("policy", "no latency target", rf"evenflow: ({_NO_TARGET}) (?:on|from now on|is kept)\b"),
+    ("policy", "The policy is now", r"The policy is now ([a-z-]+(?::\S+?)?)\.(?!\w)"),
     ("unchunked_budget", "Chunked prefill is disabled", r"in one step of up to (\d+) tokens"),
     ("attention_backend", "ackend", r"Using (?:AttentionBackendEnum\.)?([A-Z][\w ]*?) (?:attention )?backend"
      r"(?: on V1 engine| out of potential| \(selected|\.?$)"),
@@ -147,7 +153,8 @@ _LONE_NAMES = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("enable_prefix_caching", "enable_chunked_prefill", "chunked_prefill_enabled"),
 )
-_LONE_SETTING = re.compile(rf"""['"]?({"|".join(_LONE_NAMES)})['"]?\s*[=:|]\s*['"]?(?!None)([\w./-]*\w)['"]?""")
+# As logs and JSON quote it: `model="default"` is a program's.
+_LONE_SETTING = re.compile(rf"""(['"]?)({"|".join(_LONE_NAMES)})\1\s*[=:|]\s*(?:'|\1)?(?!None)([\w./-]*\w)['"]?""")
 _RENAMED = {
     "max_seq_len": "max_model_len",
     "max_num_batched_tokens": "chunk_budget",
@@ -156,19 +163,22 @@ _RENAMED = {
     "chunked_prefill_enabled": "chunked_prefill",
 }
 
+# Real messages, not prose: an allocator, an error or one of SGLang's stages says it; a target has its figure.
+_NO_MEMORY = r"(?:[A-Z]{3,}(?: backend)?|Decode|Prefill|[Ee]rror[^:]{0,20}:|[Ff]ailure(?: \d+)?) '?out of memory"
+_TARGET = r"(?:Policy target:\S+|evenflow: a target of \S+ ms)"
 _PROBLEMS = _Patterns(
-    ("out of memory", "emory", r"(out of memory|OutOfMemoryError|Memory ran out)"),
+    ("out of memory", "emory", rf"({_NO_MEMORY}|OutOfMemoryError|Memory ran out\. From now on)"),
     ("no memory for the KV cache", "No available memory", r"No available memory for the cache blocks"),
     ("context over the KV cache", "max seq len", r"To serve at least one request.*max seq len \((\d+)\)"),
     ("budget under the context", "is smaller than max_model_len", r"max_num_batched_tokens \((\d+)\) is smaller"),
     ("budget under max_num_seqs", "must be greater", r"max_num_batched_tokens \((\d+)\) must be greater"),
     ("threshold over the context", "cannot be greater", r"long_prefill_token_threshold \((\d+)\) cannot be"),
     ("unknown flags", "unrecognized arguments", r"unrecognized arguments: (.+)"),
-    ("partial prefills", "oncurrent", r"[Cc]oncurrent [Pp]artial [Pp]refill"),
+    ("partial prefills", "Concurrent", r"Concurrent (?:Partial Prefill|partial prefills enabled)"),
     ("chunking off is not supported", "disabling chunked", r"does not officially support disabling chunked"),
-    ("target too low", "is infeasible", r"(?:target|Policy) .*is infeasible"),
-    ("target too low", "cannot be kept", r"(?:target|Policy) .*cannot be kept"),
-    ("preemption", "preempted by", r"is preempted by"),
+    ("target too low", "is infeasible", rf"{_TARGET} is infeasible"),
+    ("target too low", "cannot be kept", rf"{_TARGET} cannot be kept"),
+    ("preemption", "preempted by", r"Sequence group \S+ is preempted by"),
     ("preemption", "Retract requests", r"Retract requests"),
 )
 
@@ -195,10 +205,11 @@ _RETRACTED = re.compile(r"Retract requests.*#retracted_reqs: (\d+)")
 _NUM_DECODE_FIGURES = 4
 _WHOLE_LINE = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
 
-_TEXTS = ("version", "model")  # even if they look like numbers
+_TEXTS = ("version", "model", "policy")  # even if they look like numbers
 # A start does not always log these: those of an earlier start in the same log must not remain.
 _START = "non-default args"
 _RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
+_RESET_BY_POLICY = ("policy", "latency_target", "unchunked_budget")
 
 _RANKS = _Patterns(
     ("rank", "in world size", r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as "
@@ -280,15 +291,48 @@ class _Reader:
             found.ranks[ranks["rank"]] = Fact(name, ranks, number, _excerpt(text, match))
         settings = [(name, match[1], match) for name, match in _SETTINGS.matches(text, start)]
         if start < 0 and len(text) <= _CONTEXT and (alone := _LONE_SETTING.fullmatch(bare(text).rstrip(",;."))):
-            settings.append((_RENAMED.get(alone[1], alone[1]), alone[2], alone))
+            settings.append((_RENAMED.get(alone[2], alone[2]), alone[3], alone))
         for name, value, match in settings:
             if name not in known:
-                found.settings[name] = Fact(name, _value(name, value), number, _excerpt(text, match))
+                _set(Fact(name, _value(name, value), number, _excerpt(text, match)), found)
                 names.add(name)
         for name, match in _PROBLEMS.matches(text, start):
             problem = Fact(name, match[1] if match.re.groups else None, number, _excerpt(text, match))
             found.problems.setdefault(name, problem)
         return names
+
+
+def _set(fact: Fact, found: LogFacts) -> None:
+    """The last line about a setting counts; of those about evenflow's policy, which has several, the last of all."""
+    if fact.name == "policy":
+        _set_policy(fact, found)
+        return
+    if fact.name == "written_by":
+        _reset(found, "chunk_budget", *_RESET_BY_POLICY)
+    elif fact.name == "latency_target":
+        _reset(found, *_RESET_BY_POLICY)
+    found.settings[fact.name] = fact
+
+
+def _set_policy(fact: Fact, found: LogFacts) -> None:
+    """A policy that replaces another while the server runs."""
+    try:
+        policy = None if fact.value in ("none", _NO_TARGET) else PolicySpec.parse(fact.value)
+    except InvalidConfig:  # prose
+        return
+    _reset(found, *_RESET_BY_POLICY)
+    if policy is not None and policy.target is not None:
+        target = fact.value.removeprefix("target:")
+        found.settings["latency_target"] = replace(fact, name="latency_target", value=target)
+        return
+    found.settings["policy"] = fact
+    if policy is not None and policy.names_budget:
+        found.settings["chunk_budget"] = replace(fact, name="chunk_budget", value=policy.budget)
+
+
+def _reset(found: LogFacts, *names: str) -> None:
+    for name in names:
+        found.settings.pop(name, None)
 
 
 def _read_counts(line: str, found: LogFacts) -> None:
@@ -299,8 +343,7 @@ def _read_counts(line: str, found: LogFacts) -> None:
     if "Retract requests" in line and (retracted := _RETRACTED.search(line)):
         found.num_preemptions += int(retracted[1])
     if _START in line:
-        for name in _RESET_BY_START:
-            found.settings.pop(name, None)
+        _reset(found, *_RESET_BY_START)
 
 
 def _add_figures(figures: dict[str, Any], line: str, number: int, found: LogFacts) -> None:

@@ -1,6 +1,6 @@
 """The load of the live page and of `evenflow demo --live`: chats, and long prompts beside them.
 
-One definition for both: a server sizes it for itself at /live/load. The page or the demo then sends ordinary requests.
+Both get it from the server's /live/load, which sizes it for that server, and then send it as ordinary requests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 from evenflow.bench.endpoints import Answer, Ask, Endpoint
 from evenflow.bench.figures import Spread
 from evenflow.bench.long_texts import HARBOUR_LOG
+from evenflow.counts import counted
 
 SEND_S = 24.0  # nothing is sent later, so that all ends after about half a minute
 _STOP_AFTER_S = 60.0  # what is open then is stopped
@@ -85,14 +86,8 @@ def make_load(limits: LoadLimits, prefill_rate: float, nonce: str, send_s: float
         for number, at in enumerate(_times(min(1.0, send_s / 2), _PROMPT_PAUSE_S, send_s))
     ]
     about = (limits.count_tokens or _estimate_tokens)(text)
-    title = (
-        f"{num_chats} {'chat' if num_chats == 1 else 'chats'} at a time, and beside them prompts of {about:,} tokens"
-    )
+    title = f"{counted(num_chats, 'chat')} at a time, and beside them prompts of {about:,} tokens"
     return Load(title, send_s, send_s + _STOP_AFTER_S - SEND_S, [*chats, LoadSession("prompt", prompts)])
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _times(first: float, pause: float, end: float) -> list[float]:
@@ -141,12 +136,12 @@ class LoadRun:
     def progress(self) -> str:
         """Where it stands, in a few words."""
         longest = f", longest gap so far {1000 * gaps.max:.0f} ms" if (gaps := self.gaps()).count else ""
-        return f"{self.seconds:.0f} s: {_plural(self.num_open, 'request')} open{longest}"
+        return f"{self.seconds:.0f} s: {counted(self.num_open, 'request')} open{longest}"
 
     def summary(self) -> str:
         """What was sent and what the chats felt, in one or two sentences."""
         chats, prompts = (len(self.answers[kind]) for kind in ("chat", "prompt"))
-        sent = f"Sent {_plural(chats, 'chat')} and {_plural(prompts, 'long prompt')} in {self.seconds:.0f} s."
+        sent = f"Sent {counted(chats, 'chat')} and {counted(prompts, 'long prompt')} in {self.seconds:.0f} s."
         if not (gaps := self.gaps()).count:
             return sent
         p50, p99, longest = (f"{1000 * gap:.0f} ms" for gap in (gaps.p50, gaps.p99, gaps.max))

@@ -137,8 +137,10 @@ def compare_policies(
     num_done = 0
 
     def describe(turn: Turn) -> str:
-        last = turn.part.first_number + len(turn.part.long_prompts) - 1
-        return f"{turn.policy}, long prompts {turn.part.first_number} to {last}, run {turn.run} of {repeat}"
+        first = turn.part.first_number
+        last = first + len(turn.part.long_prompts) - 1
+        prompts = f"long prompt {first}" if first == last else f"long prompts {first} to {last}"
+        return f"{turn.policy}, {prompts}, run {turn.run} of {repeat}"
 
     try:
         forecast = forecast or forecast_prompts(engine, load, policies)

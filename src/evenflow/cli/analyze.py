@@ -93,13 +93,14 @@ def analyze(
         say("Checking the settings with vLLM")
         args = vllm_flags.accepted_by(recommendation.settings, version)
         checked = Checked(version, args) if python is None else _check(python, args, model, shape)
+    chunk = recommendation.max_per_prompt
     advice = Advice(
         analysis=analysis,
         decision=decision,
         triggers=find_triggers(analysis, decision, streams=concurrency, memory_pressure=pressure),
         recommendation=recommendation,
         shape=shape,
-        memory=memory_table(shape, recommendation.chunk, {*TABLE_TOKENS, analysis.tokens.p95, analysis.tokens.max}),
+        memory=memory_table(shape, chunk, {*TABLE_TOKENS, analysis.tokens.p95, analysis.tokens.max}),
         vllm=_vllm_advice(checked, source, model, decision.decision),
         sglang=_sglang_advice(model, recommendation.settings),
     )

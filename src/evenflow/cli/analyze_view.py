@@ -104,30 +104,30 @@ def _histogram(analysis: Analysis) -> Table:
 
 def _print_decision(console: Console, advice: Advice) -> None:
     decision, analysis = advice.decision, advice.analysis
-    console.print(f"\nChunked prefill: {decision.decision.capitalize()} (by the longest input: {decision.band}).")
+    console.print(f"\nChunked prefill: {decision.decision.capitalize()}. Band, by longest input: {decision.band}.")
     console.print(f"Why: {decision.reason}.")
     if decision.decision is not Chunking.DISABLED:
         console.print(
             f"Chunks help inputs over {decision.threshold:,} tokens. The settings below use chunks of "
             f"{advice.recommendation.max_per_prompt:,} tokens, so they also cut inputs between these two lengths: vLLM "
-            "and SGLang have a setting for the size of a chunk, but none for the length from which to cut."
+            "and SGLang have a setting for the size of a chunk, but no minimum length for chunking."
         )
     if len(analysis.datasets) > 1:
-        characters = analysis.mean_of_maxima_characters
+        characters, num_long = analysis.mean_of_maxima_characters, analysis.num_with_long_characters
         in_characters = "" if characters is None else f", {characters:,.0f} characters"
+        long = "" if num_long is None else f"; datasets with one over {LONG_CHARACTERS:,} characters: {num_long}"
         console.print(
             f"Mean of the {len(analysis.datasets)} datasets' longest inputs: {analysis.mean_of_maxima:,.0f} tokens"
-            f"{in_characters}; datasets with one over {LONG_CHARACTERS:,} characters: "
-            f"{analysis.num_with_long_characters}."
+            f"{in_characters}{long}."
         )
-    console.print("What would switch it on:")
+    console.print("Triggers:")
     for trigger in advice.triggers:
         console.print(f"  {'yes' if trigger.active else 'no':>3}  {trigger.name}: {trigger.reason}")
 
 
 def _memory_table(advice: Advice) -> Table:
     assumed = ", assumed because no model was given" if advice.shape is LLAMA_3_1_8B else ""
-    chunk = advice.recommendation.chunk
+    chunk = advice.recommendation.max_per_prompt
     title = (
         f"\nMemory of one prompt's prefill, whole -> in chunks of {chunk:,} (modelled; {advice.shape.name}{assumed})"
     )

@@ -21,7 +21,7 @@ def audit(
 ) -> None:
     """Check that a request log accounts for every request.
 
-    The exit code is 1 if it does not.
+    The exit code is 1 if it does not, and 2 if a file is not a request log.
     """
     with engine_imports("the request log"):
         from evenflow.server.metrics.request_accounts import read_accounts

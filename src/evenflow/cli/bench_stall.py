@@ -32,13 +32,14 @@ from evenflow.cli.output import loading, make_table, progress, text_console, wri
 from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import Cause, CauseKind
+from evenflow.counts import counted
 from evenflow.engine.engine import Engine
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
 
 _SHOWN_CAUSE_S = 0.0005  # smaller causes are left out
 _CAUSES = {
-    CauseKind.DECODES: "the decodes themselves",
+    CauseKind.DECODES: "decodes",
     CauseKind.UNEXPLAINED: "longer than predicted",
     CauseKind.HOST: "between steps",
     CauseKind.GARBAGE_COLLECTION: "garbage collection",
@@ -120,8 +121,8 @@ def _compare(
     console: Console,
     say: Callable[[str], None],
 ) -> Comparison:
-    num_tokens = len(load.long_prompts[0])
-    console.print(f"Measuring steps beside {load.num_chats} chats, with a prompt of {num_tokens} tokens sent twice.")
+    chats, tokens = counted(load.num_chats, "chat"), counted(len(load.long_prompts[0]), "token")
+    console.print(f"Measuring steps beside {chats}, with a prompt of {tokens} sent twice.")
     feasible_target_s = measure(engine, load, say)
     console.print(f"Lowest feasible target: {1000 * feasible_target_s:.0f} ms.")
     forecast, prompts_per_turn = forecast_prompts(engine, load, policies), None
@@ -169,7 +170,7 @@ def _load(llm: LLM, options: StallOptions) -> StallLoad:
 def _table(comparison: Comparison) -> Table:
     load = comparison.load
     title = (
-        f"{load.num_chats} chats beside {_prompts_text(load)}, "
+        f"{counted(load.num_chats, 'chat')} beside {_prompts_text(load)}, "
         f"{f'one every {load.interval:.1f} s' if load.interval else 'one at a time'}; "
         "gaps between tokens while a long prompt waits for its first"
     )
@@ -182,8 +183,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _prompts_text(load: StallLoad) -> str:
-    num_prompts = len(load.long_prompts)
-    return f"{num_prompts} prompt{'s' * (num_prompts > 1)} of {len(load.long_prompts[0])} tokens"
+    return f"{counted(len(load.long_prompts), 'prompt')} of {counted(len(load.long_prompts[0]), 'token')}"
 
 
 def _show(console: Console, comparison: Comparison, options: StallOptions) -> None:
@@ -230,8 +230,8 @@ def _print_worst(console: Console, comparison: Comparison) -> None:
 
 def _cause_text(cause: Cause) -> str:
     is_prefill = cause.kind is CauseKind.PREFILL
-    what = f"{cause.num_tokens} tokens of {cause.request_id}" if is_prefill else _CAUSES[cause.kind]
-    return f"{1000 * cause.seconds:.0f} ms {what}"
+    what = f"{counted(cause.num_tokens, 'token')} of {cause.request_id}" if is_prefill else _CAUSES[cause.kind]
+    return f"{1000 * cause.seconds:.0f} ms: {what}"
 
 
 def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[str, Any]:

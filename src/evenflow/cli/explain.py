@@ -20,7 +20,10 @@ _MAX_LINE_CHARACTERS = 240  # shown of a log line
 
 
 def explain(
-    log: Annotated[str, Argument(metavar="LOG", help="A log of vLLM 0.10 to 0.32 or evenflow; - for standard input.")],
+    log: Annotated[
+        str,
+        Argument(metavar="LOG", help="A log of vLLM 0.10 to 0.32, SGLang 0.5 or evenflow; - for standard input."),
+    ],
     *,
     all_rules: Annotated[
         bool, Option("--all-rules", help="Judge every common rule of thumb, not only those this log brings up.")
@@ -79,5 +82,5 @@ def _fact_text(fact: Fact) -> str:
     if isinstance(value, float) and fact.name.endswith(("usage", "hit_rate")):
         return f"{name} {value:.1%}"
     if isinstance(value, int | float):
-        return f"{name} {value:,.6g}"
+        return f"{name} {value:,.1f}" if "tokens_per_s" in fact.name else f"{name} {value:,.6g}"
     return name if value is None else f"{name} {value}"

@@ -13,6 +13,7 @@ from evenflow.cli.interrupts import stopping_after_step
 from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, option, takes_options
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
+from evenflow.counts import counted
 from evenflow.engine.llm import LLM
 from evenflow.engine.loaded_model import Prompt
 from evenflow.engine.outputs import RequestOutput
@@ -38,7 +39,9 @@ class SamplingOptions:
 @takes_options
 def generate(
     *,
-    prompt: Annotated[str | None, Argument(help="The prompt, sent unchanged.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, Argument(help="The prompt, sent unchanged; - for standard input.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
         FileBinaryRead | None,
         Option(metavar="PATH|-", help="Read the prompt from this file, or from standard input with -."),
@@ -86,9 +89,10 @@ def generate(
 def _read_prompt(prompt: str | None, prompt_file: FileBinaryRead | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("Expected a prompt or a --prompt-file, and not both.", param_hint="PROMPT")
+    file = sys.stdin.buffer if prompt == "-" else prompt_file
     try:
         # Bytes of an argument that are not UTF-8 are surrogates in its text, which cannot be encoded.
-        text = (prompt_file.read() if prompt_file is not None else str(prompt).encode()).decode()
+        text = (file.read() if file is not None else str(prompt).encode()).decode()
     except UnicodeError as error:
         raise InvalidRequest(f"Got a prompt that is not UTF-8 text: {error}.") from error
     if not text:
@@ -111,11 +115,11 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOp
 
 
 def _summary(output: RequestOutput, policy: str) -> str:
-    num_tokens, num_chunks = len(output.token_ids), len(output.chunks)
+    num_prompt_tokens, num_chunks = len(output.prompt_token_ids), len(output.chunks)
     decode = "" if output.decode_tokens_per_s is None else f", decode {output.decode_tokens_per_s:.1f} tokens/s"
     return (
-        f"{len(output.prompt_token_ids)} prompt tokens in {num_chunks} chunk{'s' * (num_chunks > 1)} ({policy}), "
+        f"{counted(num_prompt_tokens, 'prompt token')} in {counted(num_chunks, 'chunk')} ({policy}), "
         f"TTFT {output.ttft_s:.2f} s, prefill {output.prefill_tokens_per_s:.0f} tokens/s; "
-        f"{num_tokens} token{'s' * (num_tokens > 1)} in {output.latency_s:.2f} s{decode}; "
+        f"{counted(len(output.token_ids), 'token')} in {output.latency_s:.2f} s{decode}; "
         f"finish reason: {output.finish_reason}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,28 @@ def test_a_torn_line_is_counted_and_the_next_one_is_whole(tmp_path: Path) -> Non
     assert (accounts.num_accepted, dict(accounts.ended), accounts.adds_up) == (2, {"length": 1}, True)
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"\n\n", "it is empty"),
+        (b'{"event": "opened"\n', "none of its lines is an entry"),
+        (random.Random(1).randbytes(2000), "none of its lines is an entry"),
+        (b'{"event": "\xff"}\n', "none of its lines is an entry"),
+        (b'"text"\n[1]\n', "none of its lines is an entry"),
+    ],
+    ids=["empty", "blank lines", "broken JSON", "random bytes", "not UTF-8", "other JSON"],
+)
+def test_a_file_without_an_entry_is_refused(
+    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").write_bytes(content)
+    for logs in ([tmp_path / "log"], [write(tmp_path / "good", *WHOLE, "closed"), tmp_path / "log"]):
+        found = run_cli(capsys, "audit", *logs)
+        assert (found.code, found.out) == (2, "")
+        assert found.err == f"evenflow: Got '{tmp_path / 'log'}' but it is not a request log: {why}.\n"
+
+
 def test_retries_and_ends_of_a_run_are_told(tmp_path: Path) -> None:
     run = ObservedEngine()
     log = RequestLog(tmp_path / "log", run.observer)
@@ -94,7 +117,7 @@ def test_the_command_says_whether_it_adds_up(tmp_path: Path, capsys: pytest.Capt
     assert "The accounts do not add up." in bad.out
     other = run_cli(capsys, "audit", write(tmp_path / "other", {"event": "step"}))
     assert other.code == 2
-    assert "it is no request log: a line has the event 'step'" in other.err
+    assert "it is not a request log: a line has the event 'step'" in other.err
     assert run_cli(capsys, "audit", tmp_path / "missing").code == 2
     with pytest.raises(InvalidInput, match="No such file"):
         read_accounts([tmp_path / "missing"])

@@ -1,4 +1,4 @@
-"""Reads request logs and says whether the accounts add up: each request that was accepted has one end."""
+"""The checks of `evenflow audit`: reads request logs, and checks that each accepted request has exactly one end."""
 
 from __future__ import annotations
 
@@ -59,8 +59,13 @@ class _Reader:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InvalidInput(f"Got the log {str(path)!r} but it cannot be read: {error.strerror}.") from error
+        has_entries = False
         for line in _parsed(lines, self._accounts):
             self._take(line, path)
+            has_entries = True
+        if not has_entries:
+            why = "none of its lines is an entry" if any(lines) else "it is empty"
+            raise InvalidInput(f"Got {str(path)!r} but it is not a request log: {why}.")
 
     def finish(self) -> Accounts:
         self._accounts.still_open = list(self._open)
@@ -84,7 +89,7 @@ class _Reader:
             case "accepted" | "first_token" | "retried" | "ended":
                 self._take_request(event, line)
             case _:
-                raise InvalidInput(f"Got {str(path)!r} but it is no request log: a line has the event {event!r}.")
+                raise InvalidInput(f"Got {str(path)!r} but it is not a request log: a line has the event {event!r}.")
 
     def _take_request(self, event: str, line: dict[str, Any]) -> None:
         accounts, request_id = self._accounts, line["id"]
@@ -118,5 +123,5 @@ def _parsed(lines: list[bytes], accounts: Accounts) -> Iterator[dict[str, Any]]:
     for line in filter(None, lines):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             accounts.num_torn_lines += 1
