@@ -53,7 +53,7 @@ class EngineRun:
         self._numbers = count()
         self.streams: list[Stream] = []
         self.errors: list[float] = []
-        for client in (*load.chats[::_FEWER_CHATS], *load.long_prompts):
+        for client in (*load.chats, *load.long_prompts):
             self._send(client, 0, client.start_s)
 
     @property
@@ -80,8 +80,8 @@ class EngineRun:
 
     def _send(self, client: Client, turn: int, at: float) -> None:
         number, size = next(self._numbers), client.turns[turn % len(client.turns)]
-        prompt, output = (max(2, tokens // _FEWER_TOKENS) for tokens in (size.prompt_tokens, size.output_tokens))
-        stream = Stream(f"r{number}", client, turn, at, not client.repeats, prompt, output)
+        sizes = size.prompt_tokens, size.output_tokens
+        stream = Stream(f"r{number}", client, turn, at, not client.repeats, *sizes)
         heapq.heappush(self._arrivals, (at, number, stream))
 
     def _add(self, stream: Stream) -> None:
@@ -121,6 +121,13 @@ def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec, *, sheds
     return EngineRun(engine, load, partial(pass_time, clock)).run()
 
 
+def streams_in_virtual_time(recording: str, load: Load, policy: PolicySpec) -> list[Stream]:
+    engine, clock = recorded_engine(recording, load.seed, policy)
+    run = EngineRun(engine, load, partial(pass_time, clock))
+    run.run()
+    return run.streams
+
+
 def pass_time(clock: VirtualClock, seconds: float) -> None:
     clock.now += max(seconds, _LEAST_SLEEP_S)
 
@@ -137,7 +144,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(seed: int, options: argparse.Namespace) -> Load:
-    return random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
+    load = random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
+    return load.scaled(_FEWER_CHATS, _FEWER_TOKENS)
 
 
 def main() -> None:

@@ -29,12 +29,7 @@ class NamedLoad:
     ends_with_answers: bool = True  # once every long prompt has its answer; else after its seconds
 
     def scaled(self, fewer_chats: int, fewer_tokens: int) -> NamedLoad:
-        """The same with fewer chats and shorter prompts and answers, to test a benchmark on a small model."""
-        chats, long_prompts = (
-            tuple(_shorter(client, fewer_tokens) for client in clients)
-            for clients in (self.load.chats[::fewer_chats], self.load.long_prompts)
-        )
-        return replace(self, load=replace(self.load, chats=chats, long_prompts=long_prompts))
+        return replace(self, load=self.load.scaled(fewer_chats, fewer_tokens))
 
 
 def named_load(name: str) -> NamedLoad:
@@ -81,8 +76,3 @@ def _positive(text: str) -> int:
 
 def _steady(name: str, chats: tuple[Client, ...], long_prompts: list[Client]) -> NamedLoad:
     return NamedLoad(name, Load(0, _LONGEST_S, "steady", chats, tuple(long_prompts)))
-
-
-def _shorter(client: Client, times: int) -> Client:
-    turns = (Turn(max(2, t.prompt_tokens // times), max(2, t.output_tokens // times)) for t in client.turns)
-    return replace(client, turns=tuple(turns))

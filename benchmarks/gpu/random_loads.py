@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NUM_CHATS = (8, 256)
@@ -40,6 +40,10 @@ class Client:
     pause_s: float = 0.0
     repeats: bool = False  # starts over after the last turn
 
+    def shorter(self, times: int) -> Client:
+        turns = (Turn(max(2, t.prompt_tokens // times), max(2, t.output_tokens // times)) for t in self.turns)
+        return replace(self, turns=tuple(turns))
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -48,6 +52,14 @@ class Load:
     arrivals: str  # of the long prompts
     chats: tuple[Client, ...]
     long_prompts: tuple[Client, ...]
+
+    def scaled(self, fewer_chats: int, fewer_tokens: int) -> Load:
+        """The same with fewer chats and shorter prompts and answers, for a slower machine or a smaller model."""
+        chats, long_prompts = (
+            tuple(client.shorter(fewer_tokens) for client in clients)
+            for clients in (self.chats[::fewer_chats], self.long_prompts)
+        )
+        return replace(self, chats=chats, long_prompts=long_prompts)
 
 
 def random_load(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from statistics import quantiles
 
+from outcomes import Stream
 from random_loads import Client, Load, Turn
 from replay_loads import add_recording_and_seeds, device, milliseconds
 from virtual_host import VirtualHost
@@ -36,15 +38,19 @@ def _turn(number: int) -> Turn:
 
 
 def run(recording: str, seed: int, policy: str) -> tuple[list[float], list[float]]:
-    """TTFT of turns beside misses, and of the misses."""
     machine = device(recording)
     machine.reseed(seed)
     host = VirtualHost(machine, agents_load(seed), policy)
     host.run()
-    waits = [(stream.due, stream.token_times[0]) for stream in host.streams if stream.is_long and stream.token_times]
+    return beside_misses(host.streams)
+
+
+def beside_misses(streams: Sequence[Stream]) -> tuple[list[float], list[float]]:
+    """TTFT of turns that were sent while a miss waited for its first token, and of the misses."""
+    waits = [(stream.due, stream.token_times[0]) for stream in streams if stream.is_long and stream.token_times]
     beside = [
         stream.token_times[0] - stream.due
-        for stream in host.streams
+        for stream in streams
         if stream.token_times and not stream.is_long and any(sent <= stream.due <= came for sent, came in waits)
     ]
     return beside, [came - sent for sent, came in waits]

@@ -173,6 +173,36 @@ def test_patience_is_bounded() -> None:
     assert rank(Place(10.0, 500, 0, ttft_target=0.25)) == 10.25
 
 
+def test_patience_grows_with_what_was_served_of_a_prefill_that_takes_a_minute() -> None:
+    """Short prompts pass it in its second half as in its first, as far as its share goes."""
+    place = Place(10.0, 60_000, 0)
+    for start in (0, 20_000, 40_000, 59_000):
+        now = 10.0 + 1.2 * start / 1000
+        short = Place(now, 100, 0)
+        long_rank, short_rank = ranks(now, (place, start), (short, 0))
+        assert short_rank < long_rank
+    assert rank(place, start=20_000) == 10.0 + MAX_PATIENCE_S + 4 * 20
+
+
+def test_time_beside_decodes_is_no_waiting() -> None:
+    """Where decodes take most of each step, a prefill takes many times its seconds alone, and patience lasts for them."""
+    place = Place(10.0, 500, 0)
+    for _ in range(100):
+        charge_overtaking([(place, 5)], step_tokens=5, step_seconds=0.1)
+    assert place.served_s == pytest.approx(10.0)
+    assert rank(place, start=500) == pytest.approx(10 + 4 * 0.5 + (10 - 0.5))
+    assert rank(Place(10.0, 500, 0, ttft_target=3.0, served_s=10.0), start=500) == 13.0
+
+
+def test_a_wild_prediction_of_what_is_left_lets_nobody_pass_for_long() -> None:
+    place, short = Place(10.0, 1_000_000, 0), Place(12.0, 100, 0)
+    most = OVERTAKING_SHARE * (2.0 + MAX_PATIENCE_S)
+    place.overtaken_s = most - 0.1
+    assert ranks(12.0, (place, 0), (short, 0))[0] > 12.4
+    place.overtaken_s = most + 0.1
+    assert ranks(12.0, (place, 0), (short, 0))[0] == 10.0
+
+
 def test_patience_follows_the_prediction() -> None:
     place = Place(10.0, 500, 0)
     assert rank_time(place, 0, 4.0, lambda start, length: length / 250) == 18.0

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 NO_DEADLINE = -math.inf  # nothing is owed before the first token
 PACED_SLACK = 2.0  # C in units of T
-# However long a prefill is predicted to be, others do not overtake it for longer than this.
+# However long the rest of a prefill is predicted to take, it lets others pass for no longer than this. What has been
+# served is no prediction, and adds to it: else nobody would pass the second half of a prefill that takes a minute.
 MAX_PATIENCE_S = 30.0
 # Later prompts get at most this share of the prefill while an earlier one waits or is served.
 OVERTAKING_SHARE = 0.3
@@ -36,7 +37,7 @@ class Pacing:
     is_paced: bool = False
 
     def next_due(self, due: float, emitted: float, target: float) -> float:
-        """When the token after the one emitted now is due, which was itself due at `due`."""
+        """When the next token is due, if one that was due at `due` is emitted now."""
         strict = emitted + target
         if not self.is_paced:
             return strict
@@ -98,34 +99,36 @@ class Place:
     num_tokens: int
     num_cached_tokens: int
     ttft_target: float | None = None
-    overtaken_s: float = 0.0  # seconds of prefill that later prompts got before it
+    overtaken_s: float = 0.0  # seconds of steps that later prompts got before it
+    served_s: float = 0.0  # seconds of steps that it got itself, with the decodes beside it
     passed_tokens: int = 0  # most tokens of requests that were admitted before it while it did not fit
 
 
 def rank_time(place: Place, start: int, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     """A prompt's place in line: its arrival, plus a patience in proportion to its own prefill.
 
-    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves. What has
-    been served counts as what is left: else the last part of a long prompt would hold all later ones up. `seconds_of`
-    predicts the prefill of a start and a length, and `start` is where the prompt has got to: as the prediction gets
-    better, the rank follows.
+    Short prompts overtake long ones, but only if they arrive within the long one's patience, so none starves. Prefill
+    that is done counts like prefill that is left: otherwise the last part of a long prompt would hold up all later
+    ones. `seconds_of` predicts prefill by start and length; `start` is the prompt's next position. As predictions
+    improve, the rank follows.
     """
     return _rank_time(place, seconds_of(start, place.num_tokens - start), patience, seconds_of)
 
 
 def _rank_time(place: Place, left: float, patience: float, seconds_of: Callable[[int, int], float]) -> float:
     served = seconds_of(place.num_cached_tokens, place.num_tokens - place.num_cached_tokens) - left
-    most = min(MAX_PATIENCE_S, place.ttft_target or math.inf)
-    return place.arrival_time + min(patience * left + max(1.0, patience) * max(0.0, served), most)
+    beside_decodes = max(0.0, place.served_s - served)
+    seconds = min(patience * left, MAX_PATIENCE_S) + max(1.0, patience) * max(0.0, served) + beside_decodes
+    return place.arrival_time + min(seconds, place.ttft_target or math.inf)
 
 
 def rank_times(
     head: Sequence[tuple[Place, int]], now: float, patience: float, seconds_of: Callable[[int, int], float]
 ) -> list[float]:
-    """The same for the earliest prompts of a line, in order of arrival, each with where it has got to.
+    """The same for the earliest prompts of a line, in order of arrival, each with its next position.
 
-    Later prompts overtake one for a share of the time until its first token, but not in its last part. They start to do
-    so when all that they have left fits into the share: prompts that took turns would all be late.
+    Later prompts overtake one for a share of the time until its first token, but not in its last part. They start only
+    when all that they have left fits into the share: if prompts took turns, all would be late.
     """
     ranks: list[float] = []
     next_rank, next_left = math.inf, 0.0  # of the later prompts, the one that is served next
@@ -133,7 +136,7 @@ def rank_times(
         left = seconds_of(start, place.num_tokens - start)
         rank = _rank_time(place, left, patience, seconds_of)
         overtaking = next_left if next_rank < rank else 0.0
-        ttft = now - place.arrival_time + left + overtaking
+        ttft = now - place.arrival_time + min(left, MAX_PATIENCE_S) + overtaking
         is_last_part = start > place.num_cached_tokens and left <= LAST_PART_S
         if is_last_part or place.overtaken_s + overtaking > OVERTAKING_SHARE * ttft:
             rank = place.arrival_time
@@ -144,9 +147,10 @@ def rank_times(
 
 
 def charge_overtaking(head: Sequence[tuple[Place, int]], step_tokens: int, step_seconds: float) -> None:
-    """A step gives these prompts, the earliest in line, these of its prefill tokens: each waits for those that arrived
-    later and are served too."""
+    """Charge a step to the earliest prompts in line, given with their tokens in it: each waits for the later arrivals
+    that the step serves too."""
     later_tokens = step_tokens
     for place, tokens in head:  # in order of arrival
         later_tokens -= tokens
+        place.served_s += step_seconds * tokens / step_tokens
         place.overtaken_s += step_seconds * later_tokens / step_tokens
