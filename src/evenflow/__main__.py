@@ -1,6 +1,6 @@
 """`evenflow` and `python -m evenflow`: the command line of this process.
 
-Imports next to nothing itself, because an interrupt may come while the command is being imported.
+Imports almost nothing itself, because an interrupt may arrive while the command is being imported.
 """
 
 from __future__ import annotations

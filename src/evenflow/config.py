@@ -1,4 +1,4 @@
-"""The settings of an engine, validated at construction. Names and meanings are those that vLLM's users know."""
+"""The settings of an engine, validated at construction. Names and meanings follow vLLM."""
 
 from __future__ import annotations
 

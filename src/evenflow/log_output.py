@@ -1,4 +1,4 @@
-"""Where log records go: to what standard error is at the moment."""
+"""Sends log records to standard error, even when it is replaced while the program runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents benchmark: several servers or policies under agents' traffic, in rounds, and what each turn waited for."""
+"""The agents benchmark: runs agent traffic on servers or policies in rounds, and measures how long turns wait."""
 
 from __future__ import annotations
 

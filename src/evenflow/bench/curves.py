@@ -1,4 +1,4 @@
-"""A target against fixed budgets at an equal p99 gap: what it costs the long prompts, read off the budgets' curve."""
+"""Compares a target with fixed budgets at the same p99 gap, by interpolating the budgets' TTFT and prefill rate."""
 
 from __future__ import annotations
 

@@ -70,7 +70,10 @@ def _change(after: float, before: float) -> str:
 def _ratio(after: float, before: float) -> str:
     if round(after, 2) == round(before, 2):
         return "the same"
-    return f"{before / after:.1f} times shorter" if after < before else f"{after / before:.1f} times longer"
+    factor = f"{max(before, after) / min(before, after):.1f}"
+    if factor == "1.0":
+        return "about the same"
+    return f"{factor} times {'shorter' if after < before else 'longer'}"
 
 
 def simple_prompts(llm: LLM) -> list[DemoPrompt]:

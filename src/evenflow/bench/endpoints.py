@@ -48,7 +48,7 @@ class Scores(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of one request so far. A piece is a token, or several that came at once."""
+    """The response to one request so far. A piece is a token, or several that came at once."""
 
     text: str = ""
     piece_times_s: list[float] = field(default_factory=list)  # since the request was sent

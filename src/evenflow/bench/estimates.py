@@ -1,4 +1,4 @@
-"""Figures of two sides with confidence intervals of their ratio, by resampling pairs of rounds.
+"""Compares the figures of two sides: their ratio and its confidence interval, by resampling pairs of rounds.
 
 Knows neither what was measured nor how: a round is its measurements and its seconds.
 """

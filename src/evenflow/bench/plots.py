@@ -1,4 +1,4 @@
-"""Plots of the stall benchmark and the demo. Imports matplotlib when the first one is drawn."""
+"""Plots of the stall benchmark and the demo. Imports matplotlib only when the first one is drawn."""
 
 from __future__ import annotations
 

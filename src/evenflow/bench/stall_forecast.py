@@ -1,4 +1,4 @@
-"""What the stall benchmark will take: long prompts under each policy, simulated at the step times measured so far."""
+"""Forecasts how long the stall benchmark takes: simulates long prompts under each policy at measured step times."""
 
 from __future__ import annotations
 

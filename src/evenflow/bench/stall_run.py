@@ -1,4 +1,4 @@
-"""One run of the stall load: when tokens came, which gaps between them count, and the figures of several runs."""
+"""One run of the stall load: token times, which gaps between them count, and the figures of several runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a benchmark is, for its lines of progress."""
+"""Progress and time-left estimates of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformers model as an endpoint: compiled by `evenflow.compile`, long prompts in chunks unless they are off.
+"""A transformers model as an endpoint: compiled by `evenflow.compile`, long prompts in chunks unless turned off.
 
 It answers one request at a time.
 """

@@ -1,1 +1,1 @@
-"""The `evenflow` command: one file a command; `--help` imports no torch."""
+"""The `evenflow` command: one file per command; `--help` imports no torch."""

@@ -1,4 +1,4 @@
-"""What a shell offers for the value of an option. Runs at every Tab, so it must not import torch."""
+"""Shell completion of option values. Runs at every Tab, so it must not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `evenflow doctor` looks at. Each check says what it found and what to do about it.
+"""The checks of `evenflow doctor`. Each reports what it found and what to do about it.
 
 Uses no network and loads no model. Imports torch, and compiles the kernels as the first step would.
 """

@@ -1,6 +1,6 @@
 """What an interrupt (Ctrl-C) does to a command: it raises KeyboardInterrupt, or ends the process during imports.
 
-Imports next to nothing, because an interrupt may come while the command is being imported.
+Imports almost nothing, because an interrupt may arrive while the command is being imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture in the terminal of streams while they run: a row for each stream, a mark for each token."""
+"""Draws streams in the terminal while they run: a row for each stream, a mark for each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command can read of a model without loading it: its tokenizer, and the sizes its memory depends on.
+"""Reads parts of a model without loading it: its tokenizer, and the sizes that determine its memory.
 
 Takes any architecture, because vLLM may run it. Never imports torch.
 """

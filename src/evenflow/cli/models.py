@@ -1,4 +1,4 @@
-"""`evenflow models`: the models on this machine that `--model` finds by name, and how to remove one."""
+"""`evenflow models`: lists the models on this machine that `--model` finds by name, and removes one."""
 
 from __future__ import annotations
 

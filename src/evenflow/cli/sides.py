@@ -1,4 +1,4 @@
-"""What a command runs on or compares: servers by address, transformers models, and policies of the embedded engine.
+"""Endpoints that a command runs on or compares: servers by address, transformers models, embedded engine policies.
 
 All policies share one engine.
 """

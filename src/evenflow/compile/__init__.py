@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation and chunked prefill for models of Hugging Face transformers, called as the models are."""
+"""Ahead-of-time compilation and chunked prefill for Hugging Face transformers models, which are called as before."""
 
 from evenflow.errors import MissingDependency
 

@@ -1,4 +1,4 @@
-"""Compiles with a compiler that the user brings, and gives what it returns the model's own interface."""
+"""Compiles with a compiler supplied by the user, and wraps the result in the model's own interface."""
 
 from __future__ import annotations
 

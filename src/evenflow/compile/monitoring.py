@@ -1,4 +1,4 @@
-"""What compilation and calls of compiled models took, as a report, a progress display and log lines."""
+"""How long compilation and calls of compiled models took, as a report, a progress display and log lines."""
 
 from __future__ import annotations
 

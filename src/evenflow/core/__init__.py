@@ -1,1 +1,1 @@
-"""The scheduler and all it decides with: pure Python, no torch, no clock, no I/O. Start with request.py."""
+"""The scheduler and its parts, in pure Python: no torch, no clock, no I/O. Start with request.py."""

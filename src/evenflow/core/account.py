@@ -1,4 +1,4 @@
-"""Who a request is served for: what the order of service and its prices are kept by."""
+"""The key for scheduling order and cost accounting: a request's level, class and tenant."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class BlockMover:
 
     @property
     def needs_step(self) -> bool:
-        """Is a step due for the sake of blocks that move, even without rows?"""
+        """Is a step needed to move blocks, even one without rows?"""
         return self.is_restoring or bool(self._waiting) or (self._tier is not None and self._tier.is_behind)
 
     @property
@@ -37,9 +37,9 @@ class BlockMover:
         return self._tier is not None and self._tier.num_returning > 0
 
     def delays(self, request: Request, cached: Sequence[int]) -> bool:
-        """Should it wait for its next blocks, rather than compute them? They are then restored with this step.
+        """Should a request wait for its next blocks instead of computing them? They are then restored with this step.
 
-        Once each time that it waits for a slot: two requests could evict each other's for ever.
+        At most once per wait for a slot: otherwise two requests could evict each other's blocks forever.
         """
         if request.restored_epoch == request.epoch or not self._stored_blocks(request, cached):
             return False
@@ -58,13 +58,13 @@ class BlockMover:
         return stored if self._tier.restore_seconds * len(stored) <= max(0.0, computing) else []
 
     def on_admit(self, request: Request) -> None:
-        """A request starts now: it computes what the tier has of it."""
+        """Count the blocks that a starting request computes although the tier has them."""
         if self._tier is not None:
             stored, _ = self._prefix_cache.stored_after(request, len(self._prefix_cache.find(request)))
             self.num_recomputed += len(stored)
 
     def take_moves(self) -> TierMoves:
-        """The step's moves, when all that it computes has its blocks: what is restored takes the rest."""
+        """The step's moves. Call this once all its rows have their blocks: restored blocks take the rest."""
         if self._tier is None:
             return NO_MOVES
         for request in self._waiting:
@@ -81,7 +81,7 @@ class BlockMover:
         return self._tier.take_moves()
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """What these held blocks contain may be wrong: nobody gets it, from the pool or from the tier."""
+        """These held blocks may contain wrong KV: no request gets it, from the pool or from the tier."""
         hashes = self._pool.forget(blocks)
         if self._tier is not None:
             self._tier.forget(hashes)

@@ -100,7 +100,7 @@ class BlockPool:
         """Drop one reference to each. Unreferenced blocks are free once `last_step_id` is committed.
 
         `cost` is the seconds that computing one of them again takes. Of prefixes that share a block, the highest
-        counts: otherwise a block could go before those that are useless without it.
+        counts: otherwise a block could be evicted before those that are useless without it.
         """
         dropped = []
         for block in reversed(blocks):  # the end is evicted before the prefix, which others may share
@@ -136,14 +136,14 @@ class BlockPool:
             self._content[block] = Content(block_hash, tenant)
 
     def forget(self, blocks: Iterable[int]) -> list[bytes]:
-        """Publish these held blocks no more: what they contain may be wrong. Returns the hashes of those that were."""
+        """Unpublish these held blocks, which may contain wrong KV. Returns the hashes of those that were published."""
         hashes = [content.block_hash for block in blocks if (content := self._content.pop(block, None)) is not None]
         for block_hash in hashes:
             self._costs.pop(self._block_of.pop(block_hash), None)
         return hashes
 
     def retire(self, count: int) -> None:
-        """Take this many blocks out of service for good, as far as they are free."""
+        """Take up to this many free blocks out of service for good."""
         blocks = self.allocate(min(count, self.num_free))
         for block in blocks:
             self._references[block] = 0
@@ -170,7 +170,7 @@ class BlockPool:
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def count_sole(self, blocks: Iterable[int]) -> int:
-        """How many of these come free when one request releases them."""
+        """How many of these become free when one request releases them."""
         return sum(1 for block in blocks if self._references[block] == 1)
 
     def check_invariants(self) -> None:

@@ -1,4 +1,4 @@
-"""The latency target of an engine that was given none, from what its steps take. Pure, like all of core."""
+"""Chooses the default latency target from measured step times, for an engine started without one."""
 
 from __future__ import annotations
 

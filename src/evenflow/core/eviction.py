@@ -1,9 +1,9 @@
-"""Which cached prefix goes first when room is needed: of one tenant's, by age and by what it costs to compute again.
+"""Which cached prefix is evicted first: within a tenant, by age and by what it costs to compute again.
 
 Each tenant has a queue. A key's rank is the queue's floor when it was last used, plus its cost; the lowest rank goes
-first and becomes the floor. With equal costs this is least recently used; what costs twice as much stays twice as
-long. Room is taken from the tenant that has the most for its weight, so a flood of one tenant's prompts evicts its own:
-what another has is safe up to its share. A tenant that stays away loses this protection.
+first and becomes the floor. With equal costs this is least recently used; a prefix that costs twice as much stays twice
+as long. Room is taken from the tenant that has the most for its weight, so a flood of prompts evicts that tenant's own
+prefixes: those of others are safe up to their shares. A tenant that stays away loses this protection.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EvictionOrder(Generic[Key]):
             del self._seen[longest_away]
 
     def add(self, key: Key, tenant: str, cost: float) -> None:
-        """It was used just now."""
+        """Add a key that was used just now."""
         self._tenant_of[key] = tenant
         if (queue := self._queues.get(tenant)) is None:
             queue = self._queues[tenant] = _Queue()
@@ -87,7 +87,7 @@ class EvictionOrder(Generic[Key]):
             del self._queues[tenant]
 
     def pop(self, count: int) -> list[Key]:
-        """Take these from tenants that stay away, then from those that have the most for their weight."""
+        """Remove `count` keys: of tenants that stay away, then of those that have the most for their weight."""
         if len(self._queues) == 1:
             (tenant,) = self._queues
             return [self._pop_from(tenant) for _ in range(count)]

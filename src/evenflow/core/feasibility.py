@@ -12,7 +12,7 @@ _WORTH_LOWERING = 0.8  # lower the advice only if so little of it is needed
 
 
 class Feasibility:
-    """Judges the least that steps with prefill need, one step after the other."""
+    """Judges the target step by step, by the least time that steps with prefill need."""
 
     def __init__(self) -> None:
         self.advised: float | None = None  # the lowest feasible target, while the actual one is infeasible
@@ -21,7 +21,7 @@ class Feasibility:
         self._num_contrary = 0  # steps in a row that contradict the verdict
 
     def judge(self, needed: float, target: float) -> None:
-        """The least prefill beside the current decodes needs this many seconds between tokens."""
+        """Take in a step: `needed` is its seconds between tokens with the least prefill beside the current decodes."""
         self._needed.append(needed)
         is_infeasible = self.advised is not None
         self._num_contrary = self._num_contrary + 1 if (needed > target) != is_infeasible else 0

@@ -1,4 +1,4 @@
-"""The form of a constrained answer, as plain text: a JSON schema, a regular expression, a choice or a Lark grammar.
+"""A constraint on an answer, as plain text: a JSON schema, a regular expression, a choice or a Lark grammar.
 
 It passes from the caller to the executor unchanged; `model/grammar.py` interprets it.
 """

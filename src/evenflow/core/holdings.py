@@ -1,4 +1,4 @@
-"""What each tenant's running requests hold of the slots and of the KV cache."""
+"""How many slots and KV blocks each tenant's running requests hold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Holdings:
         return max(slots / self._num_slots, blocks / self._num_blocks)
 
     def dominant_with(self, request: Request) -> float:
-        """Of its tenant, if it ran as well."""
+        """Its tenant's dominant holding if this request ran as well."""
         slots, blocks = self._held.get(request.tenant, (0, 0))
         blocks += -(-request.num_known // self._block_size)
         return max((slots + 1) / self._num_slots, blocks / self._num_blocks)

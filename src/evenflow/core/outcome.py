@@ -1,4 +1,4 @@
-"""Steps as a scheduler keeps them: in flight, and with their outcome."""
+"""A scheduler's records of its steps: in flight, and committed with their outcome."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AttentionWaves(NamedTuple):
     is_split: bool = True  # along the context, if there are too few tiles to fill a wave
 
     def padded_rows(self, rows: int) -> int:
-        """The rows of whole waves that take as long."""
+        """These rows rounded up to whole waves, which take as long."""
         if not rows:
             return 0
         tiles = -(-rows // self.tile_rows)
@@ -46,7 +46,7 @@ class AttentionWaves(NamedTuple):
         return wave_rows // (self.num_tiles // tiles)
 
     def whole_rows(self, rows: int) -> int:
-        """The most rows, up to these, that leave no room in their last wave: one more would take longer."""
+        """The most rows, up to these, that fill their last wave: one more would take longer."""
         tiles = rows // self.tile_rows
         while tiles and self.padded_rows(self.tile_rows * tiles + 1) == self.padded_rows(self.tile_rows * tiles):
             tiles -= 1
@@ -204,7 +204,7 @@ class TierMoves(NamedTuple):
 
 
 class TierResult(NamedTuple):
-    """What became of moves since the last result that the engine got: it does not depend on the step's rows."""
+    """The outcome of moves since the engine's last result. It does not depend on the step's rows."""
 
     restored: tuple[bytes, ...] = ()
     lost: tuple[bytes, ...] = ()  # could not be restored, and are not kept any more
@@ -216,7 +216,7 @@ class TierResult(NamedTuple):
     restored_bytes: int = 0
 
     def then(self, later: TierResult) -> TierResult:
-        """Both as one, for when a step's result was lost."""
+        """This result merged with a later one, for when a step's result was lost."""
         return later._replace(
             restored=self.restored + later.restored,
             lost=self.lost + later.lost,
@@ -235,7 +235,7 @@ NO_MOVES, NO_TIER_RESULT = TierMoves(), TierResult()
 class StepPlan:
     """One step. An executor applies it in this order: moves, releases, admissions, block tables, then the rows.
 
-    A step without rows waits until something that was to be restored is there, or else until all is saved.
+    A step without rows waits for a block to be restored or, if there is none, until all blocks are saved.
     """
 
     step_id: int

@@ -94,7 +94,7 @@ class PolicySpec:
         return self if self.names_budget else replace(self, max_step_tokens=max_step_tokens)
 
     def with_target(self, seconds: float | None, is_paced: bool | None = None) -> PolicySpec:
-        """This policy with another target, paced as before unless stated. None: the policy before it had a target."""
+        """This policy with another target, paced as before unless stated. None: the policy from before the target."""
         if seconds is None:
             return self if self.target is None else self.base or DEFAULT_POLICY
         if self.target is None:

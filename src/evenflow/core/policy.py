@@ -54,14 +54,14 @@ class StepView:
 
     @property
     def tokens_of_turn(self) -> float:
-        """Prefill tokens that bring the first tokens of the tenant that is next, if others have prompts too."""
+        """Prefill tokens until the next tenant's prompts have their first tokens, if other tenants have prompts too."""
         own = self.candidates[: self.turn]
         if self.turn == len(self.candidates) or not all(self._can_begin(one) for one in own):
             return math.inf
         return sum(one.length for one in own)
 
     def _can_begin(self, candidate: Candidate) -> bool:
-        """Could this step give it its first token? Not if it has had it, and is computed again."""
+        """Could this step give it its first token? Not if it is a recomputed request that already had one."""
         is_new = candidate.start + candidate.length == candidate.num_prompt_tokens
         return is_new and self.most_of(candidate) == candidate.length
 

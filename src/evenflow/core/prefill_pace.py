@@ -10,7 +10,7 @@ _KEPT = 0.95  # of what earlier steps count, with each step
 
 
 class PrefillPace:
-    """Recent steps with chunks: their seconds, over those that the chunks would take by themselves."""
+    """The ratio of the seconds of recent steps with chunks to those of the chunks by themselves."""
 
     def __init__(self, price_of: Callable[[int, int], float]) -> None:
         self._price_of = price_of  # seconds of a chunk of this start and length, by itself
@@ -18,7 +18,7 @@ class PrefillPace:
         self._alone = 0.0
 
     def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """A step with these chunks took so long."""
+        """A step with these chunks took this many seconds."""
         self._taken = _KEPT * self._taken + seconds
         self._alone = _KEPT * self._alone + sum(self._until(chunk.end) - self._until(chunk.start) for chunk in chunks)
 
@@ -26,5 +26,5 @@ class PrefillPace:
         return self._price_of(0, position) if position else 0.0
 
     def seconds(self, alone: float) -> float:
-        """What prompts take that would take this long by themselves."""
+        """How long prompts take that would take `alone` seconds by themselves."""
         return alone * self._taken / self._alone if self._alone > 0 else alone

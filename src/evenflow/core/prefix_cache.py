@@ -63,12 +63,12 @@ class PrefixCache:
         return next(islice(self._usable_hashes(request), num_cached_blocks, None), None)
 
     def is_expected(self, block_hash: bytes) -> bool:
-        """Will this block, which `find` does not give yet, be there soon? It is computed or restored, or settles."""
+        """Will this block, which `find` does not return yet, be available soon (computed, restored or settled)?"""
         is_returning = self._tier is not None and self._tier.is_returning(block_hash)
         return is_returning or block_hash in self._being_computed or self._pool.is_published(block_hash)
 
     def stored_after(self, request: Request, num_cached_blocks: int) -> tuple[list[bytes], int]:
-        """What the tier holds of the blocks after the cached ones, and how many leading blocks there are with them."""
+        """The next blocks after the cached ones that the tier holds, and the number of leading blocks with them."""
         found: list[bytes] = []
         end = num_cached_blocks
         for block_hash in islice(self._usable_hashes(request), num_cached_blocks, None):

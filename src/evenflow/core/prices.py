@@ -1,4 +1,4 @@
-"""What each account is charged for a step: its part of the seconds that the step is predicted to take."""
+"""What each account is charged for a step: its share of the step's predicted time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def prefill_price(step_time: StepTimeModel, caps: ExecutorCaps, start: int, leng
 
 
 def context_price(step_time: StepTimeModel, caps: ExecutorCaps, num_streams: int, positions: int) -> float:
-    """Seconds of a step that streams take because they have context."""
+    """The part of a step's seconds that is due to the context of streams."""
     whole, plain = (caps.step_shape(num_decodes=num_streams, decode_context=size) for size in (positions, 0))
     return max(0.0, step_time.predict(whole) - step_time.predict(plain))
 
 
 def stream_price(step_time: StepTimeModel, caps: ExecutorCaps, num_streams: int, positions: int) -> float:
-    """Seconds that streams take of a step that prompts fill: their rows and their contexts."""
+    """The seconds that streams add to a step full of prefill: for their rows and their contexts."""
     fill = [(0, _FULL_STEP_ROWS)]
     with_streams = caps.step_shape(num_decodes=num_streams, decode_context=positions, chunks=fill)
     return max(0.0, step_time.predict(with_streams) - step_time.predict(caps.step_shape(chunks=fill)))
@@ -46,7 +46,7 @@ def step_prices(
 ) -> dict[Account, float]:
     """Seconds charged to each account; they add up to the step's.
 
-    Those that depend on context are charged to who has it, and the rest by rows: all rows share the reading of weights.
+    Those that depend on context are charged to the accounts that have it, the rest by rows: all share reading weights.
     """
     rows: dict[Account, int] = {}
     contexts: dict[Account, int] = {}

@@ -1,7 +1,7 @@
-"""After a fault: which requests are computed again, and how the next steps keep it from harming the others.
+"""After a fault: which requests are computed again, and in which steps, so that a faulty one harms no others.
 
 When a whole step fails, any of its requests may be the cause. Each is computed again in steps of its own, so the one
-that fails again fails alone. Knows requests and candidates, no blocks and no slots.
+that fails again fails alone. Knows requests and candidates, but no blocks and no slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Recovery:
         self._ran_alone = False
 
     def is_retried(self, request: Request, is_shared: bool) -> bool:
-        """Is a request computed again after this fault? If others were part of what failed, it may be innocent."""
+        """Is a request computed again after this fault? `is_shared`: another one may be the cause."""
         if request.has_failed or request.id in self.suspects:
             return False
         if is_shared:
@@ -54,7 +54,7 @@ class Recovery:
         return ([decode], []) if decode is not None else ([], [candidate] if candidate is not None else [])
 
     def shrink(self, num_rows: int) -> bool:
-        """Memory ran out in a step of this many rows: later ones get half of it. False: they have the least already."""
+        """Memory ran out in a step of this many rows: bound later ones to half. False: the bound is at its minimum."""
         least = max(FLOOR_TOKENS, num_rows // 2)
         if least >= self.most_step_tokens:
             return False

@@ -1,6 +1,6 @@
 """What a step did: one report for callers, metrics, the live page, benchmarks and host engines alike.
 
-`StepReport` is a plain tuple, so that it crosses a socket as it is. `Attribution` says where a step's time went.
+`StepReport` is a plain tuple, so that it can be sent over a socket. `Attribution` says where a step's time went.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TierReport(NamedTuple):
     num_recomputed: int = 0  # were computed although the tier had them
 
     def then(self, result: TierResult, num_recomputed: int, num_stored: int) -> TierReport:
-        """With what the next step moved."""
+        """This report plus what the next step moved."""
         num_restored = len(result.restored)
         return TierReport(
             num_stored,

@@ -1,6 +1,6 @@
-"""One request as the scheduler sees it: its tokens, how far they are computed, how to sample.
+"""The public `SamplingParams`, and a request as the scheduler sees it: its tokens, and how many are computed.
 
-There are no phases. A request has tokens known and tokens computed, and the second number chases the first.
+There are no phases. A request has known tokens and computed tokens, and the second number chases the first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a step costs before any was measured: a roofline for the model's shape and the device's figures.
+"""Estimates step costs before any step was measured: a roofline from the model's shape and the device's figures.
 
-Weights are read once a step, rows multiplied by them, and attention reads the cache or multiplies. Real steps come
+A step reads the weights once and multiplies its rows by them; attention reads the cache or multiplies. Real steps are
 within about a factor of 1.5 of it, and the first few of them correct the rest.
 """
 

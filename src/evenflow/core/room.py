@@ -1,6 +1,6 @@
 """Room for requests: which waiting ones fit and may start, and which running ones give up a slot or blocks for others.
 
-`order` says who is next and who yields; here it meets the slots and blocks that are left. Plans no steps.
+`service_order` says who is next and who yields; this module adds which slots and blocks are left. Plans no steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_STREAM_SHARE = 0.18
 
 
 class Room:
-    """Lets requests in, and out again where others need their room more."""
+    """Admits requests, and preempts them when others need their room more."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Room:
         self._passing: dict[str, tuple[Request, Request]] = {}  # who may pass, each with the one that does not fit
 
     def start_step(self, policy: Policy) -> None:
-        """Decide who makes way in the step that is planned now."""
+        """Decide which requests make way in the step that is planned now."""
         self._at_limit, self._yielded = set(), set()
         if self._order:
             if policy.pacing is not None and self._order.is_contended:

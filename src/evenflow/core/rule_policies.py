@@ -1,4 +1,4 @@
-"""Policies that follow a rule and do not predict step times: fixed budget, turns, load, recent times, prompt length."""
+"""Policies that follow a rule instead of predicting step times: budget, turns, load, recent times, prompt length."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Turns requests into steps: `schedule` plans one and advances the counters, `commit` takes in its result.
 
-In between a step is in flight, and the next may be planned already; see `ExecutorCaps.max_steps_in_flight`. Nothing
-here waits, reads a clock or draws a random number: the same calls give the same plans.
+Between the two calls a step is in flight, and the next may already be planned; see `ExecutorCaps.max_steps_in_flight`.
+Nothing here waits, reads a clock or draws a random number: the same calls give the same plans.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The requests that run: the slot and the blocks of each, and what an executor has to hear of them.
+"""Running requests: the slot and blocks of each, and the changes to them that an executor must be told.
 
-Knows nothing of lines, classes and policies: `room` says who comes in and who gives way.
+Knows nothing about lines, classes and policies: `room` says who comes in and who gives way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Seats:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Free slots."""
         return len(self._free_slots)
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -88,13 +88,13 @@ class Seats:
         )
 
     def append_blocks(self, request: Request, count: int, cached: Sequence[int] = ()) -> None:
-        """New blocks at the end of its table, after the cached ones that it starts with."""
+        """Append the cached blocks and `count` new ones to its table."""
         blocks = [*cached, *self._pool.allocate(count)]
         self._table_changes.append(BlockTableChange(request.slot, len(request.block_ids), tuple(blocks)))
         request.block_ids += blocks
 
     def leave(self, request: Request) -> None:
-        """Take its slot and its blocks."""
+        """Release its slot and its blocks."""
         self._prefix_cache.abandon(request)
         request.epoch += 1
         self._pool.release(request.block_ids, self.newest_step, self._block_cost(request))
@@ -153,7 +153,7 @@ class Seats:
         )
 
     def take_back(self, request: Request, chunk: Chunk, length: int) -> None:
-        """The step computed only this many rows of the chunk: the others are to be scheduled again."""
+        """The step computed only this many rows of the chunk: schedule the others again."""
         request.num_scheduled = chunk.start + length
         if chunk.samples:
             request.num_pending -= 1
@@ -166,7 +166,7 @@ class Seats:
         return released
 
     def take_table_changes(self, slots: Set[int] | None) -> tuple[BlockTableChange, ...]:
-        """Those of these slots, None: of all. A step that fails may not apply them, so it gets no others."""
+        """The changes of these slots' tables; None: all. A step that fails may not apply them, so it gets no others."""
         changes = self._table_changes
         self._table_changes = [] if slots is None else [change for change in changes if change.slot not in slots]
         return tuple(changes if slots is None else [change for change in changes if change.slot in slots])

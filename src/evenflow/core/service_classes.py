@@ -1,6 +1,6 @@
-"""Classes of service: how urgent a request is, what it may expect, and what its class gets at least.
+"""Classes of service: how urgent a request is, its targets, and the least share of the machine that its class gets.
 
-Plain data. `service_order` decides with it who is next and who yields.
+Plain data. `service_order` uses it to decide who is next and who yields.
 """
 
 from __future__ import annotations

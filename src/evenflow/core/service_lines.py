@@ -1,11 +1,11 @@
-"""Who is next: lines of requests by class and tenant, and what each line has got.
+"""Who is next: lines of requests by class and tenant, and the service that each line has received.
 
     level    of the class: a more urgent one goes first. Prompts that miss their class's TTFT target anyway come after
              those that do not. A class that got less than its share has one request promoted above all others
     tenant   within a level, the lowest counter of virtual time goes first; see `tenant_shares`
     rank     within a tenant, by arrival and patience; see `deadlines.rank_time`
 
-With one class and one tenant only the rank is left. The same for evenflow's own scheduler and for a host engine's.
+With one class and one tenant, only the rank counts. Used by evenflow's own scheduler and inside host engines.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ServiceLines(Generic[RequestType]):
         return self.waiting_but()
 
     def waiting_but(self, at_limit: Set[str] = frozenset()) -> Iterator[RequestType]:
-        """The same without those of these tenants; promoted ones stay."""
+        """Waiting requests in order of service, without those of these tenants; promoted ones stay."""
         lines = [
             (account, line)
             for account, line in self._lines.items()
@@ -222,7 +222,7 @@ class ServiceLines(Generic[RequestType]):
             heapq.heapreplace(heap, (level, counter, served_at, following[0].rank, account, following, rest))
 
     def length_of_turn(self, prompts: Sequence[tuple[RequestType, int]]) -> int:
-        """How many of these, in order of service, are of the tenant that is next, if it has had so little that it
+        """How many of these, in order of service, belong to the next tenant, if it has received so little that it
         would still be next after them; else all. Classes do not take turns."""
         account = prompts[0][0].account if prompts else None
         own = list(takewhile(lambda one: one[0].account == account, prompts))
@@ -247,7 +247,7 @@ class ServiceLines(Generic[RequestType]):
         return map(_without_token, self._lines.values())
 
     def key(self, request: RequestType) -> tuple[int, float, int, tuple[float, int]]:
-        """The lowest is served next. Unlike `arrange`, this does not foresee what a tenant's first prompt will cost."""
+        """The lowest key is served next. Unlike `arrange`, this ignores what a tenant's first prompt will cost."""
         return *self._standing(request.account), request.rank
 
     # ---- what they got ----
@@ -256,8 +256,8 @@ class ServiceLines(Generic[RequestType]):
     def charge_overtaking(
         heads: Iterable[Sequence[RequestType]], chunks: Sequence[tuple[RequestType, int]], seconds: float
     ) -> None:
-        """A step gives these prompts this many tokens each. Patience is a matter within one account, whose earliest
-        prompts are its head: what others get is for the order of service to say."""
+        """A step gives these prompts this many tokens each. Patience counts only within one account, whose earliest
+        prompts are its head: the order of service decides among accounts."""
         lengths = {request.id: length for request, length in chunks}
         of_account: dict[Account, int] = {}
         for request, length in chunks:
@@ -287,7 +287,7 @@ class ServiceLines(Generic[RequestType]):
                 self._promote(of_class)
 
     def charge_only(self, seconds: float) -> None:
-        """A step gives these seconds to the only account. A tenant that comes later has lent its part of them."""
+        """A step gives these seconds to the only account. For a tenant that arrives later, its part counts as lent."""
         self._num_steps += 1
         for account in self._lines:
             shares = self._classes[account.service_class].tenants
@@ -329,8 +329,8 @@ class ServiceLines(Generic[RequestType]):
         return self._price_of(start, request.num_known - start)
 
     def demote_late(self, now: float) -> None:
-        """Prompts that cannot meet their class's TTFT target any more make way for those that can: by keeping their
-        place they would make these late as well."""
+        """Prompts that can no longer meet their class's TTFT target make way for those that can: if they kept their
+        places, those would be late as well."""
         if not self._late:
             return
         for account, line in list(self._lines.items()):
@@ -353,7 +353,7 @@ class ServiceLines(Generic[RequestType]):
             self.push(request)
 
     def seconds_before(self, request: RequestType) -> float:
-        """Seconds of prefill until the first token of a request that has not come yet, its own included.
+        """Seconds of prefill until the first token of a request that has not arrived yet, its own included.
 
         Before it go all prompts of more urgent levels, and those of its tenant with a lower rank. Other tenants of its
         class take turns with it, after what they owe it. Waits for slots and memory are not known, and not counted.

@@ -22,7 +22,7 @@ class ServiceOrder(ServiceLines[Request]):
         return sorted(requests, key=lambda one: (one.account.level, one.rank))
 
     def goes_before(self, request: Request, other: Request) -> bool:
-        """Is it of a more urgent level?"""
+        """Is its level more urgent?"""
         return request.account.level < other.account.level
 
     def first_to_yield(self, running: Sequence[Request], holdings: Callable[[], Holdings]) -> Request:

@@ -1,6 +1,6 @@
-"""What a step costs the device by its figures: seconds = sum of non-negative costs x figures.
+"""The linear cost model of a step: seconds = sum of non-negative costs x figures of the step's shape.
 
-Rows are free up to the knee, where reading the weights still takes longer than multiplying by them.
+Rows are free up to the knee: until there, reading the weights takes longer than multiplying by them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepCosts(NamedTuple):
     launch: float = 0.0  # the host's, of a step that is launched op by op: a guess until it has measured one
 
     def seconds(self, figures: Figures) -> float:
-        """Written out for speed: planning a step takes dozens."""
+        """Written out for speed: planning a step calls this dozens of times."""
         a, b, c, d, e, f, g, h, knee, _ = self
         step, prefill, rows, attention, logits, context, calls, waves = figures
         seconds = a * step + b * prefill + d * attention + e * logits + f * context + g * calls + h * waves
@@ -78,7 +78,7 @@ class Sample(NamedTuple):
 def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, knees: Sequence[int]) -> StepCosts:
     """The costs of least relative error with the first knee, or with another one that is clearly better.
 
-    Samples far from the current costs count less. None can speak for a knee beyond their rows: more rows would be free.
+    Samples far from the current costs count less. Knees beyond all their rows are not tried: more rows would be free.
     """
     most = max(prior.knee, *(figures[_ROWS] for sample in samples for figures in sample.steps))
     knees = [knees[0], *(knee for knee in knees[1:] if knee <= most)]

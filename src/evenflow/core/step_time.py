@@ -179,7 +179,7 @@ class StepTimeModel:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], prior: StepCosts | None = None) -> StepTimeModel:
-        """InvalidInput if this is not what `to_record` gave: with other numbers no step might ever be planned."""
+        """InvalidInput if this is not a record of `to_record`: with other numbers, no step might ever be planned."""
         if not isinstance(record, Mapping) or record.get("version") != _VERSION:
             version = record.get("version") if isinstance(record, Mapping) else record
             raise InvalidInput(f"Got step times of version {version!r:.40} but expected {_VERSION}.")

@@ -1,4 +1,4 @@
-"""Checks the numbers of a stored StepTimeModel: a file may hold anything, and the scheduler plans by these numbers."""
+"""Checks the numbers of a stored StepTimeModel: a file may hold anything, and the scheduler relies on these numbers."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _most_in_time(
 
 
 def _without_last_chunk(view: StepView, num_tokens: int) -> int:
-    """These tokens, or those before the last chunk if prompts end in them that had better not wait for it."""
+    """These tokens; those before the last chunk if prompts end in them that should not wait for it."""
     *others, (candidate, last) = chunks = _chunks(view, num_tokens)
     num_ending = sum(length == one.length for one, length in others)
     if not num_ending or last == candidate.length:

@@ -46,7 +46,7 @@ class TenantShares:
         self._counters[tenant] = max(self._counters.get(tenant, 0.0), start)
 
     def charge(self, seconds_of: Mapping[str, float], waiting: Iterable[str], step: int) -> None:
-        """A step gave these tenants so much service, while others, or the same, had prompts waiting."""
+        """Charge a step's service to these tenants. `waiting`: tenants that had prompts waiting."""
         for tenant, seconds in seconds_of.items():
             self._counters[tenant] = self.standing(tenant)[0] + seconds / self.weight(tenant)
             self._served_at[tenant] = step
@@ -61,7 +61,7 @@ class TenantShares:
             self._served_at.pop(tenant, None)
 
     def clear(self) -> None:
-        """Nobody of the class is left: nobody owes anything."""
+        """No request of the class is left: all counters start again."""
         self._counters.clear()
         self._served_at.clear()
         self._floor = 0.0

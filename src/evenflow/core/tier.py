@@ -1,8 +1,8 @@
 """Which evicted prefixes are kept outside the pool, in a slower and larger memory, and which are on their way back.
 
 A block goes there when it is evicted, if moving it out and back takes less time than computing it again. So the KV of
-requests that were preempted and of conversations that pause comes back, unless recomputing is cheaper. What the tier is
-made of (host memory, disk) is the executor's matter.
+preempted requests and of paused conversations comes back, unless recomputing is cheaper. The executor decides what the
+tier is made of (host memory, disk).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Tier:
 
     @property
     def is_behind(self) -> bool:
-        """Are there prefixes that should be stored, though nobody may ask for the next step?"""
+        """Are there prefixes left to store, for which a step is due even without rows?"""
         return bool(self._offered)
 
     def holds(self, block_hash: bytes) -> bool:
@@ -95,7 +95,7 @@ class Tier:
             self._offered[content.block_hash] = block, content, cost
 
     def restore(self, hashes: Sequence[bytes], allocate: Callable[[int], Sequence[int]]) -> None:
-        """Bring these back into blocks of the pool. What is evicted for them cannot push them out of here."""
+        """Bring these back into blocks of the pool. Blocks evicted to make room cannot displace them here."""
         for block_hash in hashes:
             self._order.remove(block_hash)
         for block_hash, block in zip(hashes, allocate(len(hashes)), strict=True):
@@ -104,7 +104,7 @@ class Tier:
             self._restores.append((block, block_hash))
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """What these blocks of the pool hold may be wrong, and so may copies; not one that returns, which is older."""
+        """These blocks of the pool may hold wrong KV, and so may copies, except one on its way back, which is older."""
         for block_hash in hashes:
             self._offered.pop(block_hash, None)
             self._give_up(block_hash)

@@ -37,7 +37,7 @@ class Calibration:
     largest_chunk: int = LARGEST_CHUNK
 
     def warm_up(self) -> None:
-        """Run a step of every size: kernels are compiled, and libraries choose theirs, when they are first used."""
+        """Run a step of every size: kernels are compiled, and libraries choose theirs, at first use."""
         self._run(StepTimeModel(), (self._sizes,) * 2, 0, math.inf)
 
     def measure(self) -> StepTimeModel:
@@ -47,7 +47,7 @@ class Calibration:
         return self._as_stored(self._run(StepTimeModel(self.prior), chunks, _DECODES_BETWEEN, MAX_SECONDS))
 
     def check(self, known: StepTimeModel) -> StepTimeModel:
-        """What is known, at the speed of a few steps that run now: less than a second, unless the machine is busy."""
+        """Adjust what is known to the speed of a few steps that run now: under a second, unless the machine is busy."""
         return self._run(self._as_stored(known), _FEW_CHUNKS, 0, _MAX_CHECK_SECONDS)
 
     @property

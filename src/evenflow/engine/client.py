@@ -1,4 +1,4 @@
-"""An engine's side on an event loop: requests in, a stream of deltas out for each.
+"""The event loop's side of an engine: requests in, a stream of deltas out for each.
 
 The engine itself runs elsewhere, on a thread (`AsyncLLM`) or in a process (the server). Everything here happens on the
 event loop's thread.
@@ -19,7 +19,7 @@ _STREAMS_AT_ONCE = 8  # get their tokens before the loop may write them out
 
 
 class Stream:
-    """An async iterator of deltas. Deltas that nobody has awaited yet are merged."""
+    """An async iterator of deltas. Deltas not awaited yet are merged."""
 
     def __init__(self, request: Request, output: RequestOutput, is_shown: bool = True) -> None:
         self.request = request
@@ -47,7 +47,7 @@ class Stream:
         self._wake()
 
     def restart(self, output: RequestOutput) -> None:
-        """Begin again: another engine computes it from the start."""
+        """Start over: another engine computes the request from the start."""
         self.output, self._delta, self.was_restarted = output, None, True
 
     def _wake(self) -> None:
@@ -102,7 +102,7 @@ class EngineClient:
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """End a request whose output nobody wants any more; does nothing if it has ended."""
+        """End a request whose output is no longer wanted; does nothing if it has ended."""
         delta = self._outputs.finish(stream.request.id, FinishReason.ABORT)
         if delta is not None:
             self._send(Abort(stream.request.id))
@@ -116,7 +116,7 @@ class EngineClient:
             self._fail(stream, failure)
 
     def lose_engine(self, failure: EvenflowError) -> list[Stream]:
-        """The engine is gone. What it had not shown yet waits for the next one, once; the rest ends with this error.
+        """The engine is gone. Requests that showed no token wait for the next one, once; others end with this error.
 
         Returns the streams that wait: `resend` sends their requests.
         """

@@ -1,6 +1,6 @@
 """The loop: schedule, run, commit. Tokens in, tokens out; one step fits on a screen.
 
-All of it belongs to the thread that steps. Text is made of its reports elsewhere: see `outputs`.
+Only the thread that calls `step` may use it. It knows tokens only: `outputs` turns its reports into text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STORE_SECONDS = 2.0  # at the end: an engine that takes much longer to stop is 
 
 logger = logging.getLogger("evenflow")
 
-# Whole steps that fail in a row, after which the executor is taken for broken: a GPU is, after some errors.
+# After this many consecutive failed steps, the executor counts as broken, as a GPU is after some errors.
 _MAX_FAILED_STEPS = 8
 
 

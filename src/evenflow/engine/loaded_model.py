@@ -34,7 +34,7 @@ class LoadedModel(ABC):
 
     @classmethod
     def over(cls, engine: Engine, intake: Intake) -> Self:
-        """Around an existing engine, such as one with a fake executor."""
+        """Wrap an existing engine, such as one with a fake executor."""
         model = cls.__new__(cls)
         model._start(engine, intake)
         return model

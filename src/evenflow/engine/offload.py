@@ -1,4 +1,4 @@
-"""From settings to the memory behind the KV cache: how large it is, and whose files it may read."""
+"""Builds the tier behind the KV cache from the settings: its size, and the files of earlier runs it may read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("evenflow")
 
 
 def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: BlockMemory) -> tuple[KvTier, TierConfig]:
-    """For a model at `path`. Files in its folder that another model or setting has written are not read."""
+    """The tier for a model at `path`. Cached files that another model or setting has written are not read."""
     codec = CODECS[config.kv_offload_format or ("plain" if blocks.is_on_gpu else "lossless")]
     layout = blocks.layout
     files = None

@@ -46,7 +46,7 @@ class Placement:
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """The same settings, with what was left open decided: device, weights, steps in flight."""
+    """The same settings with all open choices made: device, weights, steps in flight."""
     device = config.device or ("cuda" if _prefers_cuda(config) else "cpu")
     if device == "cuda" and (problem := cuda_problem()) is not None:
         if config.device is None:
@@ -81,7 +81,7 @@ def _default_weights(device: str) -> WeightsName:
 
 
 def place(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Placement:
-    """Load the weights and make the executor. `config` is one of `on_this_machine`."""
+    """Load the weights and make the executor. `config` comes from `on_this_machine`."""
     assert config.device in DEVICES
     if config.device == "cpu":
         return _on_cpu(config, model, grammars)

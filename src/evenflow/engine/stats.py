@@ -46,7 +46,7 @@ class Stats:
             self._log(report, report.at - self._logged_at)
 
     def idle(self) -> None:
-        """No work is left: the next interval starts with the next step."""
+        """Note that no work is left: the next interval starts with the next step."""
         self._logged_at, self._logged = None, replace(self.totals)
 
     def _log(self, report: StepReport, seconds: float) -> None:

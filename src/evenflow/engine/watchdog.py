@@ -1,7 +1,7 @@
-"""Tells a slow step from a hung one: by the prediction, not by a fixed time.
+"""Tells a slow step from a hung one, by the step's predicted time instead of a fixed timeout.
 
-The engine says when its current step must have ended; another thread or process looks at it. A thread that hangs
-cannot be ended, so the server runs the engine in a process, which is killed and replaced.
+The engine publishes when its current step must have ended; another thread or process checks that. A hung thread
+cannot be killed, so the server runs the engine in a process, which is killed and replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_STEP_S = 600.0  # while nothing is known: kernels may be compiled in it
 
 
 class Cell(Protocol):
-    """A number that two threads or processes see: of ctypes, or of `multiprocessing`."""
+    """A number that two threads or processes share: from ctypes or `multiprocessing`."""
 
     value: Any
 
@@ -34,12 +34,12 @@ class Pulse:
         self._until: Cell = ctypes.c_double(math.inf)
 
     def share(self, cell: Cell) -> None:
-        """Let another process see it, which made this cell."""
+        """Publish it in this cell, which another process made."""
         self._until = cell
 
     @contextmanager
     def beat(self, clock: Callable[[], float]) -> Iterator[None]:
-        """A step runs inside."""
+        """Encloses one step."""
         self._until.value = clock() + self._step_timeout_s
         try:
             yield

@@ -1,4 +1,4 @@
-"""An append-only file of finished answers, from which a run goes on after a crash and every report is made.
+"""An append-only file of finished answers: a run resumes from it after a crash, and every report is made from it.
 
 The first line identifies the run: tasks, sides and settings. Each further line is one answer. A last line that was cut
 short by a crash is dropped.

@@ -1,4 +1,4 @@
-"""What a journal says: each side's score and speed, and how two sides compare. The same journal, the same report."""
+"""Reports made from a journal: each side's score and speed, and how two sides compare. Deterministic."""
 
 from __future__ import annotations
 

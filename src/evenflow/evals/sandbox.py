@@ -1,6 +1,6 @@
 """Runs a program that a model wrote, with its tests, under limits on time, memory, files, output and network.
 
-This contains mistakes and clumsy mischief. It is no full sandbox: docs/eval.md says what it does not stop.
+It contains mistakes and clumsy attacks. It is not a full sandbox: docs/eval.md says what it does not stop.
 """
 
 from __future__ import annotations

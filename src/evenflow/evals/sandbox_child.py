@@ -1,6 +1,6 @@
-"""The program that runs an answer's program, in a process of its own. `sandbox.py` starts it as a script.
+"""The script that `sandbox.py` starts in a process of its own to run an answer's program.
 
-It gives up what the answer must not have, then runs it. Imports nothing of evenflow, and needs nothing but Python.
+It drops the rights that the answer must not have, then runs it. Imports nothing from evenflow; needs only Python.
 """
 
 from __future__ import annotations

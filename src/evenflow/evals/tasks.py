@@ -1,4 +1,4 @@
-"""The records of a task file, one JSON object a line, checked as they are read; and the sets that are shipped.
+"""The records of a task file, one JSON object per line, checked as they are read; and the task sets of this package.
 
 An error names the file, the line and what was expected. Nothing here runs a model.
 """

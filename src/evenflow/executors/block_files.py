@@ -1,7 +1,7 @@
 """KV blocks on disk, one file each: a header line of JSON, then the encoded block.
 
-A file names what wrote it, so one of another model, type or version is never read; its checksum covers header and
-content, so a torn one is not either. Files hold what prompts can be guessed from: only their owner may read them.
+A file's header identifies the model, type and version that wrote it, so files of others are never read; a checksum of
+header and content detects torn files. Prompts can be guessed from the content, so only the owner may read the files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Found(NamedTuple):
 
 
 class BlockFiles:
-    """The files of one folder. All methods may raise OSError but `read`, for which a file that fails is absent."""
+    """The files of one folder. All methods except `read` may raise OSError; it treats a bad file as absent."""
 
     def __init__(self, folder: Path, model: str, max_bytes: int) -> None:
         """`model` stands for everything that a block's bytes depend on."""

@@ -123,8 +123,8 @@ class _Piece(NamedTuple):
 class CudaExecutor:
     """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place.
 
-    `deterministic`: what a decode has left must come from decodes again, since chunks have other kernels, whose last
-    bits differ. So prompts do not take it up, and if it is lost, its tokens run as decodes.
+    `deterministic`: KV that decodes computed must come from decodes again, since chunks use other kernels, whose last
+    bits differ. So prompts do not reuse it, and if it is lost, its tokens run as decodes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""KV blocks in host memory: encoded, or as they are, where a GPU reads and writes them by itself."""
+"""KV blocks in host memory: encoded, or raw in pinned memory that a GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Held = bytes | Tensor
 
 
 class HostBlocks:
-    """The most recently used blocks, up to a number of bytes. May be called by several threads."""
+    """The most recently used blocks, up to a number of bytes. Thread-safe."""
 
     def __init__(self, most_bytes: int, layout: BlockLayout, *, is_pinned: bool) -> None:
         self._most_bytes, self._layout, self._is_pinned = most_bytes, layout, is_pinned
@@ -26,16 +26,16 @@ class HostBlocks:
         self._lock = threading.Lock()
 
     def reserve(self, num_outside: int) -> None:
-        """Take all memory for blocks as they are: to pin a gigabyte takes 0.3 s, in which a GPU gets nothing to do.
+        """Allocate all memory for raw blocks: pinning a gigabyte takes 0.3 s, in which a GPU gets nothing to do.
 
-        `num_outside`: blocks that are filled or taken at a time, beside those that are held.
+        `num_outside`: blocks being filled or taken at a time, beside those held.
         """
         with self._lock:
             while len(self._free) < self._most_bytes // self._layout.num_bytes + num_outside:
                 self._grow()
 
     def new_place(self) -> Tensor:
-        """For a block as it is; `put` it when it is filled."""
+        """A place for a raw block; `put` it when it is filled."""
         with self._lock:
             if not self._free:
                 self._grow()
@@ -46,7 +46,7 @@ class HostBlocks:
         self._free += torch.empty(shape, dtype=self._layout.dtype, pin_memory=self._is_pinned).unbind()
 
     def put(self, block_hash: bytes, data: Held) -> None:
-        """As the most recently used; older ones make room."""
+        """Add a block as the most recently used; older ones make room."""
         with self._lock:
             self._forget(block_hash)
             self._held[block_hash] = data
@@ -55,7 +55,7 @@ class HostBlocks:
                 self._forget(next(iter(self._held)))
 
     def take(self, block_hash: bytes) -> Held | None:
-        """Out of here, so that nothing is written over it; None: it is not here."""
+        """Remove and return a block, so that nothing overwrites it; None if it is not here."""
         with self._lock:
             data = self._held.pop(block_hash, None)
             self._num_bytes -= 0 if data is None else size_of(data)

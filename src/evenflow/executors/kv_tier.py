@@ -1,4 +1,4 @@
-"""The memory behind the pool: encoded KV blocks on the host and, where a folder is given, on disk.
+"""The memory behind the pool: encoded KV blocks on the host and, if a folder is given, on disk.
 
 The same code serves a CPU and a GPU; what differs is how a block of the pool is read and written (`BlockMemory`). A
 step only copies what it would overwrite. Encoding, files and filling blocks are the work of two threads beside it.
@@ -46,15 +46,15 @@ class BlockMemory(Protocol):
 
     @property
     def most_copied(self) -> int:
-        """Copies that may exist at a time."""
+        """Maximum copies at a time."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
-        """Copies of these, from before any step that is submitted later."""
+        """Copies of these blocks as they are before any step submitted later."""
         ...
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
-        """Returns when they are written."""
+        """Write these blocks; returns when they are written."""
         ...
 
 
@@ -133,14 +133,14 @@ class KvTier:
         self._saver.submit(self._save, staged, copying)
 
     def wait(self) -> None:
-        """Until something that was to be restored is there or lost; with nothing to restore, until all is saved."""
+        """Wait until a block to be restored is there or lost; with nothing to restore, until all blocks are saved."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._restored or self._lost or not (self._num_returning or self._num_saving)
             )
 
     def collect(self) -> TierResult:
-        """What became of moves since the last call."""
+        """The outcome of moves since the last call."""
         with self._changed:
             result = TierResult(
                 restored=tuple(self._restored),
@@ -158,9 +158,9 @@ class KvTier:
         return result
 
     def measure(self) -> tuple[float, float]:
-        """Seconds to save and to restore one block, tried out on noise while no request has one.
+        """Measure the seconds to save and to restore one block, with random content, while no request has one.
 
-        From files, if there are files: most of what they hold is not on the host too.
+        From files, if there are files: most of their blocks are not on the host too.
         """
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
         num_held = self._host_bytes // self._codec.most_bytes(self._layout)
@@ -182,7 +182,7 @@ class KvTier:
         return min(times)
 
     def config(self, *, disk_bytes: int = 0) -> TierConfig:
-        """What the scheduler is told: with files, all that is saved is written, and the host holds a part of it."""
+        """The scheduler's view of this tier: with files, every saved block is in a file, and the host holds some."""
         save_seconds, restore_seconds = self.measure()
         most = self._codec.most_bytes(self._layout)
         in_files = BlockFiles.num_blocks(disk_bytes, most) if self._files is not None else 0

@@ -19,5 +19,5 @@ def unit_length(total: Tensor) -> Tensor:
 
 
 def to_bytes(embedding: Tensor) -> bytes:
-    """As a StepResult holds it."""
+    """The form in which a StepResult holds it."""
     return embedding.numpy().tobytes()

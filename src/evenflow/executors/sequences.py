@@ -1,4 +1,4 @@
-"""What executors that run a model share: a sequence's part in a step, its sampling state, running out of memory."""
+"""Shared by executors that run a model: a sequence's part in a step, its sampling state, out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Part(Generic[SlotT]):
         return sampled.tokens[self.start + 1 : min(self.end + 1, sampled.num_prompt_tokens)]
 
     def shorten(self, length: int) -> None:
-        """Only the first rows are computed, and no token."""
+        """Compute only the first rows, and sample no token."""
         if length < self.length:
             self.length, self.samples = length, False
 

@@ -1,7 +1,7 @@
-"""Leaves out the last prefill rows of a step that turns out slower than planned, while it runs.
+"""While a step runs, leaves out its last prefill rows if it turns out slower than planned.
 
-A row depends on no row after it, so the last rows can go after any layer: what the layers have computed for the others
-stays right. Rows that went are computed again in a later step. Knows nothing of models and tensors.
+A row depends on no row after it, so the last rows can be dropped after any layer: what was computed for the others
+stays valid. Dropped rows are computed again in a later step. Knows nothing about models and tensors.
 """
 
 from __future__ import annotations

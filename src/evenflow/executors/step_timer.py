@@ -8,7 +8,7 @@ import torch
 
 
 class StepTimer:
-    """Starts when it is made. A step behind another one starts when that one ends."""
+    """Starts when created. A step behind another one starts when that one ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -18,19 +18,19 @@ class StepTimer:
             self._events[0].record()
 
     def stop(self) -> None:
-        """All of the step has been launched."""
+        """Call this when all of the step has been launched."""
         self._seconds = time.perf_counter() - self._began
         if self._events:
             self._events[1].record()
 
     def wait(self) -> None:
-        """Until the device has ended the step."""
+        """Wait until the device has ended the step."""
         if self._events:
             self._events[1].synchronize()
 
     @property
     def seconds(self) -> float:
-        """To be asked after `wait`."""
+        """Valid after `wait`."""
         if not self._events:
             return self._seconds
         return float(self._events[0].elapsed_time(self._events[1])) / 1000

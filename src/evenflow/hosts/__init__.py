@@ -1,1 +1,1 @@
-"""Steers the steps of host engines such as vLLM: what does not depend on which one it is."""
+"""Steers the steps of host engines such as vLLM: the code that is the same for all of them."""

@@ -1,4 +1,4 @@
-"""A host engine's steps between scheduling and output: their shapes, and which time is their own."""
+"""A host engine's steps between scheduling and output: their shapes, and which time belongs to which step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InFlightSteps:
         self._steps.append(step)
 
     def launched(self, key: object, now: float) -> InFlightStep | None:
-        """The host has launched the step of this key. None if no output of another step had to wait for that."""
+        """The host has launched the step with this key. Returns it if another step's output had to wait for that."""
         step = next((step for step in reversed(self._steps) if step.key is key), None)
         if step is None:
             return None

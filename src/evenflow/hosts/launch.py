@@ -114,7 +114,7 @@ class HostLaunch(ABC):
 
     @classmethod
     def target_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
-        """What evenflow asks of the host in this interpreter beside the user's flags, to keep a target."""
+        """Flags that evenflow adds to the user's to keep a target, for the host in this interpreter."""
         return []
 
     @classmethod
@@ -129,7 +129,7 @@ class HostLaunch(ABC):
 
     @property
     def summary(self) -> str:
-        """What it is started with, in a few words."""
+        """What the host is started with, in a few words."""
         if self.policy is None:
             return "its own settings, no latency target"
         return str(self.policy) + ("" if self.policy.target else ", no latency target")
@@ -153,7 +153,7 @@ class HostLaunch(ABC):
 
 
 def own_settings(policy: PolicySpec | None) -> dict[str, Any]:
-    """What a policy without a target asks of the host itself, as settings under evenflow's names."""
+    """The host settings that a policy without a target needs, under evenflow's names."""
     if policy is None or policy.target is not None:
         return {}
     if policy.name == "unchunked":

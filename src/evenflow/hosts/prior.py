@@ -1,4 +1,4 @@
-"""What steps of a host engine should cost before any has run, from a Hugging Face config and the device's name."""
+"""Estimates a host engine's step costs before any step has run, from a Hugging Face config and the device's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIELDS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Prior(NamedTuple):
-    """What is known of steps before any has run."""
+    """What is known about steps before any has run."""
 
     costs: StepCosts | None = None
     waves: AttentionWaves | None = None

@@ -1,6 +1,6 @@
 """Reports a host engine's steps: a line in its log every 10 s, and each step to evenflow's front.
 
-Sending never blocks: what finds no room in the socket waits in memory, up to a limit.
+Sending never blocks: what does not fit in the socket's buffer waits in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Interval:
 
 
 class _Sender:
-    """Sends to a Unix stream socket without blocking, and connects again when the other end comes back."""
+    """Sends to a Unix stream socket without blocking, and reconnects when the other end comes back."""
 
     def __init__(self, path: str) -> None:
         self._path = path

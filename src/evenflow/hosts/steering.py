@@ -105,7 +105,7 @@ class _Stream:
         return not self.num_output_tokens
 
     def got_to(self, position: int) -> None:
-        """Its prompt is computed up to here; until its first token comes, something of it is left."""
+        """Set how far its prompt is computed; until its first token, at least one position is left."""
         self.num_scheduled = min(position, self.num_known - 1)
 
 
@@ -131,7 +131,7 @@ class Steering:
         self.set_policy(settings.policy)
 
     def set_policy(self, spec: PolicySpec | None) -> None:
-        """None: the host is left to its own budget."""
+        """None: the host uses its own budget."""
         self.policy = spec
         self._pacing = spec.pacing if spec is not None else None
         self._planner: Policy | None = None
@@ -150,7 +150,7 @@ class Steering:
         return self._planner is not None
 
     def log_start(self, host: str, why_no_target: str | None) -> None:
-        """Say what this does in the host, which is named with its version."""
+        """Log what this does in the host, with the host's name and version."""
         logger = self._host.logger
         if self.target is None:
             logger.info("evenflow: no latency target on %s; steps are only reported", host)
@@ -162,7 +162,7 @@ class Steering:
     # ---- before a step ----
 
     def begin_step(self) -> None:
-        """The host is about to schedule a step, and has sent the tokens of the last one: they do not wait for fits."""
+        """The host is about to schedule a step, and has sent the last one's tokens: now learning delays no token."""
         self._learn()
         policy = self._policy_file.read_if_changed(self.policy) if self._policy_file is not None else self.policy
         if policy is not self.policy:

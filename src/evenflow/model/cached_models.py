@@ -1,4 +1,4 @@
-"""The models on this machine that go by a name: what they are, when they were last used, and how to remove one."""
+"""The models on this machine that `--model` finds by name: lists them with their last use, and removes one."""
 
 from __future__ import annotations
 

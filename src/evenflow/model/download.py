@@ -1,6 +1,6 @@
-"""Fetches files over HTTP: resumed where they broke off, checked, and in their place only when they are whole.
+"""Fetches files over HTTP: resumes broken transfers, checks files, and puts them in place only when complete.
 
-Knows nothing of models. Proxies come from the usual variables (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY).
+Knows nothing about models. Proxies come from the usual variables (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY).
 """
 
 from __future__ import annotations

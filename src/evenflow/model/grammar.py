@@ -1,4 +1,4 @@
-"""The tokens that may come next in output that must match a grammar, by llguidance.
+"""Which tokens may come next in output that must match a grammar, computed by llguidance.
 
 Grammars compile on a thread of their own while the prompt is computed.
 """

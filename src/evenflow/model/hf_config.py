@@ -1,4 +1,4 @@
-"""Reads the config.json of a Hugging Face folder, with the defaults of transformers, in its form of 5 or older."""
+"""Reads the config.json of a Hugging Face folder, in the format of transformers 5 or earlier, with its defaults."""
 
 import math
 from dataclasses import dataclass

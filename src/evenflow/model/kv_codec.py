@@ -1,6 +1,6 @@
-"""How a KV block is written outside the pool: as it is, packed, or in 8 bits a value.
+"""Encodings of KV blocks outside the pool: raw, lossless, or 8 bits per value.
 
-All work on any layout whose last dimension is a head's. docs/kv_tier.md has what was measured.
+All work on any layout whose last dimension is a head's. docs/kv_tier.md has the measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models that `evenflow pull` gave a name: fetched from a URL, or links to folders and files of the user.
 
-They lie in `models` in evenflow's cache, as NAME.gguf or as the folder NAME. Uses no network.
+They are kept in `models` in evenflow's cache, as NAME.gguf or as the folder NAME. Uses no network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layer's weights as decoders run them: projections of the same rows as one, rotary pairs side by side."""
+"""Arranges a layer's weights for decoders: projections of the same rows as one matrix, rotary pairs side by side."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""CPU kernels in C++, how they are compiled, and calls of them. Callers run on torch if there are none."""
+"""CPU kernels in C++, their compilation and bindings. Callers use torch where there are no kernels."""

@@ -1,3 +1,5 @@
+// CPU attention kernel over contiguous KV.
+//
 // The query heads that share a KV head are rows like any other: row r of a span is position r / group, head r % group.
 // Softmax is computed online over tiles of keys, in base 2.
 //

@@ -1,4 +1,4 @@
-"""HTTP connections with bounds: on heads, on time, on unfinished requests. uvicorn's protocol has none of these.
+"""HTTP connections with limits on heads, time and unfinished requests. uvicorn's protocol has none of these.
 
 They hold before any key is checked. The app sees only requests whose head is complete and small.
 """

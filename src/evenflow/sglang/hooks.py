@@ -1,6 +1,6 @@
 """Hooks on SGLang's scheduler, which still does all the work; `steering` limits what a step may hold.
 
-SGLang promises nothing about its scheduler's interface, so everything that evenflow relies on is checked at start.
+SGLang does not declare its scheduler's interface stable, so everything that evenflow relies on is checked at start.
 """
 
 from __future__ import annotations

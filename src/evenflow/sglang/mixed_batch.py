@@ -1,4 +1,4 @@
-"""The batches of SGLang's whose attention is computed in two calls: one for chunks, one for decodes."""
+"""SGLang batches whose attention is computed in two calls: one for chunks, one for decodes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""FlashAttention 3 in batches of SGLang's that hold a chunk and a decode with a long context: two calls.
+"""FlashAttention 3 in SGLang batches that contain a chunk and a decode with a long context: two calls.
 
 SGLang gives all rows to one call, which divides no context beside a chunk: one block of threads reads the longest
 context of a decode from end to end, on an H200 in 0.3 ms for every 1,000 tokens in an 8B model. In a call of their own,
-decodes have it divided. Where no context is that long, one call is as fast, and processors that are done with chunks
-find other work.
+decodes have their contexts divided. If no context is that long, one call is as fast, because processors that finish
+their chunks find other work.
 """
 
 from __future__ import annotations

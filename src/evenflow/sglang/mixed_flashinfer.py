@@ -1,4 +1,4 @@
-"""FlashInfer's attention in batches of SGLang's that hold chunks and decodes: two calls, planned on the host.
+"""FlashInfer's attention in SGLang batches that contain chunks and decodes: two calls, planned on the host.
 
 SGLang gives both kinds of rows to one kernel, in which one block of threads reads a whole context beside many decodes:
 on an H200, 0.5 ms for every 1,000 tokens of the longest one in an 8B model. And it gives FlashInfer lengths that lie on

@@ -1,4 +1,4 @@
-"""SGLang's output layer before the first request: see `warm_products`. Its graphs hold that of decodes alone."""
+"""Runs SGLang's output layer before the first request (see `warm_products`): graphs contain it for decodes only."""
 
 from __future__ import annotations
 

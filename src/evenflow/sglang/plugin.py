@@ -1,4 +1,4 @@
-"""The entry point of evenflow's plug-in for SGLang: nothing without a target, and one line where it cannot be kept."""
+"""The entry point of evenflow's plug-in for SGLang: does nothing without a target, refuses unsupported versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks settings with a vLLM, which constructs its configuration from them in its own interpreter.
+"""Checks settings with vLLM itself, which constructs its configuration from them in its own interpreter.
 
 Imports no vLLM.
 """

@@ -1,6 +1,6 @@
 """A worker class for vLLM that runs matrix products before the first request: see `warm_products`.
 
-vLLM's graphs hold those of small steps, but neither the output layer's nor those of larger steps.
+vLLM's graphs contain the products of small steps, but neither the output layer's nor those of larger steps.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Requests as files hold them: texts, conversations and traces. Needs neither torch nor a tokenizer."""
+"""Requests read from files: texts, conversations and traces. Needs neither torch nor a tokenizer."""

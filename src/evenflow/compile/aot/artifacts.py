@@ -1,4 +1,4 @@
-"""Compiled packages on disk. A package's key changes with all that it depends on, and a manifest holds its hash."""
+"""Compiled packages on disk. A package's key covers everything it depends on, and a manifest holds its hash."""
 
 from __future__ import annotations
 

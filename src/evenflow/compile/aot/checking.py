@@ -1,4 +1,4 @@
-"""Checks a compiled model before it is used: its package loads, and its logits are the plain model's."""
+"""Checks a compiled model before it is used: its package loads, and its logits match the plain model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a model's compiled step from disk, or compiles it if there is none, or a damaged or wrong one."""
+"""Loads a model's compiled step from disk; compiles it if it is missing, damaged or wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs one long call of a causal language model as several shorter ones over the model's own KV cache.
 
-The result is that of the whole call, in the model's own output class.
+The result equals that of the whole call, in the model's own output class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sees that a call ran out of memory and takes back what it left in the KV cache, so that a shorter one can follow."""
+"""Detects that a call ran out of memory and removes what it left in the KV cache, so that a shorter one can follow."""
 
 from __future__ import annotations
 

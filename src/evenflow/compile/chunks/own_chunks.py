@@ -1,6 +1,6 @@
 """Runs a prompt through a model's own `process_chunk`, chunk by chunk, and joins the results.
 
-The model keeps its state between chunks itself; nothing is known here about its cache.
+The model keeps its own state between chunks; this module knows nothing about its cache.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Attention over the KV of each sequence, one implementation a device."""
+"""Attention over the KV of each sequence, one implementation per device."""

@@ -1,4 +1,4 @@
-"""Attention over paged KV memory: what a backend is told once a step, and what it does in each layer.
+"""The interface of attention backends over paged KV memory: planned once per step, run in each layer.
 
 The KV memory of a layer is one tensor [blocks, keys and values, block size, KV heads, head dim]. A token at position p
 of a sequence lies in entry p % block_size of the block that its table names at p // block_size.

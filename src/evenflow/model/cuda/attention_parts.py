@@ -1,8 +1,8 @@
-"""Parts of a context that are reduced apart, and their merging in the order of positions: for kernels in Triton.
+"""Triton functions that reduce parts of a context separately and merge them in the order of positions.
 
 A part is the largest score, the sum of the weights relative to it, and the sum of the values by these weights. Merging
-is the same arithmetic in registers and here, so that a result does not depend on who computed its parts. Import this
-module only where Triton is installed.
+is the same arithmetic in registers and here, so that a result does not depend on which kernel computed its parts.
+Import this module only where Triton is installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses the kernels that a decoder runs on: the fastest attention backend that works here, and the operations.
 
-Backends are imported only when they are asked for: their packages may not be installed.
+Backends are imported only when chosen: their packages may not be installed.
 """
 
 from __future__ import annotations

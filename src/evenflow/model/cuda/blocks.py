@@ -29,7 +29,7 @@ class PagedBlocks:
 
     @property
     def most_copied(self) -> int:
-        """One step of a GPU may evict a gigabyte."""
+        """Maximum blocks per copy; one step can evict a gigabyte."""
         num_bytes = limits_of(self._kv.device).memory // _COPIED_SHARE
         return max(1, num_bytes // self.layout.num_bytes)
 

@@ -1,4 +1,4 @@
-"""How chunks attend to long contexts in parts, so that few rows are work for all processors of a GPU.
+"""Splits long contexts of chunks into parts, so that even a few rows keep all processors of a GPU busy.
 
 FlashAttention 3 gives a processor one tile of a chunk's rows with all of its context: 256 rows of 32 heads keep 64
 processors busy, and 640 rows take as long as 1,024 on 132. In parts, rows attend to each of some equal parts of the

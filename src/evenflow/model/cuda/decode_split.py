@@ -1,4 +1,4 @@
-"""How FlashInfer should cut the contexts of decodes."""
+"""Chooses how FlashInfer splits the contexts of decodes."""
 
 from __future__ import annotations
 

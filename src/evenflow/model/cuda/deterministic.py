@@ -1,4 +1,4 @@
-"""Operations whose rows come out bitwise the same in any batch: the deterministic mode's matrix product.
+"""The matrix product of the deterministic mode: each row's result is bitwise the same in any batch.
 
 Implements `Operations`; the others work row by row already. A library picks its kernel by the number of rows, and with
 it the order of the sums. Here every output is summed in one order, 16 inputs at a time from the first to the last, as

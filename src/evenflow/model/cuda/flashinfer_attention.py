@@ -1,12 +1,12 @@
 """Attention by FlashInfer's FlashAttention-3 kernel for chunks, and by our own for decodes.
 
-Two calls a layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs
+Two calls per layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs
 chunks with long contexts take two: see `context_parts`. The keys and values of many rows are copied out of their pages
 first: see `gather`. Import this module only where FlashInfer is installed. Its kernels are compiled on first use and
 kept on disk.
 
 In deterministic mode chunks are never in parts, and always copied. FlashAttention 3 takes a row's positions in blocks
-from the last to the first, and what a row may not see adds exactly nothing, so that its bits do not depend on the other
+from the last to the first, and masked positions add exactly nothing, so that a row's bits do not depend on the other
 rows of its tile; but blocks in pages are smaller.
 """
 

@@ -1,8 +1,8 @@
-"""Steps as captured graphs, whose kernels take one launch together, for numbers of rows that steps are padded to.
+"""CUDA graphs of whole steps, launched at once and padded to fixed row counts.
 
 A step of decodes alone is one graph. A step with chunks is a graph for each layer, with attention launched between
-them: how that is divided depends on the chunks. On a device without graphs the same functions run again instead, over
-the same memory: that is how it is tested.
+them, because the division of attention depends on the chunks. On a device without graphs the same functions run again
+over the same memory: that is how this module is tested.
 """
 
 from __future__ import annotations

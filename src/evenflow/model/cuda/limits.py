@@ -1,4 +1,4 @@
-"""What of a GPU decides the sizes of kernels."""
+"""GPU properties that determine kernel sizes."""
 
 from __future__ import annotations
 

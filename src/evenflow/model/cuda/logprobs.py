@@ -1,4 +1,4 @@
-"""Log-probabilities of many rows at once, on the device, and how they come to the host."""
+"""Log-probabilities of many rows at once, on the device, and their copies on the host."""
 
 from __future__ import annotations
 

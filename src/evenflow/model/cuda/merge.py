@@ -1,4 +1,4 @@
-"""Merges what rows got from parts of their context. Import this module only where Triton is installed."""
+"""Merges the attention results of parts of a context. Import this module only where Triton is installed."""
 
 from __future__ import annotations
 

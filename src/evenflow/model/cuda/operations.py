@@ -1,7 +1,7 @@
-"""The operations of a layer besides attention. Three modules have them: `kernels` for GPUs, `deterministic` for GPUs
-with results that are bitwise the same in any batch, and `reference_ops` in plain torch.
+"""The interface of a layer's operations besides attention. Three modules implement it: `kernels` for GPUs,
+`deterministic` for GPUs with results that are bitwise the same in any batch, and `reference_ops` in plain torch.
 
-Those for GPUs do not wait for the device, so that a graph can capture them.
+The GPU versions do not wait for the device, so that a graph can capture them.
 """
 
 from __future__ import annotations

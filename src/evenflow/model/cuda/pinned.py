@@ -1,4 +1,4 @@
-"""Numbers for the device, in host memory that it copies from by itself."""
+"""Pinned host buffers for asynchronous copies to the GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs matrix products in many sizes once, before the first request of a host engine.
 
-CUDA loads a kernel when it is first launched, and waits for the whole device meanwhile. A library has another one for
-every few numbers of rows, so without this all streams wait for one step more whenever a step has a new number of them.
+CUDA loads a kernel at its first launch, and waits for the whole device meanwhile. Libraries have another kernel for
+every few rows, so without this all streams wait for an extra step whenever a step first has a new number of rows.
 """
 
 from __future__ import annotations

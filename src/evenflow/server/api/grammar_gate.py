@@ -1,7 +1,7 @@
 """Checks the grammars that clients send before they reach the engine, where they can be stopped.
 
-llguidance needs hours for some schemas of a few lines. A process of its own has read the vocabulary; it forks for each
-grammar, and the fork is killed at its limit of processor time or memory. Nothing else waits for that.
+llguidance needs hours for some schemas of a few lines. A separate process reads the vocabulary and forks for each
+grammar, and the fork is killed at its limit of processor time or memory. Nothing else waits for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts what a JSON text holds without building it, so that a body's cost is known before it is parsed."""
+"""Counts the values in a JSON text without building them, so that a body's cost is known before it is parsed."""
 
 from __future__ import annotations
 

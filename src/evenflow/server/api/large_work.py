@@ -1,6 +1,6 @@
-"""Work on large requests: on threads of its own, a few at a time, clients in turn.
+"""Processes large requests on threads of their own, a few at a time, taking clients in turn.
 
-Small requests never wait for it, and what it may cost is bounded before it starts.
+Small requests never wait for it, and its cost is bounded before it starts.
 """
 
 from __future__ import annotations

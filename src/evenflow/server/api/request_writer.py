@@ -1,4 +1,4 @@
-"""What every response that the engine computes shares: who asks, ids, and the requests for the engine."""
+"""The common base of responses that the engine computes: the caller, ids, and the requests for the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the responses of chats and completions share: heads, choices, server-sent events.
+"""The common base of chat and completion responses: heads, choices, server-sent events.
 
 `GenerationResponse` decides when to send what these write.
 """

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the gate and, for evenflow's own engine, the tokenizer and the model's names."""
+"""Shared state of the HTTP handlers: the engine and the gate; for evenflow's own engine, tokenizer and model names."""
 
 from __future__ import annotations
 

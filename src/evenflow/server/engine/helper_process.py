@@ -1,6 +1,6 @@
 """A process beside the front for work on untrusted input that may take too long or too much memory.
 
-It answers questions, which are numbered. A thread could not be stopped; a process can be killed and replaced.
+It answers numbered questions. A thread could not be stopped; a process can be killed and replaced.
 """
 
 from __future__ import annotations

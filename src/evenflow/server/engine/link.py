@@ -1,4 +1,4 @@
-"""The front's end of a socket to a process of its own: frames out, frames in."""
+"""The front's end of a socket to one of its processes: frames out, frames in."""
 
 from __future__ import annotations
 

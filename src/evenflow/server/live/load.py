@@ -1,4 +1,4 @@
-"""GET /live/load: the page's load, sized for this server and for the speed that it has shown."""
+"""GET /live/load: the page's load, sized for this server and its measured speed."""
 
 from __future__ import annotations
 

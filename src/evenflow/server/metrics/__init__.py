@@ -1,1 +1,1 @@
-"""What is measured of steps and requests."""
+"""Metrics, logs and traces of steps and requests."""

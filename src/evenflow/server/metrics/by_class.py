@@ -1,4 +1,4 @@
-"""Figures by class of service: its metrics, and what the live page shows of it. Hosts' requests have no class."""
+"""Figures by class of service, for metrics and the live page. Requests to host engines have no class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributions for many equal values at once: a histogram for Prometheus, and recent quantiles.
+"""Distributions that take many equal values at once: a histogram for Prometheus, and recent quantiles.
 
 Every token is counted here, so one call takes all tokens of a step with the same gap.
 """

@@ -1,14 +1,14 @@
 """The request log: JSON lines that account for each request, without its text. `request_accounts` reads them.
 
-    {"event": "opened", ...}         the server starts; requests of a run before are over
+    {"event": "opened", ...}         the server starts; requests of an earlier run are over
     {"event": "accepted", ...}       a request was accepted
     {"event": "first_token", ...}    it got its first token
     {"event": "retried", ...}        it is computed again after a fault
     {"event": "ended", ...}          it ended, with its figures
-    {"event": "lost", "lines": N}    lines that the disk did not take
+    {"event": "lost", "lines": N}    lines that could not be written
     {"event": "closed", ...}         the server ends
 
-A thread writes the lines, so a slow disk delays no stream. If it is full, lines are lost and serving goes on.
+A thread writes the lines, so a slow disk delays no stream. If the disk is full, lines are lost and serving goes on.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Sends prompts beside streams to a host engine before it serves, so that it has loaded its kernels and knows its step
-times. They are ordinary requests to the engine's OpenAI API; little else of the engine is known here.
+"""Warms up a host engine before it serves, so that its kernels are loaded and its step times are known.
+
+Sends prompts beside streams, as ordinary requests to the engine's OpenAI API; little else of the engine is known here.
 """
 
 from __future__ import annotations

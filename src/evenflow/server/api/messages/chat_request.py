@@ -1,4 +1,4 @@
-"""Turns a request of Anthropic's Messages API into a chat, which then goes the way of all chats."""
+"""Turns a request of Anthropic's Messages API into a chat, which is then handled like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a Responses request to the chat that it asks for."""
+"""Turns a request of OpenAI's Responses API into a chat."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The output items of one response, and the events that say how they grow.
+"""The output items of one response, and the events that report their growth.
 
-It is fed the deltas of a chat. Must not know: requests, the engine, how events are sent.
+It takes the deltas of a chat. Must not know: requests, the engine, how events are sent.
 """
 
 from __future__ import annotations

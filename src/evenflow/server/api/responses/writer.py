@@ -1,4 +1,4 @@
-"""POST /v1/responses: writes what a chat's model says as a response of OpenAI's Responses API, or as its events."""
+"""POST /v1/responses: writes the answer of a chat as a response of OpenAI's Responses API, or as its events."""
 
 from __future__ import annotations
 
