@@ -185,7 +185,7 @@ def test_patience_grows_with_what_was_served_of_a_prefill_that_takes_a_minute() 
 
 
 def test_time_beside_decodes_is_no_waiting() -> None:
-    """Where decodes take most of each step, a prefill takes many times its seconds alone, and patience lasts for them."""
+    """Where decodes take most of each step, a prefill takes many times its seconds alone: patience lasts as long."""
     place = Place(10.0, 500, 0)
     for _ in range(100):
         charge_overtaking([(place, 5)], step_tokens=5, step_seconds=0.1)
