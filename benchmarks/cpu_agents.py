@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from cpu_random_loads import streams_in_virtual_time
+from cpu_random_loads import virtual_run
 from random_loads import Client, Load, Turn
 from replay_agents import beside_misses
 from replay_loads import add_seeds, milliseconds, recording_names
@@ -74,8 +74,9 @@ def main() -> None:
         for policy in ("fixed:2048", f"target:{options.target:g}ms"):
             turns, misses = list[float](), list[float]()
             for seed in range(*options.seeds):
-                streams = streams_in_virtual_time(options.recording, agents.load(seed), PolicySpec.parse(policy))
-                for found, new in zip((turns, misses), beside_misses(streams), strict=True):
+                run = virtual_run(options.recording, agents.load(seed), PolicySpec.parse(policy))
+                run.run()
+                for found, new in zip((turns, misses), beside_misses(run.streams), strict=True):
                     found += new
             cuts = quantiles(turns, n=100, method="inclusive")
             print(

@@ -117,15 +117,12 @@ def run_in_real_time(engine: Engine, load: Load, policy: PolicySpec) -> Outcome:
 
 
 def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> Outcome:
+    return virtual_run(recording, load, policy, sheds_rows=sheds_rows).run()
+
+
+def virtual_run(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> EngineRun:
     engine, clock = recorded_engine(recording, load.seed, policy, sheds_rows=sheds_rows)
-    return EngineRun(engine, load, partial(pass_time, clock)).run()
-
-
-def streams_in_virtual_time(recording: str, load: Load, policy: PolicySpec) -> list[Stream]:
-    engine, clock = recorded_engine(recording, load.seed, policy)
-    run = EngineRun(engine, load, partial(pass_time, clock))
-    run.run()
-    return run.streams
+    return EngineRun(engine, load, partial(pass_time, clock))
 
 
 def pass_time(clock: VirtualClock, seconds: float) -> None:

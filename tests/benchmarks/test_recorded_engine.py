@@ -5,11 +5,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from cpu_random_loads import main, pass_time, run_in_virtual_time
+from cpu_agents import Agents
+from cpu_random_loads import main, pass_time, run_in_virtual_time, virtual_run
 from random_loads import random_load
 from record_cpu_steps import RecordedRun, recorded_steps
 from recorded_device import RECORDINGS, StepWork, work_of
 from recorded_engine import RecordedCpu, recorded_engine
+from replay_agents import beside_misses
 from step_recording import decode_steps, encode_steps, read_recording
 
 from evenflow.core.policies import PolicySpec
@@ -87,3 +89,14 @@ def test_bad_arguments_end_with_one_line(
         main()
     assert ended.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_turns_of_agents_pass_a_cold_prompt_in_its_second_half_too() -> None:
+    """Such a prompt takes half a minute here: longer than patience lasted once, whose seconds were those of a GPU."""
+    load = Agents(number=3, turn_tokens=90, answer_tokens=30, think_s=1.0, miss_tokens=8_000).load(seed=101)
+    run = virtual_run(RECORDING, load, TARGET)
+    run.run()
+    turns, misses = beside_misses(run.streams)
+    assert len(turns) >= 20
+    assert min(misses) > 20
+    assert max(turns) < 0.1 * min(misses)
