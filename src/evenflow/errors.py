@@ -16,6 +16,8 @@ EvenflowError
 └── EndpointFailed                 a server that was asked does not answer as it should
 """
 
+from evenflow.counts import counted
+
 _MOST_CHARACTERS = 1000
 
 
@@ -62,7 +64,7 @@ class DeadlineExceeded(EvenflowError, TimeoutError):
     """A request that ended because its deadline passed before its answer was complete."""
 
     def __init__(self, deadline_s: float, num_tokens: int) -> None:
-        reached = f"after {num_tokens} tokens of the answer" if num_tokens else "before the first token"
+        reached = f"after {counted(num_tokens, 'token')} of the answer" if num_tokens else "before the first token"
         super().__init__(f"The request's deadline of {deadline_s:g} s passed {reached}.")
         self.deadline_s = deadline_s
         self.num_tokens = num_tokens

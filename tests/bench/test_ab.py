@@ -160,7 +160,7 @@ def test_answers_that_differ_are_shown_from_where_they_do() -> None:
     (found,) = outcome.differences
     assert (found.request, found.character, found.a, found.b) == (0, 5, "ea is", "ky is")
     assert outcome.errors == ["lost"]
-    assert same_outputs(outcome) == "0 of 1 greedy answers are the same on both sides. 1 requests failed."
+    assert same_outputs(outcome) == "0 of 1 greedy answers are the same on both sides. 1 request failed."
 
 
 def test_arrivals_are_the_same_for_a_seed_and_come_at_the_rate() -> None:

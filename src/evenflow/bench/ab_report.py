@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from evenflow.bench.ab import Outcome
 from evenflow.bench.estimates import CONFIDENCE, Estimate
 from evenflow.bench.plots import pyplot, save
+from evenflow.counts import counted
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
@@ -92,7 +93,7 @@ def figure_notes(outcome: Outcome) -> list[str]:
 def same_outputs(outcome: Outcome) -> str:
     """A sentence on whether both sides gave the same answers."""
     num_same = outcome.num_answers - len(outcome.differences)
-    failed = f" {len(outcome.errors)} requests failed." if outcome.errors else ""
+    failed = f" {counted(len(outcome.errors), 'request')} failed." if outcome.errors else ""
     if not outcome.differences:
         return f"All {num_same} greedy answers are the same on both sides.{failed}"
     return f"{num_same} of {outcome.num_answers} greedy answers are the same on both sides.{failed}"

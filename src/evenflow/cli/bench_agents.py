@@ -17,6 +17,7 @@ from evenflow.bench.agents_load import AgentsLoad, Load, TraceLoad
 from evenflow.cli.options import ModelOptions, ReportOptions, duration_option, engine_settings, option, takes_options
 from evenflow.cli.output import make_table, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, open_sides
+from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
 _SIDES = ("fixed:2048", "target:250ms")
@@ -150,7 +151,7 @@ def _print(console: Console, comparison: Comparison) -> None:
                 "SGLang with --enable-cache-report."
             )
         for error in sorted(set(side.errors))[:_SHOWN_ERRORS]:
-            console.print(f"{side.name}: {side.errors.count(error)} requests failed: {error}")
+            console.print(f"{side.name}: {counted(side.errors.count(error), 'request')} failed: {error}")
 
 
 def _table(comparison: Comparison) -> Table:

@@ -11,6 +11,7 @@ from rich.console import Console
 from evenflow import __version__
 from evenflow.bench.estimates import CONFIDENCE
 from evenflow.cli.output import make_table
+from evenflow.counts import counted
 from evenflow.evals.journal import Journal
 from evenflow.evals.report import MIN_PAIRS, Comparison, Report, SideReport
 
@@ -36,7 +37,7 @@ def _print_sides(console: Console, tasks: str, report: Report) -> None:
         f"{letter}: {side.name}" if is_pair else side.name for letter, side in zip(_LETTERS, report.sides, strict=False)
     ]
     num_tasks = report.sides[0].num_scored + report.sides[0].num_failed + report.sides[0].num_missing
-    table = make_table(f"{tasks}, {num_tasks} tasks", "", *names)
+    table = make_table(f"{tasks}, {counted(num_tasks, 'task')}", "", *names)
     table.add_row("score", *(_score(side) for side in report.sides))
     table.add_row(f"{CONFIDENCE:.0%} interval", *(_percents(side.interval) for side in report.sides))
     table.add_row("correct", *(f"{side.num_correct} of {side.num_scored}" for side in report.sides))
@@ -95,7 +96,9 @@ def _print_problems(console: Console, letter: str, side: SideReport, report: Rep
     for entry in failed[:_SHOWN]:
         console.print(f"{name}task {entry.task} failed: {entry.error}")
     if side.num_missing:
-        console.print(f"{name}{side.num_missing} tasks were not asked; the same command with --resume goes on.")
+        were = "was" if side.num_missing == 1 else "were"
+        missing = counted(side.num_missing, "task")
+        console.print(f"{name}{missing} {were} not asked; the same command with --resume goes on.")
     for entry in [entry for entry in own if entry.note][:_SHOWN]:
         console.print(f"{name}task {entry.task} is wrong: {entry.note}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
 _MAX_PROBLEMS = 20  # listed
@@ -42,9 +43,11 @@ class Accounts:
 
 def read_accounts(paths: Iterable[str | Path]) -> Accounts:
     """The accounts of a log, given as its files from the oldest to the newest."""
-    reader = _Reader()
-    for path in paths:
-        reader.read(Path(path))
+    reader, files = _Reader(), [Path(path) for path in paths]
+    for path in files:
+        reader.read(path)
+    if reader.is_empty:
+        raise InvalidInput(f"Got {str(files[-1])!r} but it is not a request log: it is empty.")
     return reader.finish()
 
 
@@ -54,18 +57,28 @@ class _Reader:
         self._open: dict[str, bool] = {}  # whether each has given a token
         self._is_whole: bool | None = None  # does the log begin with the server? None: no line yet
 
+    @property
+    def is_empty(self) -> bool:
+        return self._is_whole is None
+
     def read(self, path: Path) -> None:
+        """A file may be empty, if it was rotated a moment ago."""
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InvalidInput(f"Got the log {str(path)!r} but it cannot be read: {error.strerror}.") from error
         has_entries = False
         for line in _parsed(lines, self._accounts):
-            self._take(line, path)
+            try:
+                self._take(line, path)
+            except KeyError as missing:
+                raise InvalidInput(
+                    f"Got {str(path)!r} but it is not a request log: a line with the event {line['event']!r} has no "
+                    f"{missing.args[0]!r}."
+                ) from missing
             has_entries = True
-        if not has_entries:
-            why = "none of its lines is an entry" if any(lines) else "it is empty"
-            raise InvalidInput(f"Got {str(path)!r} but it is not a request log: {why}.")
+        if any(lines) and not has_entries:
+            raise InvalidInput(f"Got {str(path)!r} but it is not a request log: none of its lines is an entry.")
 
     def finish(self) -> Accounts:
         self._accounts.still_open = list(self._open)
@@ -85,7 +98,7 @@ class _Reader:
                 self._open = {}
             case "lost":
                 accounts.num_lost_lines += line["lines"]
-                self._add_problem(f"{line['lines']} lines are missing: the disk did not take them")
+                self._add_problem(f"the disk did not take {counted(line['lines'], 'line')}")
             case "accepted" | "first_token" | "retried" | "ended":
                 self._take_request(event, line)
             case _:
