@@ -98,7 +98,8 @@ class _Reader:
                 self._open = {}
             case "lost":
                 accounts.num_lost_lines += line["lines"]
-                self._add_problem(f"the disk did not take {counted(line['lines'], 'line')}")
+                are = "is" if line["lines"] == 1 else "are"
+                self._add_problem(f"{counted(line['lines'], 'line')} {are} missing: not taken by the disk")
             case "accepted" | "first_token" | "retried" | "ended":
                 self._take_request(event, line)
             case _:
