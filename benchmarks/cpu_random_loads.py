@@ -141,8 +141,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(seed: int, options: argparse.Namespace) -> Load:
-    load = random_load(seed, options.seconds, _FEWER_TOKENS * options.prefill_rate)
-    return load.scaled(_FEWER_CHATS, _FEWER_TOKENS)
+    return cpu_load(seed, options.seconds, options.prefill_rate)
+
+
+def cpu_load(seed: int, seconds: float, prefill_rate: float) -> Load:
+    return random_load(seed, seconds, _FEWER_TOKENS * prefill_rate).scaled(_FEWER_CHATS, _FEWER_TOKENS)
 
 
 def main() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from cpu_agents import Agents
-from cpu_random_loads import main, pass_time, run_in_virtual_time, virtual_run
-from random_loads import random_load
+from cpu_random_loads import cpu_load, main, pass_time, run_in_virtual_time, virtual_run
 from record_cpu_steps import RecordedRun, recorded_steps
 from recorded_device import RECORDINGS, StepWork, work_of
 from recorded_engine import RecordedCpu, recorded_engine
@@ -48,7 +47,7 @@ def test_larger_steps_take_longer(cpu: RecordedCpu) -> None:
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
-    load = random_load(1, 8.0, 16 * 500.0)
+    load = cpu_load(1, 8.0, 500.0)
     first = run_in_virtual_time(RECORDING, load, TARGET)
     assert first == run_in_virtual_time(RECORDING, load, TARGET)
     assert first.gaps
@@ -59,7 +58,7 @@ def test_what_an_engine_recorded_becomes_steps(tmp_path: Path) -> None:
     engine, clock = recorded_engine(RECORDING, 7, PolicySpec.parse("fixed:256"))
     events = tmp_path / "events.jsonl"
     engine.recorder = Recorder(events, engine.scheduler)
-    run = RecordedRun(engine, random_load(7, 8.0, 16 * 500.0), partial(pass_time, clock))
+    run = RecordedRun(engine, cpu_load(7, 8.0, 500.0), partial(pass_time, clock))
     run.run()
     engine.recorder.close()
     steps = list(recorded_steps(events))
