@@ -20,6 +20,7 @@ from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
 
 TRACE_BLOCK_TOKENS = 512  # of a block id in Mooncake's traces
+TRACE_REQUESTS, TRACE_MISS_TOKENS = 60, 16_000  # by default
 _FIRST_ID = 64  # ids up to 115: plain tokens in nearly every vocabulary
 _ID_OF_BYTE = bytes(_FIRST_ID + byte % len(ascii_letters) for byte in range(256))
 
@@ -172,7 +173,9 @@ class TraceLoad:
     scale: float = 1.0
 
     @classmethod
-    def read(cls, path: Path, num_requests: int = 60, miss_tokens: int = 16_000, speed: float = 1.0) -> TraceLoad:
+    def read(
+        cls, path: Path, num_requests: int = TRACE_REQUESTS, miss_tokens: int = TRACE_MISS_TOKENS, speed: float = 1.0
+    ) -> TraceLoad:
         inputs = read_inputs(path, None, ReadTally())
         found = list(islice((one for one in inputs if isinstance(one, TraceRequest)), num_requests))
         if not found or any(one.arrival_s is None for one in found):

@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import Argument
 
 from evenflow.bench.agents import AgentFigures, Comparison, compare
-from evenflow.bench.agents_load import AgentsLoad, Load, TraceLoad
+from evenflow.bench.agents_load import TRACE_MISS_TOKENS, TRACE_REQUESTS, AgentsLoad, Load, TraceLoad
 from evenflow.cli.options import ModelOptions, ReportOptions, duration_option, engine_settings, option, takes_options
 from evenflow.cli.output import make_table, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, open_sides
@@ -34,6 +34,7 @@ _OF_AGENTS = {
     "miss_pause": "miss_pause_s",
 }
 _OF_TRACE = {"requests": "num_requests", "miss_tokens": "miss_tokens", "speed": "speed"}
+_DEFAULTS = AgentsLoad()
 
 
 def _of(spread: str, figure: str) -> Callable[[AgentFigures], float | None]:
@@ -67,20 +68,32 @@ _WITHOUT_RATIO: dict[str, Callable[[AgentFigures], str]] = {
 class AgentsOptions:
     """The agents, their misses, or a trace instead of both. None stands for the load's default."""
 
-    agents: int | None = option("Agents, each in a conversation of its own.", min=1, show_default="6")
-    prefix_tokens: int | None = option("Tokens of the prefix that all agents share.", min=2, show_default="16000")
-    turn_tokens: int | None = option("Tokens that a turn adds, on average.", min=1, show_default="500")
-    answer_tokens: int | None = option("Tokens of an answer, on average.", min=2, show_default="120")
-    think: float | None = duration_option("Mean time from an answer to the agent's next turn.", show_default="2s")
-    misses: int | None = option("Cold prompts in a round.", min=1, show_default="3")
+    agents: int | None = option(
+        "Agents, each in a conversation of its own.", min=1, show_default=str(_DEFAULTS.num_agents)
+    )
+    prefix_tokens: int | None = option(
+        "Tokens of the prefix that all agents share.", min=2, show_default=str(_DEFAULTS.prefix_tokens)
+    )
+    turn_tokens: int | None = option(
+        "Tokens that a turn adds, on average.", min=1, show_default=str(_DEFAULTS.turn_tokens)
+    )
+    answer_tokens: int | None = option(
+        "Tokens of an answer, on average.", min=2, show_default=str(_DEFAULTS.answer_tokens)
+    )
+    think: float | None = duration_option(
+        "Mean time from an answer to the agent's next turn.", show_default=f"{_DEFAULTS.think_s:g}s"
+    )
+    misses: int | None = option("Cold prompts in a round.", min=1, show_default=str(_DEFAULTS.num_misses))
     miss_tokens: int | None = option(
         "Tokens of a cold prompt; with --trace, uncached tokens that make a prompt a miss.",
         min=1,
-        show_default="50000, with --trace 16000",
+        show_default=f"{_DEFAULTS.miss_tokens}, with --trace {TRACE_MISS_TOKENS}",
     )
-    miss_pause: float | None = duration_option("Mean time from a miss's answer to the next miss.", show_default="5s")
+    miss_pause: float | None = duration_option(
+        "Mean time from a miss's answer to the next miss.", show_default=f"{_DEFAULTS.miss_pause_s:g}s"
+    )
     trace: Path | None = option("Replay a trace such as Mooncake's instead.", metavar="PATH")
-    requests: int | None = option("With --trace: how many of its requests.", min=1, show_default="60")
+    requests: int | None = option("With --trace: how many of its requests.", min=1, show_default=str(TRACE_REQUESTS))
     speed: float | None = option("With --trace: how much faster than recorded.", min=0.0001, show_default="1.0")
     scale: float | None = option("Factor of all lengths.", min=0.0001, show_default="1, or what the context needs")
     repeat: int = option("Rounds on each side, taken in turn.", default=2, min=1)
