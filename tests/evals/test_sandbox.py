@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from evenflow.evals import sandbox_child
+from evenflow.evals import jail, sandbox
 from evenflow.evals.sandbox import Limits, run_program
 from evenflow.evals.scorers import Verdict
 
@@ -38,6 +40,36 @@ def test_the_usual_library_and_files_of_its_own_work() -> None:
     ).is_correct
 
 
+def is_confined(process: int) -> bool:
+    """It gains no rights any more: the last of what may prevent a signal."""
+    return "NoNewPrivs:\t1" in Path(f"/proc/{process}/status").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only processor time ends such a program")
+def test_a_program_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
+    """Else one that sleeps would stay when the evaluation is killed."""
+    watching = (
+        "from evenflow.evals import sandbox\n"
+        "start = sandbox.subprocess.Popen\n"
+        "def popen(*arguments, **options):\n"
+        "    process = start(*arguments, **options)\n"
+        "    print(process.pid, flush=True)\n"
+        "    return process\n"
+        "sandbox.subprocess.Popen = popen\n"
+        "sandbox.run_program('import time; time.sleep(60)', '', sandbox.Limits(wall_s=60.0))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", watching]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watcher:
+        assert watcher.stdout is not None
+        pid = int(watcher.stdout.readline())
+        while not ((below := sandbox._processes_below(pid)) and all(map(is_confined, (pid, *below)))):
+            time.sleep(0.02)
+        handles = [os.pidfd_open(process) for process in (pid, *below)]
+        watcher.kill()
+        assert all(select.select([handle], [], [], 30.0)[0] for handle in handles)
+
+
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)", "x = 9 ** 9 ** 9"])
 def test_time_is_limited(program: str) -> None:
     assert run(program, limits=SHORT) == (False, "ran longer than 1 s")
@@ -45,14 +77,13 @@ def test_time_is_limited(program: str) -> None:
 
 @pytest.mark.parametrize("program", ["x = bytearray(10 << 30)", "x = []\nwhile True: x.append(bytearray(1 << 20))"])
 def test_memory_is_limited(program: str) -> None:
-    # Python 3.13 may have no memory left to say so.
-    assert run(program).note in ("MemoryError", "lost sys.stderr")
+    assert run(program).note.startswith("MemoryError")
 
 
 def test_files_and_output_are_limited() -> None:
     assert "File too large" in run("f = open('f', 'wb')\nfor _ in range(1000): f.write(bytes(1 << 20))").note
-    assert "more than 64 files" in run("for n in range(1000): open(str(n), 'w')").note
-    assert run("while True: print('x' * 100_000)").note == "printed more than 1024 KiB"
+    assert "more than 64 files and folders" in run("for n in range(1000): open(str(n), 'w')").note
+    assert run("while True: print('x' * 100_000)").note == "OSError: printed more than 1024 KiB"
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit"])
@@ -109,7 +140,7 @@ def test_no_network() -> None:
         assert "PermissionError" in run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)").note
         assert "an answer may not use socket." in run("import urllib.request as r\nr.urlopen('http://127.0.0.1')").note
         unix = "import socket\nsocket.socket(socket.AF_UNIX).connect('/run/docker.sock')"
-        assert "an answer may not use socket.connect" in run(unix).note
+        assert "PermissionError" in run(unix).note
 
 
 def test_it_sees_no_environment_and_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +152,12 @@ def test_it_sees_no_environment_and_no_input(monkeypatch: pytest.MonkeyPatch) ->
 def kernel_only(code: str) -> subprocess.CompletedProcess[str]:
     """Code behind the kernel's guards alone, without the audit hook."""
     program = (
-        "import ctypes, os, socket, sys\nimport sandbox_child as child\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "sys.exit(77) if not (child.leave_network(libc) and child.confine_files(libc, os.getcwd())) else None\n" + code
+        "import os, socket, sys\nfrom evenflow.evals import jail\nlibc = jail.libc_of_linux()\n"
+        "held = jail.enter_namespaces(libc) and jail.confine_files(libc, os.getcwd())\n"
+        "held = held and jail.refuse_system_calls(libc)\n"
+        "sys.exit(77) if not held else None\n" + code
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(sandbox_child.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(jail.__file__).parents[2])}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -89,6 +89,20 @@ def test_a_schema_fetches_nothing() -> None:
     assert "not there" in judge(task, "{}").note
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"$ref": "#"}, "{}"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#"}}}, "1"),
+        ({"properties": {"a": {"$ref": "#"}}}, '{"a": ' * 900 + "1" + "}" * 900),
+    ],
+)
+def test_recursion_without_end_is_a_wrong_answer(schema: dict[str, Any], text: str) -> None:
+    assert (
+        "refers to itself without end, or the answer" in judge(JsonSchemaTask(prompt="?", reference=schema), text).note
+    )
+
+
 def test_a_program_is_the_prefix_and_the_answer_without_its_fence() -> None:
     task = CodeTask(prompt="?", reference="pass", prefix="import math\n")
     assert program_of(task, "Here:\n```python\nx = 1\n```\nand\n```\ny\n```") == "import math\nx = 1\n"

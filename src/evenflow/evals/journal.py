@@ -17,7 +17,7 @@ import msgspec
 
 from evenflow.errors import InvalidInput
 
-_FORMAT = 1
+_FORMAT = 2  # since 2, programs are judged in a process of their own
 _SHOWN_DIGITS = 10
 
 
@@ -69,6 +69,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_chunks: int | None = None
     logprobs: list[float] | None = None  # of the choices
+    is_judged: bool = True  # False: a program that has not been run yet; a later entry has its verdict
     guards: str | None = None  # of the program that was run
 
     @property

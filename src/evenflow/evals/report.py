@@ -71,7 +71,8 @@ class Report:
 
 
 def make_report(tasks: Sequence[AnyTask], journal: Journal) -> Report:
-    header, entries = journal.header, journal.entries
+    header = journal.header
+    entries = {place: entry for place, entry in journal.entries.items() if entry.is_judged}
     places = range(len(header.sides))
     answers = [entries[side, task.id] for task in tasks for side in places if (side, task.id) in entries]
     sides = [

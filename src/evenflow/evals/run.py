@@ -1,4 +1,4 @@
-"""Asks every task on every side, and writes each answer to a journal as it is done.
+"""Asks every task on every side, and writes each answer to a journal as it comes, and again with its verdict.
 
 Two sides take turns, a round of tasks at a time and in random order, so that a machine that slows down affects both.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from evenflow.evals.sandbox import Limits, run_program
 from evenflow.evals.scorers import judge, program_of
 from evenflow.evals.tasks import AnyTask, ChoiceTask, CodeTask
 
-_LONG_ROUND = 8  # tasks for each request in flight: a crash loses no more answers than that
+_LONG_ROUND = 8  # tasks for each request in flight: verdicts on programs come no later than that
 
 
 def rounds_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> list[Sequence[AnyTask]]:
@@ -33,8 +34,10 @@ def rounds_of(tasks: Sequence[AnyTask], num_sides: int, concurrency: int) -> lis
 
 
 def missing_tasks(tasks: Sequence[AnyTask], journal: Journal, side: int) -> list[AnyTask]:
-    """Those without an answer of this side. A request that failed is asked again."""
-    done = {task for (at, task), entry in journal.entries.items() if at == side and entry.error is None}
+    """Those without a judged answer of this side. A request that failed is asked again."""
+    done = {
+        task for (at, task), entry in journal.entries.items() if at == side and entry.error is None and entry.is_judged
+    }
     return [task for task in tasks if task.id not in done]
 
 
@@ -53,10 +56,10 @@ class Evaluation:
     async def run(self, endpoints: Sequence[Endpoint]) -> None:
         missing = [missing_tasks(self.tasks, self.journal, side) for side in range(len(endpoints))]
         async with AsyncExitStack() as stack:
-            for endpoint, left in zip(endpoints, missing, strict=True):
-                if left:
+            for side, (endpoint, left) in enumerate(zip(endpoints, missing, strict=True)):
+                if asked := [task for task in left if self._unjudged(side, task) is None]:
                     await stack.enter_async_context(endpoint.open())
-                    await _warm_up(endpoint, left[0])
+                    await _warm_up(endpoint, asked[0])
             self.on_start()
             start = _Start(time.perf_counter(), self.journal.num_starts)
             order = random.Random(self.seed)
@@ -68,35 +71,33 @@ class Evaluation:
                         await self._run_round(endpoints[side], side, left, start)
 
     async def _run_round(self, endpoint: Endpoint, side: int, tasks: Sequence[AnyTask], start: _Start) -> None:
-        await endpoint.begin_round()
-        waiting, programs = deque(tasks), list[tuple[CodeTask, Entry]]()
+        waiting = deque(task for task in tasks if self._unjudged(side, task) is None)
+        if waiting:
+            await endpoint.begin_round()
 
         async def work() -> None:
             while waiting and not self._is_over(start):
-                task = waiting.popleft()
-                entry = await _answer(endpoint, side, task, start)
-                if isinstance(task, CodeTask) and entry.error is None:
-                    programs.append((task, entry))
-                else:
-                    self._keep(entry)
+                self._keep(await _answer(endpoint, side, waiting.popleft(), start))
 
-        await asyncio.gather(*(work() for _ in range(min(self.concurrency, len(tasks)))))
+        await asyncio.gather(*(work() for _ in range(min(self.concurrency, len(waiting)))))
         # Programs wait until no request is in flight: they would take processor time from the engine.
-        for task, entry in programs:
-            limits = Limits(wall_s=task.time_limit_s)
-            ran = await asyncio.to_thread(run_program, program_of(task, entry.text), task.reference, limits)
-            self._keep(
-                msgspec.structs.replace(
-                    entry, is_correct=ran.verdict.is_correct, note=ran.verdict.note, guards=ran.guards
-                )
-            )
+        for task in tasks:
+            entry = self._unjudged(side, task)
+            if isinstance(task, CodeTask) and entry is not None:
+                self._keep(await _judged(task, entry))
+
+    def _unjudged(self, side: int, task: AnyTask) -> Entry | None:
+        """An answer that is in the journal, also from an earlier start, without a verdict."""
+        entry = self.journal.entries.get((side, task.id))
+        return None if entry is None or entry.is_judged or entry.error is not None else entry
 
     def _is_over(self, start: _Start) -> bool:
         return self.time_limit_s is not None and start.seconds() >= self.time_limit_s
 
     def _keep(self, entry: Entry) -> None:
         self.journal.add(entry)
-        self.on_answer()
+        if entry.is_judged:
+            self.on_answer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,25 @@ class _Start:
 
     def seconds(self) -> float:
         return time.perf_counter() - self.at
+
+
+async def _judged(task: CodeTask, entry: Entry) -> Entry:
+    """A program that could not be run is neither right nor wrong. An interrupt ends the one that runs."""
+    program, limits = program_of(task, entry.text), Limits(wall_s=task.time_limit_s)
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        verdict, guards = await asyncio.to_thread(
+            run_program, program, task.reference, limits, prefix=task.prefix, on_start=running.append
+        )
+    except asyncio.CancelledError:
+        for process in running:
+            process.kill()
+        raise
+    except OSError as error:
+        return msgspec.structs.replace(entry, is_judged=True, error=f"the program could not be judged: {error}")
+    return msgspec.structs.replace(
+        entry, is_judged=True, is_correct=verdict.is_correct, note=verdict.note, guards=guards
+    )
 
 
 async def _warm_up(endpoint: Endpoint, task: AnyTask) -> None:
@@ -153,7 +173,9 @@ async def _generate(endpoint: Endpoint, task: AnyTask) -> dict[str, object]:
         "num_prompt_tokens": answer.num_prompt_tokens,
         "num_chunks": answer.num_chunks,
     }
-    if not isinstance(task, CodeTask | ChoiceTask):
+    if isinstance(task, CodeTask):
+        found["is_judged"] = False
+    elif not isinstance(task, ChoiceTask):
         verdict = judge(task, answer.text)
         found |= {"is_correct": verdict.is_correct, "note": verdict.note}
     return found

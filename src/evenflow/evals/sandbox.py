@@ -1,6 +1,6 @@
-"""Runs a program that a model wrote, with its tests, under limits on time, memory, files, output and network.
+"""Runs a program that a model wrote, and judges it by its tests, under limits on time, memory, files and network.
 
-It contains mistakes and clumsy attacks. It is not a full sandbox: docs/eval.md says what it does not stop.
+The tests run in another process than the answer, which the answer cannot reach. docs/eval.md says what keeps it so.
 """
 
 from __future__ import annotations
@@ -8,22 +8,29 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from evenflow.evals import judge
+from evenflow.evals.jail import Guards
 from evenflow.evals.scorers import CORRECT, Verdict
+from evenflow.evals.task_names import task_names
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_SHOWN_OUTPUT = 4096  # bytes of its end: the last line says what went wrong
-_SHOWN_NOTE = 200
-_REPORT_BYTES = 4096
+_SOURCES = str(Path(__file__).parents[2])
+_START_S = 60.0  # for the judge to set up its guards; an answer's time begins after that
+_CLEAN_UP_S = 10.0
+_KILL_S = 1.0
+_MAX_LINE = 1 << 16
+_MAX_GENERATIONS = 100  # of processes that start others while they are ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,7 @@ class Limits:
 
     wall_s: float = 10.0
     memory_bytes: int = 512 << 20
-    file_bytes: int = 1 << 20  # of any one file, and of all that it prints
+    file_bytes: int = 1 << 20  # of any one file
     open_files: int = 32
 
     @property
@@ -42,65 +49,174 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """How a program ended, and who kept it from the network and from files: the kernel, or only a Python hook."""
+    """How a program ended, and what kept it from its judge, other processes, the network and files."""
 
     verdict: Verdict
     guards: str
 
 
-def run_program(program: str, tests: str, limits: Limits) -> Ran:
-    """Correct if the program and then the tests end without an error."""
-    token = secrets.token_hex(16)
-    report, report_fd = os.pipe()
-    job = asdict(limits) | {"program": program, "tests": tests, "token": token, "report_fd": report_fd}
-    with tempfile.TemporaryDirectory(prefix="evenflow-answer-") as folder, tempfile.TemporaryFile() as output:
-        try:
-            code = _run_child(json.dumps(job | {"cpu_s": limits.cpu_s}).encode(), folder, report_fd, output, limits)
-        finally:
-            os.close(report_fd)
-        with os.fdopen(report, "rb") as file:
-            first, _, rest = file.read(_REPORT_BYTES).partition(b"\n")
-        num_printed = output.seek(0, os.SEEK_END)
-        output.seek(max(0, num_printed - _SHOWN_OUTPUT))
-        printed = output.read().decode(errors="replace")
-    guards = json.loads(first or b"{}")
-    described = ", ".join(f"{what}: {'kernel' if guards.get(what) else 'audit hook'}" for what in ("network", "files"))
-    if num_printed >= limits.file_bytes:
-        return Ran(Verdict(False, f"printed more than {limits.file_bytes >> 10} KiB"), described)
-    return Ran(_verdict(code, rest == token.encode(), printed, limits), described)
+def run_program(
+    program: str,
+    tests: str,
+    limits: Limits,
+    *,
+    prefix: str = "",
+    without: Collection[str] = (),
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> Ran:
+    """Correct if the program and then its tests end without an error.
 
-
-def _run_child(job: bytes, folder: str, report_fd: int, output: object, limits: Limits) -> int | None:
-    """Its exit code; None if it ran out of time. Its whole process group is gone when this returns."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(_CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=output,  # type: ignore[call-overload]
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        env={},
-        pass_fds=(report_fd,),
-        start_new_session=True,
-    )
+    `prefix` is the task's own part of the program. `without` names guards to do without, as on a machine that has none.
+    Who kills what `on_start` gets ends the run early.
+    """
+    job = {"program": program, "tests": tests} | asdict(task_names(prefix, tests))
+    folder = tempfile.mkdtemp(prefix="evenflow-answer-")
     try:
-        process.communicate(job, timeout=limits.wall_s)
-    except subprocess.TimeoutExpired:
-        return None
+        return _run(json.dumps(job).encode(), folder, limits, without, on_start)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return int(process.returncode)
+        _remove(folder)
 
 
-def _verdict(code: int | None, has_passed: bool, printed: str, limits: Limits) -> Verdict:
-    if code is None or code == -signal.SIGXCPU:
-        return Verdict(False, f"ran longer than {limits.wall_s:g} s")
-    if code == 0 and has_passed:
-        return CORRECT
-    if code == 0:
-        return Verdict(False, "ended the program before its tests")
-    if code < 0:
-        return Verdict(False, f"killed by {signal.Signals(-code).name}")
-    last = (printed.strip().splitlines() or ["no message"])[-1]
-    return Verdict(False, last[:_SHOWN_NOTE])
+def _run(
+    job: bytes,
+    folder: str,
+    limits: Limits,
+    without: Collection[str],
+    on_start: Callable[[subprocess.Popen[bytes]], None],
+) -> Ran:
+    arguments = json.dumps([os.getpid(), asdict(limits) | {"cpu_s": limits.cpu_s}, sorted(without)])
+    own = _Own.now()
+    with tempfile.TemporaryFile() as file:
+        file.write(job)
+        file.seek(0)
+        process = subprocess.Popen(
+            [*_python(judge.main), arguments],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    with process.stdout as report:
+        try:
+            on_start(process)
+            first = _read_line(report.fileno(), _START_S)
+            if not first:
+                raise OSError("the process that judges answers did not start")
+            second = _read_line(report.fileno(), limits.wall_s)
+        finally:
+            _end(process)
+    guards = Guards(*json.loads(first))
+    if not (guards.namespaces or guards.seccomp) and own != _Own.now():
+        return Ran(Verdict(False, f"changed evenflow's own priority or cores, {own.restore()}"), guards.describe())
+    if second is None:
+        return Ran(Verdict(False, f"ran longer than {limits.wall_s:g} s"), guards.describe())
+    if not second:
+        return Ran(Verdict(False, "ended its judge"), guards.describe())
+    found = json.loads(second)
+    return Ran(CORRECT if found["is_correct"] is True else Verdict(False, found["note"]), guards.describe())
+
+
+def _python(function: Callable[[], None]) -> list[str]:
+    """A Python without site packages, environment or written files that runs a function of the judge."""
+    name = function.__name__
+    start = f"import sys; sys.path.insert(0, {_SOURCES!r}); from evenflow.evals.judge import {name} as run"
+    return [sys.executable, "-I", "-S", "-B", "-c", f"{start}; del sys.path[0]; run()"]
+
+
+def _read_line(descriptor: int, seconds: float) -> bytes | None:
+    """Empty if the judge has ended; None if it takes longer."""
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return None
+        part = os.read(descriptor, 1 if len(line) < _MAX_LINE else 0)
+        if not part:
+            return b""
+        line += part
+    return line
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The judge and all below it, also what left its session: the judge adopts orphans, so they are found from it."""
+    for _ in range(_MAX_GENERATIONS):
+        below = _processes_below(process.pid)
+        for one in below:
+            _kill(one)
+        if not below:
+            break
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _kill(process: int) -> None:
+    """Gone when this returns, unless the kernel takes long."""
+    with suppress(OSError):
+        handle = os.pidfd_open(process)
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [], _KILL_S)
+        finally:
+            os.close(handle)
+
+
+def _processes_below(process: int) -> list[int]:
+    """Those that still run. None where the system does not say."""
+    found, waiting = [], [process]
+    while waiting:
+        for place in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                waiting += (children := [int(child) for child in place.read_text().split()])
+                found += [child for child in children if _is_running(child)]
+    return found
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class _Own(NamedTuple):
+    """What a process of the same user could change of this one where the kernel does not keep it from that."""
+
+    priority: int
+    cores: frozenset[int]
+
+    @classmethod
+    def now(cls) -> _Own:
+        cores = os.sched_getaffinity(os.getpid()) if sys.platform == "linux" else ()
+        return cls(os.getpriority(os.PRIO_PROCESS, os.getpid()), frozenset(cores))
+
+    def restore(self) -> str:
+        try:
+            if sys.platform == "linux":
+                os.sched_setaffinity(os.getpid(), self.cores)
+            os.setpriority(os.PRIO_PROCESS, os.getpid(), self.priority)
+        except OSError as error:
+            return f"which could not be restored: {error.strerror}"
+        return "which are restored"
+
+
+def _remove(folder: str) -> None:
+    """Empty already where it was a disk of the answer's own. What is left is removed by a process without rights."""
+    with suppress(OSError):
+        os.rmdir(folder)
+        return
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            _python(judge.clean_up),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            timeout=_CLEAN_UP_S,
+            check=False,
+        )
+        os.rmdir(folder)

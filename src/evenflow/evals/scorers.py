@@ -79,6 +79,8 @@ def _judge_json(task: JsonSchemaTask, text: str) -> Verdict:
         problem = next(iter(validator.iter_errors(value)), None)
     except referencing.exceptions.Unresolvable as error:
         return Verdict(False, f"the schema refers to what is not there: {error}")
+    except RecursionError:
+        return Verdict(False, "the schema refers to itself without end, or the answer is nested too deeply for it")
     if problem is None:
         return CORRECT
     return Verdict(False, f"{problem.json_path}: {problem.message}"[: 2 * _SHOWN_CHARACTERS])
