@@ -136,6 +136,52 @@ def test_repositories_that_do_not_serve(
     assert not (tmp_path / "x.gguf").exists()
 
 
+FILE = b'{"rfilename": "config.json", "blobId": "' + b"0" * 40 + b'", "size": 1}'
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b'{"sha": "' + b"0" * 40 + b'", "siblings": ["a"]}',
+        *(
+            b'{"sha": "' + b"0" * 40 + b'", "siblings": [' + FILE.replace(before, after) + b"]}"
+            for before, after in [
+                (b"config", b"a\\u0000b"),
+                (b"config", b"a\\nb"),
+                (b"config", b"\\ud800"),
+                (b": 1}", b": -1}"),
+                (b": 1}", b": Infinity}"),
+                (b": 1}", b": 1" + b"0" * 30 + b"}"),
+                (b": 1}", b": 1, " + b'"lfs": 7}'),
+                (b": 1}", b": 1, " + b'"lfs": ["sha256"]}'),
+            ]
+        ),
+    ],
+)
+def test_listings_that_no_hub_sends(hub: HubServer, capsys: CAPSYS, listing: bytes) -> None:
+    hub.answers["us/Tiny"] = listing
+    message = failed(run_cli(capsys, "pull", "us/Tiny"), 1)
+    assert "did not reply as a model hub does" in message
+    assert len(message) < 400
+
+
+def test_a_file_that_is_longer_than_its_listing_says(hub: HubServer, capsys: CAPSYS, tmp_path: Path) -> None:
+    hub.sizes["model.safetensors"] = 10
+    assert "model.safetensors has more than 10 bytes" in failed(run_cli(capsys, "pull", "us/Tiny"), 1)
+    assert listed(capsys) == {}
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize("config", [b"[" * 100_000, b"[1, 2]", b"{" + b" " * (2 << 20) + b"}", b"\xff"])
+def test_a_configuration_that_is_none_is_a_warning(hub: HubServer, capsys: CAPSYS, config: bytes) -> None:
+    hub.repositories["us/Tiny"]["config.json"] = config
+    finished = run_cli(capsys, "pull", "us/Tiny")
+    assert finished.code == 0
+    assert "evenflow's own engine cannot run it: config.json" in finished.out
+
+
 def test_a_token_opens_private_models(
     hub: HubServer, capsys: CAPSYS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -159,6 +205,7 @@ def test_a_token_opens_private_models(
         ("not a name!", "no model at not a name!: give a name on a model hub (ORG/NAME), a URL, a folder or a file"),
         ("./mistyped.gguf", "no model at ./mistyped.gguf"),
         ("us/mistyped.gguf", "no model at us/mistyped.gguf"),
+        ("http://[1/a.gguf", "Got 'http://[1/a.gguf' but it is not a URL"),
         ("https://example.org/model.zip", "expected the address of a .gguf or .safetensors file"),
         ("https://example.org/a/model-00001-of-00002.safetensors", "expected a whole model.safetensors"),
     ],

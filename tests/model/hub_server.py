@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +28,11 @@ class HubServer:
     wrong_checksums: bool = False
     break_after: list[int] = field(default_factory=list)  # bytes of the next answers, before the connection breaks
     busy: int = 0  # answers that are a 503
+    redirects: dict[str, str] = field(default_factory=dict)  # from paths to addresses
+    sizes: dict[str, int] = field(default_factory=dict)  # that the listing gives instead
+    answers: dict[str, bytes] = field(default_factory=dict)  # instead of listings, by repository
+    headers: dict[str, str] = field(default_factory=dict)  # of all files
+    says_length: bool = True
     has_ranges: bool = True
     etag: str = '"1"'
     requests: list[tuple[str, str | None]] = field(default_factory=list)
@@ -43,10 +48,11 @@ class HubServer:
     def listing(self, name: str) -> dict[str, Any]:
         siblings = []
         for file, content in self.repositories[name].items():
-            entry: dict[str, Any] = {"rfilename": file, "size": len(content), "blobId": _git_digest(content)}
+            size = self.sizes.get(file, len(content))
+            entry: dict[str, Any] = {"rfilename": file, "size": size, "blobId": _git_digest(content)}
             if file.endswith((".safetensors", ".gguf")):
                 sha256 = hashlib.sha256(content + b"?" * self.wrong_checksums).hexdigest()
-                entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 100}
+                entry["lfs"] = {"sha256": sha256, "size": size, "pointerSize": 100}
             siblings.append(entry)
         return {"id": name, "sha": COMMIT, "siblings": siblings}
 
@@ -77,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.busy:
             hub.busy -= 1
             self._reply(503)
+        elif path in hub.redirects:
+            self._reply(302, {"Location": hub.redirects[path]})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path):
             self._list(match[1], match[2])
         elif match := re.fullmatch(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", path):
@@ -92,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif revision not in ("main", COMMIT, "v1.0"):
             self._reply(404, {"X-Error-Code": "RevisionNotFound"})
         else:
-            self._reply(200, {}, json.dumps(self.hub.listing(name)).encode())
+            self._reply(200, {}, self.hub.answers.get(name) or json.dumps(self.hub.listing(name)).encode())
 
     def _is_allowed(self) -> bool:
         return self.hub.token is None or self.headers.get("Authorization") == f"Bearer {self.hub.token}"
@@ -107,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             if start > len(content):
                 self._reply(416)
                 return
-            headers = {"ETag": self.hub.etag}
+            headers = {"ETag": self.hub.etag} | self.hub.headers
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             self._reply(206 if start else 200, headers, content[start:])
@@ -121,10 +129,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        if self.hub.says_length:
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         limit = self.hub.break_after.pop(0) if content and self.hub.break_after else len(content)
-        self.wfile.write(content[:limit])
+        with suppress(ConnectionError):  # the client has enough
+            self.wfile.write(content[:limit])
 
     def log_message(self, *_: object) -> None:
         pass

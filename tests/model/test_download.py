@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import multiprocessing
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evenflow.errors import EndpointFailed, ModelNotFound
+from evenflow.model import download
 from evenflow.model.download import Checksum, Downloader, Remote, http_client
 from tests.model.hub_server import HubServer, hub_server
 
@@ -102,6 +106,100 @@ def test_a_busy_server_is_asked_again(hub: HubServer, tmp_path: Path) -> None:
     hub.busy = 5
     with pytest.raises(EndpointFailed, match=r"5 times in a row \(it replied 503\)"):
         fetch(hub, tmp_path / "b.bin")
+
+
+@pytest.mark.parametrize("says_length", [True, False])
+@pytest.mark.parametrize("known", [{"num_bytes": 10}, {"most_bytes": 10}])
+def test_no_more_is_written_than_is_expected(
+    hub: HubServer, tmp_path: Path, known: dict[str, int], says_length: bool
+) -> None:
+    hub.says_length = says_length
+    shown: list[int] = []
+    with http_client() as http, pytest.raises(EndpointFailed, match=r"a.bin has more than 10 bytes"):
+        Downloader(http).fetch(
+            Remote(f"{hub.address}/a.bin", **known), tmp_path / "a.bin", lambda done, total: shown.append(done)
+        )
+    assert max(shown) == 11
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endless_file_ends_before_the_disk_is_full(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.says_length = False
+    full = shutil.disk_usage(tmp_path)._replace(free=100_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(EndpointFailed, match=r"has 100.0 MB free: make room"):
+        fetch(hub, tmp_path / "a.bin")
+
+
+def test_packed_bytes_are_refused(hub: HubServer, tmp_path: Path) -> None:
+    hub.files["/a.bin"], hub.headers = gzip.compress(b"0" * 10_000_000), {"Content-Encoding": "gzip"}
+    with pytest.raises(EndpointFailed, match=r"a.bin sent 'gzip' data, but only plain bytes were asked for"):
+        fetch(hub, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin.incomplete").stat().st_size == 0
+
+
+def test_a_small_answer_has_a_bound(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_MOST_SMALL_BYTES", 1000)
+    hub.files["/small"] = b"x" * 1000
+    with http_client() as http:
+        assert Downloader(http).get(f"{hub.address}/small") == b"x" * 1000
+        with pytest.raises(EndpointFailed, match=r"a.bin replied with more than 1.0 kB"):
+            Downloader(http).get(f"{hub.address}/a.bin")
+
+
+PUBLIC = {"models.example": "93.184.216.34", "rebound.example": "::ffff:10.0.0.1", "other.example": "93.184.216.35"}
+
+
+@pytest.fixture
+def proxied(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The same server as a proxy before all hosts, of which some are public."""
+    monkeypatch.setenv("HTTP_PROXY", hub.address)
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *arguments: Any, **named: Any) -> Any:
+        return resolve(PUBLIC.get(host, host), *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    return hub
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["127.0.0.1", "169.254.169.254", "10.1.2.3", "192.168.0.1", "localhost", "[::1]", "[fd00::1]", "rebound.example"],
+)
+def test_no_public_host_leads_into_a_private_network(proxied: HubServer, tmp_path: Path, target: str) -> None:
+    proxied.redirects["/model.gguf"] = f"http://{target}/a.bin"
+    public = HubServer("http://models.example")
+    with pytest.raises(EndpointFailed, match=r"models.example redirects to .*, which is in a private network"):
+        fetch(public, tmp_path / "a.bin", path="/model.gguf")
+    assert [path for path, _ in proxied.requests] == ["/model.gguf"]
+    with http_client() as http, pytest.raises(EndpointFailed, match="private network"):
+        Downloader(http).get("http://models.example/model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("start", "target"),
+    [
+        ("127.0.0.1", "localhost"),
+        ("127.0.0.1", "models.example"),
+        ("models.example", "other.example"),
+        ("models.example", "unknown-here.invalid"),
+    ],
+)
+def test_other_redirects_are_followed(proxied: HubServer, tmp_path: Path, start: str, target: str) -> None:
+    """A mirror in a private network may lead to its storage."""
+    proxied.redirects["/model.gguf"] = f"http://{target}/a.bin"
+    fetch(HubServer(f"http://{start}"), tmp_path / "a.bin", path="/model.gguf")
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert proxied.hosts == [start, target]
+
+
+def test_redirects_have_an_end(hub: HubServer, tmp_path: Path) -> None:
+    hub.redirects["/model.gguf"] = "/model.gguf"
+    with pytest.raises(EndpointFailed, match=r"/model.gguf redirects more than 20 times"):
+        fetch(hub, tmp_path / "a.bin", path="/model.gguf")
 
 
 def test_what_is_not_there_is_asked_for_once(hub: HubServer, tmp_path: Path) -> None:

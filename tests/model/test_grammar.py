@@ -109,6 +109,48 @@ def test_what_matches_may_be_written(grammar: Grammar, text: str) -> None:
     assert set(tokenizer.eos_token_ids) <= set(allowed_ids(constraint, output))
 
 
+def may_be_written(grammar: Grammar, text: str) -> bool:
+    tokenizer, grammars = byte_level()
+    constraint, output = grammars.constrain(grammar), list[int]()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed_ids(constraint, output):
+            return False
+        output.append(token)
+    return tokenizer.eos_token_ids[0] in allowed_ids(constraint, output)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, "-1.25 -1.5", "-1 -1.0 -0.9 -1.6"),
+        ({"exclusiveMinimum": 1.0, "maximum": 1.5}, "1.01 1.5", "1 1.0 1.6 0"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.001 0.5", "0 0.0 -0.1 -0"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "-0.5 -0.001", "0 -0 -0.0 0.1"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5 0.9 0.999", "0 1 1.0"),
+        ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, "0 -0.9 0.9", "-1 1"),
+        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]}, "1.1", "1 1.6"),
+        ({"minimum": 1, "exclusiveMinimum": True, "maximum": 1.5}, "1.1", "1 1.6"),  # of older drafts
+        ({"minimum": 1.2, "exclusiveMinimum": 1, "maximum": 1.5}, "1.2", "1 1.1"),
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, "1.1", "1.000000000000000000001"),  # which is read as 1
+        ({"type": "integer", "exclusiveMinimum": -1, "exclusiveMaximum": 3}, "0 2", "-1 3"),
+        ({"type": "integer", "exclusiveMinimum": 2**55}, f"{2**55 + 64}", f"{2**55}"),
+    ],
+)
+def test_an_exclusive_bound_is_not_reached(bounds: dict[str, object], inside: str, outside: str) -> None:
+    grammar = Grammar.json_schema({"type": "number"} | bounds)
+    assert [text for text in inside.split() if not may_be_written(grammar, text)] == []
+    assert [text for text in outside.split() if may_be_written(grammar, text)] == []
+
+
+def test_only_keywords_are_bounds() -> None:
+    schema = {"properties": {"exclusiveMinimum": {"type": "integer"}, "const": {"exclusiveMinimum": 2, "maximum": 2.5}}}
+    closed = {"type": "object", "required": ["const"], "additionalProperties": False}
+    grammar = Grammar.json_schema(closed | schema)
+    assert may_be_written(grammar, '{"exclusiveMinimum":1,"const":2.1}')
+    assert not may_be_written(grammar, '{"const":2}')
+    assert may_be_written(Grammar.json_schema({"const": {"exclusiveMinimum": 2}}), '{"exclusiveMinimum":2}')
+
+
 def test_a_digit_is_an_ascii_digit_and_blanks_have_an_end() -> None:
     tokenizer, grammars = byte_level()
     first = allowed_ids(grammars.constrain(Grammar.regex(r"\d")), [])
@@ -165,6 +207,8 @@ def test_masks_depend_on_the_answer_alone(lengths: list[int]) -> None:
         (Grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text matches it"),
         (Grammar.json_schema("[1]"), "Expecting object schema"),
         (Grammar.json_schema("{nonsense"), "the json_schema cannot be used"),
+        (Grammar.json_schema('{"exclusiveMinimum": nonsense'), "the json_schema cannot be used"),
+        (Grammar.json_schema({"type": "number", "minimum": "a", "exclusiveMinimum": 1}), "Expected f64 for 'minimum'"),
         (Grammar("choice", "{nonsense"), "the choice cannot be used"),
         (Grammar.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "recursion limit"),
         (Grammar.regex("(a"), "the regex cannot be used: .*unclosed group"),

@@ -169,14 +169,11 @@ def test_a_pipe_is_no_file(name: str, folder: Path) -> None:
     ],
 )
 def test_a_hub_cannot_choose_where_files_go(change: dict[str, Any], message: str) -> None:
-    import httpx
-
     from evenflow.model.hub import _read_listing
 
     listing = {"sha": "0" * 40, "siblings": []} | change
-    request = httpx.Request("GET", "https://hub.example/api")
     with pytest.raises(EndpointFailed, match="did not reply as a model hub does") as raised:
-        _read_listing(httpx.Response(200, json=listing, request=request))
+        _read_listing("https://hub.example/api", json.dumps(listing).encode())
     assert message in str(raised.value)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from evenflow.core.request import SamplingParams
+from evenflow.errors import InvalidRequest
 from evenflow.model.sampler import SampledSequence, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
@@ -80,6 +81,32 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     rows = [sequence(seed=seed, temperature=temperature, top_p=0.9) for seed in range(20)]
     assert sample((LOGITS * 1000).repeat(20, 1), rows).tokens == [0] * 20
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("repetition_penalty", value) for value in (0.0, 1e-45, 1e-39, 0.0099, 101.0, 1e39, math.nan, math.inf)),
+        *(("temperature", value) for value in (-1e-9, 101.0, 1e39, math.nan, math.inf)),
+        *(("top_p", value) for value in (0.0, 1.1, math.nan)),
+        *(("min_p", value) for value in (-0.1, 1.1)),
+        ("deadline", math.inf),
+    ],
+)
+def test_numbers_that_the_sampler_cannot_use_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"Got {name}=.* but expected a number"):
+        SamplingParams(**{name: value})
+
+
+def test_whole_numbers_that_no_float_holds_are_refused() -> None:
+    for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "deadline"):
+        with pytest.raises(InvalidRequest, match="but expected a number"):
+            SamplingParams(**{name: 10**400})
+
+
+def test_nothing_left_to_draw_is_still_a_token_of_the_vocabulary() -> None:
+    [token] = sample(LOGITS.repeat(1, 1), [sequence(stop=range(6), min_tokens=3)]).tokens
+    assert 0 <= token < len(LOGITS)
 
 
 def test_a_draw_depends_on_seed_and_position_and_on_nothing_else() -> None:

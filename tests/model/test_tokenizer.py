@@ -273,3 +273,17 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@cache
+def plain_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer(), bos_token_id=None, eos_token_ids=(), chat_template=None)
+
+
+@given(st.lists(st.sampled_from(VARIED_TEXTS), min_size=1), st.integers(1, 40))
+def test_a_text_that_surely_exceeds_a_number_of_tokens_does(texts: list[str], size: int) -> None:
+    tokenizer, text = plain_tokenizer(), "".join(texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evenflow.model.tokenizer._PIECE_CHARACTERS", size * 10)
+        assert not tokenizer.surely_exceeds(text, len(tokenizer.encode(text)))
+        assert tokenizer.surely_exceeds("a b " * 5000, 1000) or size < 3

@@ -141,8 +141,19 @@ def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path / "file"))
     assert build.library() is None
     why = build.why_unavailable() or ""
-    assert f"{tmp_path / 'file' / 'native'} cannot be written (Not a directory)" in why
+    assert f"{tmp_path / 'file' / 'native'} cannot be used (Not a directory)" in why
     assert why.endswith("set EVENFLOW_CACHE to a folder that can be")
+
+
+@needs_compiler
+def test_a_cache_that_others_may_write_to_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could put their own code there."""
+    assert build.library() is not None
+    build._loaded.cache_clear()
+    folder = Path(os.environ["EVENFLOW_CACHE"], "native")
+    folder.chmod(0o777)
+    assert build.library() is None
+    assert f"{folder} cannot be used (all users may write to it: its mode is 777" in (build.why_unavailable() or "")
 
 
 def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,8 @@ class Decoder:
         with how many have run, which rows go on (None: all). Steps of few rows run all layers at once, and do not ask.
         """
         positions = [position for span in spans for position in range(span.start, span.end)]
+        if len(token_ids) != len(positions):
+            raise ValueError(f"Got {len(token_ids)} token ids for {len(positions)} positions.")
         rotations = self._rotation.rotations(torch.tensor(positions, dtype=torch.float32))
         rows = F.embedding(torch.tensor(token_ids), self._embedding)
         kept = None if wanted is None or len(wanted) == len(rows) else torch.tensor(wanted, dtype=torch.int64)

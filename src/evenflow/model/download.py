@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import ipaddress
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from evenflow.errors import EndpointFailed, EvenflowError, ModelNotFound
 from evenflow.model.progress_bar import format_bytes
 
 _READ_BYTES = 1 << 20
+_MOST_SMALL_BYTES = 32 << 20  # of an answer that is read whole: several times the longest listing of a repository
+_MOST_REDIRECTS = 20
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
 _TIMEOUT_S = 30.0
 _ATTEMPTS = 5  # in a row that bring no byte
@@ -56,6 +60,7 @@ class Remote:
     url: str
     num_bytes: int | None = None
     checksum: Checksum | None = None
+    most_bytes: int | None = None  # where `num_bytes` is not known
 
 
 class _Broken(Exception):
@@ -84,16 +89,21 @@ class Downloader:
         self._refused = refused
         self._retry_wait_s = retry_wait_s
 
-    def get(self, url: str) -> httpx.Response:
+    def get(self, url: str) -> bytes:
         """A small answer, read whole."""
 
-        def ask() -> httpx.Response:
-            response = self._http.get(url)
-            if response.status_code in _BUSY_CODES:
-                raise _Broken(f"it replied {response.status_code}")
-            if response.status_code != 200:
-                raise self._refused(response)
-            return response
+        def ask() -> bytes:
+            content = bytearray()
+            with _asked(self._http, url) as response:
+                if response.status_code in _BUSY_CODES:
+                    raise _Broken(f"it replied {response.status_code}")
+                if response.status_code != 200:
+                    raise self._refused(response)
+                for piece in _stored_bytes(response):
+                    content += piece
+                    if len(content) > _MOST_SMALL_BYTES:
+                        raise EndpointFailed(f"{url} replied with more than {format_bytes(_MOST_SMALL_BYTES)}")
+            return bytes(content)
 
         return self._persist(url, lambda: 0, ask)
 
@@ -159,7 +169,7 @@ class _Transfer:
         start = self.num_bytes()
         if start and start == self._remote.num_bytes:
             return
-        with self._http.stream("GET", self._remote.url, headers=self._range(start)) as response:
+        with _asked(self._http, self._remote.url, self._range(start)) as response:
             if response.status_code == 416:  # the partial file is longer than the file
                 self._file.truncate(0)
                 raise _Broken("it has fewer bytes than were fetched")
@@ -176,10 +186,15 @@ class _Transfer:
                 check_space(self._validator_path.parent, int(length))
                 total = start + int(length)
             self._show(start, total)
-            for content in response.iter_bytes():  # as they arrive: what is here when the connection breaks is kept
-                self._file.write(content)
-                start += len(content)
+            most, checked = _most_bytes(self._remote), start
+            for content in _stored_bytes(response):  # as they arrive: what is here when the connection breaks is kept
+                if total is None and start >= checked:
+                    check_space(self._validator_path.parent, _SPARE_BYTES)
+                    checked = start + _SPARE_BYTES
+                start += self._file.write(content if most is None else content[: most + 1 - start])
                 self._show(start, total)
+                if most is not None and start > most:  # `_check` says so
+                    break
         num_bytes = self.num_bytes()  # on disk: buffers are flushed
         if self._remote.num_bytes is not None and num_bytes < self._remote.num_bytes:
             raise _Broken(f"it sent {num_bytes} of {self._remote.num_bytes} bytes")
@@ -204,10 +219,52 @@ class _Transfer:
             self._validator_path.write_text(validator)
 
 
+@contextmanager
+def _asked(http: httpx.Client, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
+    """The reply to a GET, its body not read yet.
+
+    Redirects are followed, but not from a public host into a private network, where this machine may be trusted.
+    """
+    request = http.build_request("GET", url, headers=headers)
+    for _ in range(_MOST_REDIRECTS + 1):
+        response = http.send(request, stream=True)
+        try:
+            following = response.next_request
+            if following is None:
+                yield response
+                return
+        finally:
+            response.close()
+        if _is_private(following.url.host) and not _is_private(request.url.host):
+            raise EndpointFailed(
+                f"{request.url.host} redirects to {following.url.host}, which is in a private network, and is not "
+                "followed there: give that address itself if it is meant"
+            )
+        request = following
+    raise EndpointFailed(f"{url} redirects more than {_MOST_REDIRECTS} times")
+
+
+def _is_private(host: str) -> bool:
+    """No, where the name is not known here: a proxy may know it."""
+    try:
+        found = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError):
+        return False
+    return not all((getattr(address, "ipv4_mapped", None) or address).is_global for address in found)
+
+
+def _stored_bytes(response: httpx.Response) -> Iterator[bytes]:
+    """The body as it is sent. A few packed bytes could stand for any number, and were not asked for."""
+    encoding = response.headers.get("Content-Encoding", "")
+    if encoding.lower() not in ("", "identity"):
+        raise EndpointFailed(f"{response.url} sent {encoding!r} data, but only plain bytes were asked for")
+    return response.iter_raw()
+
+
 def http_client(headers: dict[str, str] | None = None) -> httpx.Client:
-    """A client that follows redirects and takes bytes as they are stored."""
+    """A client that takes bytes as they are stored."""
     own = {"User-Agent": "evenflow", "Accept-Encoding": "identity"}
-    return httpx.Client(headers=own | (headers or {}), follow_redirects=True, timeout=_TIMEOUT_S)
+    return httpx.Client(headers=own | (headers or {}), timeout=_TIMEOUT_S)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
@@ -240,16 +297,23 @@ def _validator_path(partial: Path) -> Path:
     return partial.with_name(partial.name + ".version")
 
 
+def _most_bytes(remote: Remote) -> int | None:
+    return remote.most_bytes if remote.num_bytes is None else remote.num_bytes
+
+
 def _check(remote: Remote, partial: Path) -> None:
     """Raise EndpointFailed, and drop the file, if it is not what it should be."""
-    size = partial.stat().st_size
+    size, most = partial.stat().st_size, _most_bytes(remote)
     problem = None
-    if remote.num_bytes is not None and size != remote.num_bytes:
+    if most is not None and size > most:
+        problem = f"has more than {most} bytes"
+    elif remote.num_bytes is not None and size != remote.num_bytes:
         problem = f"has {size} bytes, expected {remote.num_bytes}"
     elif remote.checksum is not None and (found := remote.checksum.digest_of(partial)) != remote.checksum.digest:
         problem = f"has {remote.checksum.kind} {found}, expected {remote.checksum.digest}"
     if problem is not None:
         partial.unlink()
+        _validator_path(partial).unlink(missing_ok=True)
         raise EndpointFailed(f"{remote.url} {problem}; what was fetched is deleted: try again, or use another source")
 
 

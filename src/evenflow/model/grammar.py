@@ -6,10 +6,13 @@ Grammars compile on a thread of their own while the prompt is computed.
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
+from typing import Any, TypeGuard
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -39,6 +42,12 @@ _TRIAL_TOKENS = 4
 _MAX_CACHED = 64  # compiled grammars, for requests that send the same one
 # A space, or a new line with its indentation: with more freedom, small models write blanks for ever.
 BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
+
+# In a JSON schema: what has schemas by names of the user's, and what has none.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NO_SCHEMAS = ("const", "enum", "default", "examples")
+# Of an exclusive bound: llguidance reads some floats wrong in the last bit, and makes patterns of all their digits.
+_LEAST_MARGIN, _MARGIN_ULPS = 1e-15, 4
 
 
 class Grammars:
@@ -146,7 +155,10 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": BLANKS_IN_JSON})
+                text = grammar.text
+                if "exclusive" in text:
+                    text = json.dumps(_with_inclusive_bounds(json.loads(text)))
+                return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS_IN_JSON})
             case "regex":
                 # \d means 0 to 9 to people, not every digit of Unicode.
                 return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, use_ascii='d')}/")
@@ -157,6 +169,44 @@ def _source(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
     except (ValueError, RecursionError) as error:  # not JSON, for example
         raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
+
+
+def _with_inclusive_bounds(schema: Any) -> Any:
+    """The schema with inclusive bounds in place of exclusive ones on the side of zero.
+
+    llguidance lets numbers reach such a bound if it is whole and the other bound less than 1 away.
+    """
+    if isinstance(schema, list):
+        return [_with_inclusive_bounds(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _with_inclusive_bounds(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _NO_SCHEMAS else _with_inclusive_bounds(value)
+    _make_inclusive(found, "minimum", "exclusiveMinimum", 1, max)
+    _make_inclusive(found, "maximum", "exclusiveMaximum", -1, min)
+    return found
+
+
+def _make_inclusive(
+    schema: dict[str, Any], name: str, exclusive: str, sign: int, tighter: Callable[[float, float], float]
+) -> None:
+    bound, other = schema.get(exclusive), schema.get(name)
+    if bound is True:  # in older drafts, it is about the other
+        bound = other
+    if not _is_finite(bound) or sign * bound < 0 or not (other is None or _is_finite(other)):
+        return
+    del schema[exclusive]
+    inclusive = bound + sign * max(_LEAST_MARGIN, _MARGIN_ULPS * math.ulp(bound))
+    schema[name] = inclusive if other is None else tighter(inclusive, other)
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _try_out(matcher: LLMatcher, kind: str) -> None:

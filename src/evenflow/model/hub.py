@@ -9,9 +9,11 @@ import json
 import logging
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -21,6 +23,7 @@ from evenflow.errors import BrokenModel, EndpointFailed, EvenflowError, ModelNot
 from evenflow.model.config import SUPPORTED_FAMILIES, unsupported
 from evenflow.model.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
 from evenflow.model.hf_config import supported_architecture
+from evenflow.model.hf_files import parse_json
 from evenflow.model.hub_cache import MAIN, CachedRepository, HubName, huggingface_home, match_file
 from evenflow.model.progress_bar import progress_bar
 from evenflow.model.typed_values import TypedValues
@@ -28,6 +31,8 @@ from evenflow.model.typed_values import TypedValues
 logger = logging.getLogger("evenflow")
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
+_MOST_FILE_BYTES = 1 << 50
+_MOST_CONFIG_BYTES = 1 << 20
 _FOLDER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _FILE_PAGE = re.compile(r"/([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/(.+)")
@@ -96,8 +101,8 @@ def pull_from_hub(name: HubName, *, progress: bool) -> HubName:
     with http_client({"Authorization": f"Bearer {token}"} if token else None) as http:
         downloader = Downloader(http, lambda response: _refusal(name, response))
         revision = quote(name.revision or MAIN, safe="")
-        listing = downloader.get(f"{endpoint()}/api/models/{name.repository}/revision/{revision}?blobs=true")
-        commit, listed = _read_listing(listing)
+        url = f"{endpoint()}/api/models/{name.repository}/revision/{revision}?blobs=true"
+        commit, listed = _read_listing(url, downloader.get(url))
         chosen = choose_files(name, listed)
         _fetch(downloader, repository, commit, name.revision or MAIN, chosen, progress)
     file = chosen[0].name if chosen[0].name.endswith(".gguf") else None
@@ -149,7 +154,7 @@ def _fetch(
             downloader.fetch(remote, blobs[file.name], partial(_show_all, show, done, total))
             done += file.num_bytes
             if file.name == "config.json":
-                _warn_if_unsupported(repository.name, blobs[file.name].read_bytes())
+                _warn_if_unsupported(repository.name, blobs[file.name])
     repository.link(commit, revision, blobs)
 
 
@@ -158,37 +163,42 @@ def _show_all(show: Show, done: int, total: int, num_bytes: int, _: int | None) 
     show(done + num_bytes, total)
 
 
-def _warn_if_unsupported(name: str, config: bytes) -> None:
+def _warn_if_unsupported(name: str, config: Path) -> None:
     """Before the weights are fetched. Not an error: vLLM may run what evenflow's own engine does not."""
+    with config.open("rb") as file:
+        text = file.read(_MOST_CONFIG_BYTES)
     try:
-        supported_architecture(TypedValues("config.json", dict(json.loads(config))))
-    except (UnsupportedModel, BrokenModel, ValueError, RecursionError) as error:
+        content = parse_json("config.json", text)
+        if not isinstance(content, dict):
+            raise BrokenModel(f"config.json holds {type(content).__name__}, expected an object")
+        supported_architecture(TypedValues("config.json", content))
+    except (UnsupportedModel, BrokenModel) as error:
         logger.warning("%s: %s", name, error)
 
 
-def _read_listing(response: httpx.Response) -> tuple[str, list[HubFile]]:
+def _read_listing(url: str, listing: bytes) -> tuple[str, list[HubFile]]:
     """The commit, and its files."""
     try:
-        content = response.json()
+        content = json.loads(listing)
         return _digest(content["sha"]), [_read_file(entry) for entry in content["siblings"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise EndpointFailed(
-            f"{response.url} did not reply as a model hub does ({error!r}): check HF_ENDPOINT"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EndpointFailed(f"{url} did not reply as a model hub does ({error!r}): check HF_ENDPOINT") from error
 
 
 def _read_file(entry: dict[str, Any]) -> HubFile:
     lfs = entry.get("lfs")
     checksum = Checksum("sha256", _digest(lfs["sha256"])) if lfs else Checksum("git", _digest(entry["blobId"]))
-    name = str(entry["rfilename"])
-    if name.startswith("/") or ".." in name.split("/"):
-        raise ValueError(f"the file name {name!r}")
-    return HubFile(name, int((lfs or entry)["size"]), checksum)
+    name, size = str(entry["rfilename"]), (lfs or entry)["size"]
+    if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+        raise ValueError(f"the file name {reprlib.repr(name)}")
+    if not isinstance(size, int) or not 0 <= size <= _MOST_FILE_BYTES:
+        raise ValueError(f"the size {reprlib.repr(size)}")
+    return HubFile(name, size, checksum)
 
 
 def _digest(value: object) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ValueError(f"the checksum {value!r}")
+        raise ValueError(f"the checksum {reprlib.repr(value)}")
     return value
 
 

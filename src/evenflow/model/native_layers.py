@@ -12,7 +12,7 @@ from torch import Tensor
 from evenflow.model.attention.native import Span, native_spans
 from evenflow.model.config import ModelConfig
 from evenflow.native.build import library
-from evenflow.native.matrix import MatrixStruct, NativeMatrix, address
+from evenflow.native.matrix import MatrixStruct, NativeMatrix, address, require
 
 
 class _LayerStruct(ctypes.Structure):
@@ -55,6 +55,19 @@ class NativeLayer(NamedTuple):
         matrices, norms = (matrix.struct for matrix in self.matrices), map(address, self.norms)
         return _LayerStruct(*matrices, *norms, self.uses_rope, self.window or 0)
 
+    def check(self, config: ModelConfig) -> None:
+        """The kernel takes the sizes of all buffers from the model's."""
+        hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+        attended, inner = heads * config.head_dim, config.intermediate_size
+        packed = attended + 2 * kv_heads * config.head_dim
+        expected = [(packed, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner)]
+        if [tuple(matrix.shape) for matrix in self.matrices] != expected:
+            raise ValueError(f"Got matrices {[tuple(one.shape) for one in self.matrices]} but expected {expected}.")
+        shapes = (hidden,), (hidden,), (heads + kv_heads, config.head_dim)
+        for norm, shape in zip(self.norms, shapes, strict=True):
+            if norm is not None:
+                require("norm", norm, shape)
+
 
 class NativeLayers:
     """Runs up to `max_rows` rows through all layers.
@@ -67,6 +80,11 @@ class NativeLayers:
         assert kernels is not None, "check library() first"
         self._run = kernels.evenflow_layers
         self.max_rows = min(matrix.max_rows for layer in layers for matrix in layer.matrices)
+        if len(layers) != config.num_layers:
+            raise ValueError(f"Got {len(layers)} layers but expected {config.num_layers}.")
+        for layer in layers:
+            layer.check(config)
+        self._config = config
         self._weights = layers  # keeps alive what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(layer.struct for layer in layers))
         self._model = _ModelStruct(
@@ -84,6 +102,9 @@ class NativeLayers:
 
     def run_(self, rows: Tensor, rotations: Tensor, spans: Sequence[Span]) -> None:
         """Replace embedded tokens by the last layer's output; `rotations` are each row's complex rotary factors."""
+        num_rows = sum(span.length for span in spans)
+        require("rows", rows, (num_rows, self._config.hidden_size))
+        require("rotations", rotations, (num_rows, self._config.rope.rotary_dim // 2), torch.complex64)
         first = 0
         for group in _groups(spans, _ROWS_AT_ONCE):
             num_rows = sum(span.length for span in group)
@@ -92,7 +113,7 @@ class NativeLayers:
                 ctypes.c_int64(num_rows),
                 ctypes.c_void_p(rows[first:].data_ptr()),
                 ctypes.c_void_p(rotations[first:].data_ptr()),
-                native_spans(group),
+                native_spans(self._config, group),
                 ctypes.c_int64(len(group)),
             )
             first += num_rows
@@ -122,9 +143,11 @@ class NativeNorm:
         kernels = library()
         assert kernels is not None, "check library() first"
         self._run, self._weight, self._eps = kernels.evenflow_norm, weight.contiguous(), eps
+        require("weight", self._weight, (weight.numel(),))
 
     def __call__(self, rows: Tensor) -> Tensor:
         rows = rows.contiguous()
+        require("rows", rows, (len(rows), len(self._weight)))
         normed = torch.empty_like(rows)
         self._run(
             ctypes.c_void_p(rows.data_ptr()),

@@ -20,6 +20,7 @@ from evenflow.model.locate import find_cached
 from evenflow.model.named_models import GGUF, SAFETENSORS, models_folder, name_path, name_taken, named_models, new_path
 from evenflow.model.progress_bar import progress_bar
 
+_MOST_SMALL_BYTES = 256 << 20  # as when they are read
 _REQUIRED_FILES = ("config.json", "tokenizer.json")
 _OPTIONAL_FILES = (
     "tokenizer_config.json",
@@ -48,7 +49,10 @@ def pull(source: str, *, name: str | None = None, sha256: str | None = None, pro
 def _pull(source: str, name: str | None, sha256: str | None, progress: bool) -> str:
     """The name under which it is found."""
     is_url = source.startswith(("http://", "https://"))
-    hub_name = name_in_url(source) if is_url else parse_hub_name(source)
+    try:
+        hub_name = name_in_url(source) if is_url else parse_hub_name(source)
+    except ValueError as error:
+        raise InvalidInput(f"Got {source!r} but it is not a URL: {error}.") from error
     if is_url and hub_name is None:
         return _pull_url(source, name, sha256, progress)
     if sha256 is not None:
@@ -98,16 +102,21 @@ def _fetch_url(weights: Remote, file_name: str, target: Path, progress: bool) ->
         downloader = Downloader(http)
         if is_folder:
             for required in _REQUIRED_FILES:
-                downloader.fetch(Remote(urljoin(weights.url, required)), scratch / required)
+                downloader.fetch(_small_file(weights.url, required), scratch / required)
             for optional in _OPTIONAL_FILES:
-                _fetch_if_there(downloader, urljoin(weights.url, optional), scratch / optional)
-        fetched = downloader.fetch(weights, scratch / file_name, show)
+                _fetch_if_there(downloader, _small_file(weights.url, optional), scratch / optional)
+        fetched = downloader.fetch(weights, scratch / (file_name if is_folder else f"model{GGUF}"), show)
     _place(scratch if is_folder else fetched, target, scratch)
 
 
-def _fetch_if_there(downloader: Downloader, url: str, target: Path) -> None:
+def _small_file(url: str, name: str) -> Remote:
+    """A file beside the weights."""
+    return Remote(urljoin(url, name), most_bytes=_MOST_SMALL_BYTES)
+
+
+def _fetch_if_there(downloader: Downloader, remote: Remote, target: Path) -> None:
     try:
-        downloader.fetch(Remote(url), target)
+        downloader.fetch(remote, target)
     except ModelNotFound:
         target.unlink(missing_ok=True)
 

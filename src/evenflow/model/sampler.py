@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _64_BITS = (1 << 64) - 1
 MIN_TEMPERATURE = 1e-30  # a smaller one may be 0 as a float32
+MAX_LOGIT = float(np.finfo(np.float32).max)  # penalties make none infinite: a row's weights would be NaN
 
 
 @dataclass(slots=True)
@@ -147,7 +148,9 @@ def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:
     if params.repetition_penalty != 1.0:
         seen = np.unique(sequence.tokens)
         values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        with np.errstate(over="ignore"):
+            penalised = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[seen] = np.where(np.isinf(values), values, np.clip(penalised, -MAX_LOGIT, MAX_LOGIT))
     if (params.presence_penalty or params.frequency_penalty) and sequence.num_output_tokens:
         ids, counts = np.unique(sequence.tokens[sequence.num_prompt_tokens :], return_counts=True)
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
@@ -156,14 +159,16 @@ def _penalise(row: NDArray[np.float32], sequence: SampledSequence) -> None:
 def _draw(row: NDArray[np.float32], sequence: SampledSequence) -> int:
     """Draws a token by one uniform number and the cumulative weights."""
     # Subtract the largest first: a tiny temperature must not turn large logits into infinities.
-    weights = np.exp((row - row.max()) / np.float32(max(sequence.params.temperature, MIN_TEMPERATURE)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        weights = np.exp((row - row.max()) / np.float32(max(sequence.params.temperature, MIN_TEMPERATURE)))
     threshold = _weight_threshold(weights, sequence.params)
     if threshold > 0:
         weights[weights < threshold] = 0
     cumulative = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
     # The uniform number is below 1, so the target is below the total, and the token found has a weight above 0.
     target = uniform(sequence.seed, len(sequence.tokens)) * cumulative[-1]
-    return int(np.searchsorted(cumulative, target, side="right"))
+    # A row of which nothing is left has NaNs for weights, and finds nothing.
+    return min(int(np.searchsorted(cumulative, target, side="right")), len(row) - 1)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from evenflow.model.tokenizer_file import is_library_error
 from evenflow.model.tool_messages import Message
 
 _SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
+_PIECE_CHARACTERS = 1 << 16
 _SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -60,6 +61,20 @@ class Tokenizer:
                 raise
             raise InvalidRequest(f"the model's tokenizer fails on this text: {printable(str(error))}") from error
 
+    def surely_exceeds(self, text: str, num_tokens: int) -> bool:
+        """Whether a long text has more tokens than this, found piece by piece.
+
+        The library takes hundreds of bytes for each token of a text that it encodes.
+        """
+        found = 0
+        for first in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[first : first + _PIECE_CHARACTERS]
+            # A cut adds no more tokens than the bytes of the one that it divides.
+            found += len(self.encode(piece, add_special_tokens=False)) - self.longest_token_bytes
+            if found > num_tokens:
+                return True
+        return False
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; ids outside the vocabulary give none."""
         stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
@@ -85,7 +100,11 @@ class Tokenizer:
     @cached_property
     def longest_token_bytes(self) -> int:
         """No text of more than this times n bytes fits into n tokens."""
-        return max((len(self._piece_to_bytes(piece)) for piece in self._backend.get_vocab()), default=1)
+        return max(map(len, self.all_token_bytes()), default=1)
+
+    def all_token_bytes(self) -> Iterator[bytes]:
+        """`token_bytes` of the whole vocabulary, in any order."""
+        return map(self._piece_to_bytes, self._backend.get_vocab())
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a control token rather than text."""

@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evenflow.host import cache_folder
+from evenflow.host import cache_folder, private_folder
 from evenflow.log_output import STAGE
 
 logger = logging.getLogger("evenflow")
@@ -97,11 +97,20 @@ def _compiled() -> Path:
     key = hashlib.sha256(repr((compiler, flags, macros)).encode())
     for path in sorted([*sources, *_FOLDER.glob("*.h")]):
         key.update(path.read_bytes())
-    target = cache_folder() / "native" / f"{key.hexdigest()[:32]}.so"
+    target = _library_folder() / f"{key.hexdigest()[:32]}.so"
     if not target.is_file():
         logger.info("Compiling the CPU kernels, once for this machine.", extra=STAGE)
         _compile(compiler, flags, sources, target)
     return target
+
+
+def _library_folder() -> Path:
+    folder = cache_folder() / "native"
+    try:
+        private_folder(folder)  # it holds code
+    except OSError as error:
+        raise Unavailable(_unusable(folder, error)) from error
+    return folder
 
 
 def _target(compiler: str) -> tuple[str, str]:
@@ -130,12 +139,13 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
 
 def _scratch_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code: keep other users out
         return tempfile.TemporaryDirectory(prefix="build-", dir=parent)
     except OSError as error:
-        raise Unavailable(
-            f"{parent} cannot be written ({error.strerror}); set EVENFLOW_CACHE to a folder that can be"
-        ) from error
+        raise Unavailable(_unusable(parent, error)) from error
+
+
+def _unusable(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be used ({error.strerror}); set EVENFLOW_CACHE to a folder that can be"
 
 
 def _run(command: list[str]) -> str:

@@ -118,6 +118,38 @@ def test_rows_of_all_kinds_are_sampled_together(device: str) -> None:
     check(rows, device)
 
 
+EXTREMES: dict[str, list[Any]] = {
+    "temperature": [0.0, 5e-324, 1e-30, 1.0, 100.0],
+    "top_p": [5e-324, 1e-10, 1.0 - 2**-53, 1.0],
+    "top_k": [0, 1, 2**31 - 1],
+    "min_p": [0.0, 5e-324, 1.0],
+    "repetition_penalty": [0.01, 1.0, 100.0],
+    "presence_penalty": [-2.0, 0.0, 2.0],
+    "frequency_penalty": [-2.0, 0.0, 2.0],
+    "logit_bias": [None, dict.fromkeys(range(VOCAB), -100.0), {2: 100.0}],
+    "allowed_token_ids": [None, (2, 7), tuple(range(VOCAB))],
+    "min_tokens": [0, 16],
+    "logprobs": [None, 0],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("largest_logit", [3.0, 1e30, 3.4e38])
+def test_extreme_parameters_and_logits_give_tokens_of_the_vocabulary(largest_logit: float, device: str) -> None:
+    chooser = random.Random(0)
+    chosen = [{name: chooser.choice(values) for name, values in EXTREMES.items()} for _ in range(200)]
+    rows = [sequence(SamplingParams(**one), seed=seed, prompt=VOCAB) for seed, one in enumerate(chosen)]
+    logits = torch.rand(len(rows), VOCAB, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1) * largest_logit
+    logits[::7] = logits[::7].abs().neg()
+    logits[::5, ::2] = -torch.inf
+    for found in (on_device(logits, rows, device), sample(logits.clone(), rows)):
+        assert not found.faults
+        assert not found.errors
+        for token, one in zip(found.tokens, chosen, strict=True):
+            assert 0 <= token < VOCAB
+            assert one["allowed_token_ids"] is None or token in one["allowed_token_ids"]
+
+
 def test_a_forbidden_end_is_never_sampled() -> None:
     params = SamplingParams(min_tokens=10, temperature=5.0, logit_bias={2: 100.0, 7: 100.0})
     tokens = check([sequence(params, seed=seed) for seed in range(30)], "cpu").tokens

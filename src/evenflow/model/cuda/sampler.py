@@ -18,7 +18,15 @@ from torch import Tensor
 from evenflow.core.plan import RowLogprobs
 from evenflow.errors import InvalidRequest
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
-from evenflow.model.sampler import MIN_TEMPERATURE, SampledSequence, Samples, allowed_next, logit_faults, uniform
+from evenflow.model.sampler import (
+    MAX_LOGIT,
+    MIN_TEMPERATURE,
+    SampledSequence,
+    Samples,
+    allowed_next,
+    logit_faults,
+    uniform,
+)
 
 ToDevice = Callable[[NDArray[np.generic]], Tensor]
 
@@ -189,8 +197,8 @@ class DeviceSampler:
                 for _, _, sampled in penalised
             ]
         )
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(seen, repeated, values)
+        repeated = torch.where(values > 0, values / repetition, values * repetition).clamp_(-MAX_LOGIT, MAX_LOGIT)
+        values = torch.where(seen & ~values.isinf(), repeated, values)
         scores[places] = values - (presence * (counts > 0) + frequency * counts)
 
     def _draw(self, scores: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
