@@ -92,11 +92,18 @@ def test_a_foreign_file_is_ignored_even_under_our_name(
 
 @pytest.mark.parametrize("line", [b"", b"[]\n", b"{}\n", b"\xff" * 2000, b"[" * 1000, b'{"format": "evenflow-kv"}\n'])
 def test_any_other_file_is_ignored(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / "x.kv").write_bytes(line)
-    (tmp_path / "notes.txt").write_text("not a block")
-    (tmp_path / "folder.kv").mkdir()
+    (tmp_path / f"x-{'0' * 32}.kv").write_bytes(line)
+    (tmp_path / f"folder-{'0' * 32}.kv").mkdir()
     assert BlockFiles(tmp_path, "model", GB).contents == ()
-    assert (tmp_path / "notes.txt").exists()
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
+    names = {"notes.txt", "mine.kv", "half.tmp", "half.1.tmp"}
+    for name in names:
+        (tmp_path / name).write_bytes(b"not a block")
+        os.utime(tmp_path / name, (1, 1))
+    BlockFiles(tmp_path, "model", 0)
+    assert set(os.listdir(tmp_path)) == names
 
 
 def test_models_share_a_folder_and_its_bound(tmp_path: Path) -> None:
@@ -110,20 +117,121 @@ def test_models_share_a_folder_and_its_bound(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("old-*"))) == 1, "no more than is needed goes"
 
 
-def test_what_a_dead_process_left_half_written_goes(tmp_path: Path) -> None:
-    old, new = tmp_path / "a.1.tmp", tmp_path / "b.2.tmp"
+def test_what_a_dead_process_left_half_written_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = (tmp_path / f"model-{number * 32}.{number}.tmp" for number in "12")
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (time.time() - 3600,) * 2)
     BlockFiles(tmp_path, "model", GB)
     assert not old.exists()
     assert new.exists(), "another process may be writing it"
+    BlockFiles(tmp_path, "model", 3)
+    assert not new.exists(), "it counts too"
+    assert not caplog.records
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
+    files = written(tmp_path)
+    files = BlockFiles(tmp_path, "model", num_bytes(tmp_path) + 10)
+    assert files.read(ONE.block_hash) is not None
+    files.write(Content(b"3" * 16, ""), b"third" * 50)
+    assert files.read(TWO.block_hash) is None
+    assert files.read(ONE.block_hash) is not None
+    for number in range(40):
+        files.write(Content(bytes([number]) * 16, ""), b"x" * (10 * number))
+        assert num_bytes(tmp_path) <= files.max_bytes
+    files.write(ONE, b"x" * files.max_bytes)
+    assert files.read(ONE.block_hash) is None, "it fits nowhere"
+
+
+def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
+    written(tmp_path)
+    os.utime(path_of(tmp_path, TWO), (1, 1))
+    files = BlockFiles(tmp_path, "model", num_bytes(tmp_path) - 1)
+    assert files.contents == (ONE,)
+    assert num_bytes(tmp_path) <= files.max_bytes
+
+
+def test_a_write_that_breaks_off_leaves_nothing_uncounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = BlockFiles(tmp_path, "model", 5_000)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "the disk fails")
+
+    for number in range(20):
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "replace", fails)
+            if number % 2:
+                broken.setattr(Path, "unlink", fails)
+            with pytest.raises(OSError, match="the disk fails"):
+                files.write(Content(bytes([number]) * 16, ""), b"x" * 700)
+    files.write(ONE, b"x" * 700)
+    assert num_bytes(tmp_path) <= files.max_bytes
+
+
+def test_processes_that_share_a_folder_share_its_bound(tmp_path: Path) -> None:
+    size = 100_000
+    both = [BlockFiles(tmp_path, "model", size) for _ in range(2)]
+    for number in range(400):
+        both[number % 2].write(Content(number.to_bytes(16, "big"), ""), b"x" * 700)
+        assert num_bytes(tmp_path) <= size * 9 / 8, "each lists the folder after a sixteenth of its size"
+    assert num_bytes(tmp_path) > size / 2
+
+
+def test_two_writers_of_a_block_never_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes in two containers may have the same number, and so have two engines of one process."""
+    one, other = (BlockFiles(tmp_path, "model", GB) for _ in range(2))
+    replace = Path.replace
+
+    def after_the_other(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        other.write(ONE, b"same" * 50)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    one.write(ONE, b"same" * 50)
+    assert one.read(ONE.block_hash) == other.read(ONE.block_hash) == b"same" * 50
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("tenant", ["\N{GRINNING FACE}" * 128, "\0" * 128, "\ud800" * 128, '"' * 128])
+def test_a_tenant_of_any_characters_finds_its_blocks(tmp_path: Path, tenant: str) -> None:
+    content = Content(b"1" * 16, tenant)
+    BlockFiles(tmp_path, "0" * 32, GB).write(content, b"first")
+    again = BlockFiles(tmp_path, "0" * 32, GB)
+    assert again.contents == (content,)
+    assert again.read(content.block_hash) == b"first"
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidConfig, match=r"cache_dir='.*/file' but it cannot be used \(.*\): give a folder"):
         BlockFiles(tmp_path / "file", "model", GB)
+
+
+def test_a_folder_that_all_users_may_write_to_is_refused(tmp_path: Path) -> None:
+    """What somebody else put there would be taken for the KV of a prompt."""
+    for mode in (0o777, 0o702, 0o1777):
+        tmp_path.chmod(mode)
+        with pytest.raises(InvalidConfig, match=rf"all users may write to it: its mode is {mode:o}.*chmod o-w"):
+            BlockFiles(tmp_path, "model", GB)
+        assert tmp_path.stat().st_mode & 0o7777 == mode
+    tmp_path.chmod(0o755)
+    BlockFiles(tmp_path, "model", GB)
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        written(tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
 
 
 def test_a_removed_block_is_gone(tmp_path: Path) -> None:

@@ -112,12 +112,15 @@ def test_a_whole_file_of_another_block_or_model_is_ignored(other: bytes) -> None
 
 
 def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "folder.kv").mkdir()
-    os.mkfifo(tmp_path / "pipe.kv")  # opening it would wait for ever
-    files = BlockFiles(tmp_path, "model", 10)  # nothing fits: what is not ours goes first
-    files.write(ONE, b"first")
-    assert files.read(ONE.block_hash) == b"first"
-    assert (tmp_path / "folder.kv").is_dir()
+    folder, pipe = (tmp_path / f"{name}-{'0' * 32}.kv" for name in ("folder", "pipe"))
+    folder.mkdir()
+    os.mkfifo(pipe)  # opening it would wait for ever
+    files = BlockFiles(tmp_path, "model", 300)  # one fits
+    for content in (ONE, TWO):
+        files.write(content, b"first")
+        assert files.read(content.block_hash) == b"first"
+    assert folder.is_dir()
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("name", list(CODECS))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -142,7 +144,7 @@ def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(
     save(tier, 0, 1)
     tier.close()
     tier = new_tier()
-    config = tier.config(disk_bytes=1 << 30)
+    config = tier.config()
     assert config.keeps_all
     assert [content.tenant for content in config.contents] == ["acme"]
     assert restore(tier, 6, 1).restored == (name(1),)
@@ -153,21 +155,152 @@ def test_files_keep_what_the_host_does_not_and_the_next_process_finds_it(
     tier.close()
 
 
-def test_a_disk_that_fails_ends_the_files_and_not_the_tier(
-    memory: BlockMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_disk_that_fails_is_left_alone_for_a_while(
+    memory: BlockMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "cache"
+    folder, now = tmp_path / "cache", 1000.0
     tier = KvTier(memory, CODECS["lossless"], host_bytes=1 << 20, files=BlockFiles(folder, "model", 1 << 30))
-    folder.rmdir()
+    monkeypatch.setattr(kv_tier, "time", SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: now))
     values = filled(memory, 0, seed=3)
-    with caplog.at_level(logging.WARNING, "evenflow"):
+
+    def save_some() -> None:
         for number in range(3):
             save(tier, 0, number)
             saved(tier)
-    assert caplog.text.count("not kept on disk any more") == 1
-    assert restore(tier, 4, 2).restored == (name(2),)
-    assert torch.equal(memory.read([4])[0](None), values)
+
+    with caplog.at_level(logging.INFO, "evenflow"):
+        save_some()
+        tier.apply(TierMoves(drops=(name(1),)))
+        folder.rename(tmp_path / "gone")
+        save_some()
+        folder.mkdir()
+        save_some()
+        assert restore(tier, 4, 2).restored == (name(2),)
+        assert torch.equal(memory.read([4])[0](None), values)
+        assert not list(folder.iterdir())
+        now += 61
+        save_some()
+    assert len(list(folder.iterdir())) == 3
+    assert ["not kept on disk" in record.getMessage() for record in caplog.records] == [True, False]
+    assert "kept on disk again" in caplog.text
     tier.close()
+
+
+class Later:
+    """Stands for a thread of the tier: what is submitted runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], object]] = []
+
+    def submit(self, task: Callable[..., object], *arguments: object) -> Future[object]:
+        self.tasks.append(partial(task, *arguments))
+        done: Future[object] = Future()
+        done.set_result(None)
+        return done
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.tasks.pop(0)()
+
+    def shutdown(self, cancel_futures: bool = False) -> None:
+        self.run(0 if cancel_futures else len(self.tasks))
+
+
+def without_threads(tier: KvTier) -> tuple[Later, Later]:
+    for worker in (tier._saver, tier._restorer):
+        worker.shutdown()
+    saver, restorer = Later(), Later()
+    vars(tier).update(_saver=saver, _restorer=restorer)
+    return saver, restorer
+
+
+@pytest.mark.parametrize("is_copied_again", [True, False])
+def test_a_forgotten_block_that_was_computed_anew_never_returns_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied_again: bool
+) -> None:
+    """Not even while its old copy is still being saved, or waits to be dropped."""
+    memory = contiguous()
+    tier = KvTier(memory, CODECS["plain"], host_bytes=1 << 20, files=BlockFiles(tmp_path, "model", 1 << 30))
+    saver, restorer = without_threads(tier)
+    filled(memory, 0, seed=1)  # wrong
+    save(tier, 0, 7)
+    values = filled(memory, 0, seed=2)
+    if not is_copied_again:
+
+        def fails(block_ids: Sequence[int]) -> list[BlockCopy]:
+            raise MemoryError
+
+        monkeypatch.setattr(memory, "read", fails)
+    tier.apply(TierMoves(drops=(name(7),), saves=(Save(0, name(7), ""),)))
+    monkeypatch.undo()
+    for num_done in range(4):
+        tier.apply(TierMoves(restores=((3, name(7)),)))
+        restorer.run(1)
+        result = tier.collect()
+        assert bool(result.restored) == is_copied_again, num_done
+        if is_copied_again:
+            assert torch.equal(memory.read([3])[0](None), values), num_done
+        saver.run(min(1, len(saver.tasks)))
+
+
+def test_a_dropped_blocks_file_goes_before_anything_else_is_saved(tmp_path: Path) -> None:
+    """It may be wrong, and would be read at the next start if the process died meanwhile."""
+    memory = contiguous()
+    tier = KvTier(memory, CODECS["plain"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+    saver, _ = without_threads(tier)
+    filled(memory, 0, seed=1)
+    save(tier, 0, 1)
+    saver.run(1)
+    tier.apply(TierMoves(saves=tuple(Save(0, name(number), "") for number in (2, 3, 4))))
+    tier.apply(TierMoves(drops=(name(1), name(3))))
+    saver.run(1)
+    assert {path.stem.partition("-")[2] for path in tmp_path.iterdir()} == {name(2).hex(), name(4).hex()}
+    saver.run(1)
+    assert tier.collect().num_saving == 0
+    assert not tier._dropping
+    tier.close()
+
+
+def test_what_is_lost_leaves_no_file(tmp_path: Path) -> None:
+    """The scheduler knows of none then: nothing would ever drop it."""
+    memory = contiguous()
+    tier = KvTier(memory, CODECS["plain"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+    for number in range(2):
+        filled(memory, number, seed=number)
+        save(tier, number, number)
+    saved(tier)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert restore(tier, 5, 0).lost == (name(0),)
+    tier.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_to_be_dropped_at_the_end_is(tmp_path: Path) -> None:
+    """Else a forgotten block would be read at the next start."""
+    memory = contiguous()
+    tier = KvTier(memory, CODECS["plain"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+    without_threads(tier)
+    filled(memory, 0, seed=1)
+    save(tier, 0, 1)
+    tier._saver.run(1)  # type: ignore[attr-defined]
+    assert len(list(tmp_path.iterdir())) == 1
+    save(tier, 0, 2)
+    tier.apply(TierMoves(drops=(name(1),)))
+    tier.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    memory = contiguous()
+    tier = KvTier(memory, CODECS["plain"], host_bytes=0, files=BlockFiles(tmp_path, "model", 1 << 30))
+    saver, _ = without_threads(tier)
+    save(tier, 0, 1)
+    tier.wait()
+    assert tier.collect().num_saving == 1
+    saver.run(1)
+    tier.wait()
+    assert tier.collect().num_saving == 0
 
 
 def test_int8_returns_nearly_the_same_values(memory: BlockMemory) -> None:

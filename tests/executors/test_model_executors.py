@@ -9,6 +9,8 @@ import torch
 
 from evenflow.core.plan import Admission, BlockTableChange
 from evenflow.core.request import Pooling, SamplingParams
+from evenflow.errors import OutOfMemory
+from evenflow.executors.base import Executor
 from tests.executors.conftest import MakeExecutor
 from tests.executors.plans import GREEDY, admit, blocks, chunk, decodes, generate, plan, prompt, run
 from tests.model.tiny import random_tensors, tiny_config
@@ -271,3 +273,76 @@ def test_a_step_that_fails_is_reported_by_its_own_wait(make_executor: MakeExecut
     with pytest.raises(KeyError):
         executor.wait()
     assert executor.wait().step_id == 1
+
+
+def test_a_step_that_fails_while_it_admits_takes_only_its_own_sequences_along(make_executor: MakeExecutor) -> None:
+    """One slot was filled, its table is still that of the sequence before, and three steps behind it are submitted."""
+    executor = make_executor(max_steps_in_flight=4)
+    kept, late, started = prompt(20), prompt(9, 3), prompt(40, 4)
+    expected_kept, expected_late = (generate(make_executor(), admit(0, one), (), 3) for one in (kept, late))
+    first = plan(admissions=(admit(1, kept),), changes=(blocks(1, 40, 5),), chunks=(chunk(1, 0, 20, samples=True),))
+    run(executor, first)
+    run(
+        executor,
+        plan(
+            released=(1,),
+            admissions=(admit(0, late),),
+            changes=(blocks(0, 0, 4),),
+            chunks=(chunk(0, 0, 8, samples=False),),
+        ),
+    )
+    huge = admit(2, late, SamplingParams(presence_penalty=1.0), max_known_tokens=1 << 50)
+    fails = plan(
+        2,
+        admissions=(admit(1, started), huge),
+        changes=(blocks(1, 80, 20), blocks(2, 60, 8)),
+        chunks=(chunk(0, 8, 9, samples=True), chunk(1, 0, 10, samples=False), chunk(2, 0, 9, samples=True)),
+    )
+    behind = plan(
+        3,
+        admissions=(admit(3, late),),
+        changes=(blocks(3, 120, 8), BlockTableChange(0, 4, (39,))),
+        decoding=decodes((0, 9), (2, 9)),
+        chunks=(chunk(1, 10, 30, samples=False), chunk(3, 0, 9, samples=True)),
+    )
+    for step in (fails, behind, plan(4, decoding=decodes((0, 10), (3, 9))), plan(5, decoding=decodes((2, 10)))):
+        executor.submit(step)
+    with pytest.raises(OutOfMemory):
+        executor.wait()
+    found = [executor.wait() for _ in range(3)]
+    assert [one.tokens for one in found] == [((), (), (), (expected_late[0],)), ((), (expected_late[1],)), ((),)]
+    assert [sorted(one.faults) for one in found] == [[0, 1, 2], [0], [0]]
+
+    again = plan(
+        6,
+        released=(1,),
+        admissions=(admit(1, late),),
+        changes=(blocks(1, 60, 8),),
+        chunks=(chunk(1, 0, 9, samples=True),),
+        decoding=decodes((3, 10)),
+    )
+    assert run(executor, again).tokens == ((expected_late[2],), (expected_late[0],))
+    hit = admit(4, kept, num_cached_tokens=16)
+    assert generate_from(executor, hit, (40, 41, 42, 43, 44, 45)) == expected_kept
+
+
+def generate_from(executor: Executor, admission: Admission, table: tuple[int, ...]) -> list[int]:
+    """Three tokens of a request whose first blocks are cached."""
+    slot, length = admission.slot, len(admission.token_ids)
+    step = plan(
+        admissions=(admission,),
+        changes=(BlockTableChange(slot, 0, table),),
+        chunks=(chunk(slot, admission.num_cached_tokens, length, samples=True),),
+    )
+    tokens = [*run(executor, step).tokens[0]]
+    return tokens + [run(executor, plan(decoding=decodes((slot, p)))).tokens[0][0] for p in (length, length + 1)]
+
+
+def test_a_sequence_that_every_token_would_stop_may_stop_at_once(make_executor: MakeExecutor) -> None:
+    """Else `min_tokens` would leave nothing to sample. Ends beyond the vocabulary change nothing."""
+    executor = make_executor(enable_prefix_caching=False)
+    expected = generate(executor, admit(0, prompt(9), GREEDY), (), 3)
+    for sampling in (SamplingParams(temperature=0.0, min_tokens=3), SamplingParams(min_tokens=3, top_p=1e-9)):
+        for stops in (range(128), range(128, 140)):
+            admission = admit(0, prompt(9), sampling, stop_token_ids=frozenset(stops))
+            assert generate(executor, admission, (), 3) == expected

@@ -12,8 +12,8 @@ class Executor(Protocol):
 
     `submit` returns at once if the executor runs beside its caller; `wait` returns the oldest submitted step's
     result. What is wrong with one sequence goes into `StepResult.errors` or `faults`. An exception from `wait` fails
-    the whole step and leaves the executor able to run the next: it has released the plan's slots, and lets later plans
-    release slots that this one did not get to fill.
+    the whole step: it has released the plan's slots and done nothing else. Steps submitted behind it run without the
+    rows that build on it (`lost_slots`), and later plans may release slots that it did not get to fill.
     """
 
     @property

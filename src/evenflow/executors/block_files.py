@@ -6,11 +6,15 @@ header and content detects torn files. Prompts can be guessed from the content, 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
+import secrets
+import threading
 import time
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,14 +23,16 @@ from typing import Any, NamedTuple
 
 from evenflow.core.blocks import Content
 from evenflow.errors import InvalidConfig
+from evenflow.host import private_folder
 
 logger = logging.getLogger("evenflow")
 
 _FORMAT, _VERSION = "evenflow-kv", 1
-_SUFFIX = ".kv"
-_MOST_HEADER_BYTES = 1024
-_MOST_TENANT_CHARACTERS = 128
+_OURS = re.compile(r".+-[0-9a-f]{32}(\.kv|\.\d+\.tmp)")  # of any model, or being written
+_MOST_HEADER_BYTES = 2048
+_MOST_TENANT_CHARACTERS = 128  # of up to 12 bytes each
 _ABANDONED_S = 600.0  # a file that is still being written after this long was left by a process that died
+_LISTED_EVERY = 16  # times that the folder is listed while as many bytes are written as it may hold
 
 
 class _Found(NamedTuple):
@@ -36,16 +42,23 @@ class _Found(NamedTuple):
 
 
 class BlockFiles:
-    """The files of one folder. All methods except `read` may raise OSError; it treats a bad file as absent."""
+    """The files of one folder, at most `max_bytes` together: the least recently used go first, whoever wrote them.
+
+    All methods except `read` may raise OSError; it treats a bad file as absent. One thread writes, another may read.
+    """
 
     def __init__(self, folder: Path, model: str, max_bytes: int) -> None:
         """`model` stands for everything that a block's bytes depend on."""
-        self._folder, self._model, self._max_bytes = folder, model, max_bytes
-        self._sizes: dict[bytes, int] = {}
-        self._others: deque[_Found] = deque()  # that are not ours to read; the oldest first
-        self._num_bytes = 0
+        self._folder, self._model, self.max_bytes = folder, model, max_bytes
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # of all block files by name, the least recently used first
+        self._num_bytes = self._num_written = 0  # there; and written since the folder was listed
+        self._lock = threading.Lock()  # of these three
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_folder(folder)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written")
+            self._list()
+            self._make_room(0)
             self.contents = self._scan()
         except OSError as error:
             raise InvalidConfig(
@@ -53,60 +66,60 @@ class BlockFiles:
                 "written, or leave it out."
             ) from error
 
-    @staticmethod
-    def num_blocks(max_bytes: int, block_bytes: int) -> int:
+    def capacity(self, block_bytes: int) -> int:
         """How many blocks of at most this size fit."""
-        return max_bytes // (block_bytes + _MOST_HEADER_BYTES)
+        return self.max_bytes // (block_bytes + _MOST_HEADER_BYTES)
+
+    def _list(self) -> None:
+        """Count what is there: other processes may use the folder too."""
+        found = sorted(self._files(), key=lambda one: one.modified)
+        self._sizes = OrderedDict((one.path.name, one.size) for one in found)
+        self._num_bytes, self._num_written = sum(self._sizes.values()), 0
+
+    def _files(self) -> Iterator[_Found]:
+        for path in self._folder.iterdir():
+            with suppress(OSError):  # another process may have removed it
+                if not _OURS.fullmatch(path.name) or not path.is_file():
+                    continue
+                state = path.stat()
+                if path.suffix == ".tmp" and time.time() - state.st_mtime > _ABANDONED_S:
+                    path.unlink()
+                else:
+                    yield _Found(path, state.st_size, state.st_mtime)
 
     def _scan(self) -> tuple[Content, ...]:
         """What earlier runs left, the least recently used first. Says in one line what cannot be used, and why."""
-        if not os.access(self._folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it cannot be written")
         contents: list[Content] = []
-        reasons: dict[str, int] = {}
-        for found in sorted(self._files(), key=lambda one: one.modified):
-            self._num_bytes += found.size
+        reasons: Counter[str] = Counter()
+        for name, size in self._sizes.items():
+            if name.endswith(".tmp"):
+                continue
             try:
-                content = self._check(found)
-                contents.append(content)
-                self._sizes[content.block_hash] = found.size
+                contents.append(self._check(self._folder / name, size))
             except (OSError, ValueError) as error:
-                reason = str(error) if type(error) is ValueError else "unreadable"
-                reasons[reason] = reasons.get(reason, 0) + 1
-                self._others.append(found)
+                reasons[str(error) if type(error) is ValueError else "unreadable"] += 1
         if reasons:
             why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
             logger.warning("Ignored files in %s: %s. They go when room is needed.", self._folder, why)
         return tuple(contents)
 
-    def _files(self) -> Iterator[_Found]:
-        for path in self._folder.iterdir():
-            with suppress(OSError):  # another process may have removed it
-                state = path.stat()
-                if path.suffix == ".tmp" and time.time() - state.st_mtime > _ABANDONED_S:
-                    path.unlink()
-                elif path.suffix == _SUFFIX and path.is_file():
-                    yield _Found(path, state.st_size, state.st_mtime)
-
-    def _check(self, found: _Found) -> Content:
-        with found.path.open("rb") as file:
+    def _check(self, path: Path, size: int) -> Content:
+        with path.open("rb") as file:
             line = file.readline(_MOST_HEADER_BYTES)
         header = _read_header(line)
         if header["model"] != self._model:
             raise ValueError("of another model, format or version")
         content = Content(bytes.fromhex(header["hash"]), header["tenant"])
-        if found.path.name != self._path(content.block_hash).name or found.size != len(line) + header["bytes"]:
+        if path.name != self._path(content.block_hash).name or size != len(line) + header["bytes"]:
             raise ValueError("torn")
         return content
 
     def _path(self, block_hash: bytes) -> Path:
         """Each model has its own names, so that models may share a folder."""
-        return self._folder / f"{self._model}-{block_hash.hex()}{_SUFFIX}"
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._sizes
+        return self._folder / f"{self._model}-{block_hash.hex()}.kv"
 
     def write(self, content: Content, data: bytes) -> None:
+        """Does nothing if the block is larger than all room."""
         header: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -116,26 +129,41 @@ class BlockFiles:
             "bytes": len(data),
         }
         line = _header_line(header, data)
-        self._make_room(len(line) + len(data))
         path = self._path(content.block_hash)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        # Process numbers would not do: containers have the same ones.
+        scratch = path.with_suffix(f".{secrets.randbits(60)}.tmp")
+        size = len(line) + len(data)
+        if size > self.max_bytes:
+            return
+        with self._lock:
+            if self._num_written * _LISTED_EVERY > self.max_bytes:
+                self._list()
+            self._make_room(size)
+            self._count(scratch.name, size)
+            self._num_written += size
         try:
             with open(scratch, "wb", opener=_private) as file:
                 file.write(line)
                 file.write(data)
             scratch.replace(path)
         except OSError:
-            scratch.unlink(missing_ok=True)
+            self._remove(scratch.name)
             raise
-        self._forget(content.block_hash)
-        self._sizes[content.block_hash] = len(line) + len(data)
-        self._num_bytes += len(line) + len(data)
+        with self._lock:
+            self._count(scratch.name, 0)
+            self._count(path.name, size)
+
+    def _count(self, name: str, size: int) -> None:
+        """A file that was used just now has this size; 0: it is gone."""
+        self._num_bytes += size - self._sizes.pop(name, 0)
+        if size:
+            self._sizes[name] = size
 
     def _make_room(self, num_bytes: int) -> None:
-        while self._others and self._num_bytes + num_bytes > self._max_bytes:
-            other = self._others.popleft()
-            other.path.unlink(missing_ok=True)
-            self._num_bytes -= other.size
+        while self._num_bytes + num_bytes > self.max_bytes:
+            name = next(iter(self._sizes))
+            (self._folder / name).unlink(missing_ok=True)
+            self._count(name, 0)
 
     def read(self, block_hash: bytes) -> bytes | None:
         """The block as it was written; None if it is gone, or not as it was written."""
@@ -146,9 +174,13 @@ class BlockFiles:
             del header["checksum"]
             is_ours = header["model"] == self._model and header["hash"] == block_hash.hex()
             if is_ours and line + b"\n" == _header_line(header, data):
-                os.utime(path)  # used just now, for the next start
+                os.utime(path)  # used just now, for the next start and other processes
+                with self._lock:
+                    self._count(path.name, self._sizes.get(path.name, 0))
                 return data
             logger.warning("Ignored %s: its checksum is wrong. The block is computed again.", path)
+        except FileNotFoundError:  # it made room for others
+            pass
         except OSError as error:
             logger.warning("Ignored %s: it cannot be read (%s).", path, error.strerror)
         except ValueError as error:
@@ -156,11 +188,12 @@ class BlockFiles:
         return None
 
     def remove(self, block_hash: bytes) -> None:
-        self._path(block_hash).unlink(missing_ok=True)
-        self._forget(block_hash)
+        self._remove(self._path(block_hash).name)
 
-    def _forget(self, block_hash: bytes) -> None:
-        self._num_bytes -= self._sizes.pop(block_hash, 0)
+    def _remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+        with self._lock:
+            self._count(name, 0)
 
 
 def _read_header(line: bytes) -> dict[str, Any]:

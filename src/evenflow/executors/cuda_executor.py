@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.executors.lost_slots import LostSlots, Remaining
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.executors.step_timer import StepTimer
@@ -57,7 +58,7 @@ class _PromptRows(NamedTuple):
 class _Launched:
     """A step on the device, or one that could not be launched."""
 
-    plan: StepPlan
+    remaining: Remaining
     timer: StepTimer
     parts: list[_Part] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # the numbers of the parts that sample
@@ -68,13 +69,17 @@ class _Launched:
     error: Exception | None = None
     result: StepResult | None = None
 
+    @property
+    def plan(self) -> StepPlan:
+        return self.remaining.plan
+
     def read(self) -> StepResult:
         """Wait for the device; fill in the tokens of the step's sequences."""
         if self.error is not None:
             raise self.error
         if self.result is None:
             self.timer.wait()
-            self.result = self._read()
+            self.result = self.remaining.result(self._read())
         return self.result
 
     def _read(self) -> StepResult:
@@ -84,8 +89,7 @@ class _Launched:
             samples = self.samples.read()
             for number, token in zip(self.sampled, samples.tokens, strict=True):
                 part = self.parts[number]
-                if part.end < len(part.slot.sampled.tokens):  # else a later step failed and dropped it
-                    part.slot.sampled.tokens[part.end] = token
+                part.slot.sampled.tokens[part.end] = token
             found.take(self.sampled, samples)
         embeddings = {number: to_bytes(values) for number, values in self.embeddings.items()}
         rows = tuple(found.tokens), self.timer.seconds, found.errors, found.logprobs
@@ -156,6 +160,7 @@ class CudaExecutor:
         self.blocks = PagedBlocks(self._kv)
         self._sampler = DeviceSampler(self._inputs.to_device)
         self._slots: dict[int, DeviceSequence] = {}
+        self._lost = LostSlots()
         self._in_flight: deque[_Launched] = deque()
         self._most_rows = sys.maxsize  # computed at a time; lowered when memory runs out
         self._captured_rows: dict[int, StepRows] = {}
@@ -179,12 +184,14 @@ class CudaExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Launches the step. An error comes from `wait`."""
-        step = _Launched(plan, StepTimer(self._decoder.device))
+        step = _Launched(self._lost.remaining(plan), StepTimer(self._decoder.device))
         try:
             with torch.inference_mode():
                 self._launch(step)
         except Exception as error:
             step.error = out_of_memory(error, plan) or error
+            for slot in self._lost.add(plan):
+                self._slots.pop(slot, None)
         step.timer.stop()
         self._in_flight.append(step)
 
@@ -249,13 +256,13 @@ class CudaExecutor:
         step.prompt_rows, step.row_sums = {}, {}  # memory may have run out before
         groups = list(_groups(_pieces(step, self._deterministic), self._most_rows))
         hidden = [self._run_group(step, group, pads=len(groups) == 1) for group in groups]
+        for number, row_sum in step.row_sums.items():
+            if step.parts[number].samples:
+                step.embeddings[number] = start_copy(unit_length(row_sum))
         if step.sampled:
             self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
-        for number, row_sum in step.row_sums.items():
-            part = step.parts[number]
-            part.slot.row_sum = row_sum
-            if part.samples:
-                step.embeddings[number] = start_copy(unit_length(row_sum))
+        for number, row_sum in step.row_sums.items():  # at the end: if memory runs out before, all of it runs again
+            step.parts[number].slot.row_sum = row_sum
 
     def _run_group(self, step: _Launched, group: Sequence[_Piece], pads: bool) -> Tensor:
         """Some of a step's rows through the layers; returns those that are sampled from, and padding if `pads`."""
@@ -283,7 +290,7 @@ class CudaExecutor:
                 step.prompt_rows.setdefault(piece.number, []).extend(self._prompt_rows(piece.part, found))
             if piece.part.pooling is not None:
                 before = step.row_sums.get(piece.number, piece.part.slot.row_sum)
-                step.row_sums[piece.number] = add_rows(before, found)
+                step.row_sums[piece.number] = add_rows(before, found, piece.part.pooling)
         sampled = [found[-1:] for piece, found in zip(group, wanted, strict=True) if piece.part.samples]
         return torch.cat([hidden[:0], *sampled])
 
@@ -349,8 +356,6 @@ class CudaExecutor:
         `is_stored`: the likeliest are already the last tokens of their slots.
         """
         parts = [step.parts[number] for number in step.sampled]
-        for part in parts:
-            part.drop_unreturned()
         tokens, step.samples = self._sampler.sample(logits, likeliest, [part.slot for part in parts])
         if not (is_stored and all(part.slot.is_plain for part in parts)):
             slots = self._inputs.to_device(np.array([part.slot.slot for part in parts]))

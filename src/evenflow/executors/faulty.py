@@ -14,17 +14,19 @@ from typing import Literal
 from evenflow.core.plan import NO_TIER_RESULT, Decodes, ExecutorCaps, StepPlan, StepResult, TierResult
 from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.executors.base import Executor
+from evenflow.executors.lost_slots import LostSlots, Remaining
 
 FaultKind = Literal["raise", "nan", "hang", "out-of-memory"]
-Moment = Literal["prefill", "decode", "restore", "commit"]
+Moment = Literal["admission", "prefill", "decode", "restore", "commit"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("raise", "nan", "hang", "out-of-memory")
-MOMENTS: tuple[Moment, ...] = ("prefill", "decode", "restore", "commit")
+MOMENTS: tuple[Moment, ...] = ("admission", "prefill", "decode", "restore", "commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What happens, and when.
 
+    admission          in a step that admits requests, after `num_admitted` of them: before its decodes, too
     prefill, decode    before the rows of a step with such rows are computed
     restore            the same, in a step that brings back KV: of a cached prefix, or of a request computed again. What
                        such a step was to fetch from host memory or disk does not come
@@ -36,20 +38,24 @@ class Fault:
     after: int = 0  # such moments that pass before the first fault
     count: int = 1  # such moments in a row that fail
     request_id: str | None = None  # only moments of this request; None: of any
+    num_admitted: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", FAULT_KINDS), ("moment", MOMENTS)):
             if getattr(self, name) not in allowed:
                 raise InvalidConfig(f"Got {name}={getattr(self, name)!r} but expected one of: {', '.join(allowed)}.")
-        if self.after < 0 or self.count < 1:
-            raise InvalidConfig(f"Got after={self.after} and count={self.count} but expected >= 0 and >= 1.")
+        for name, least in (("after", 0), ("count", 1), ("num_admitted", 0)):
+            if getattr(self, name) < least:
+                raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected >= {least}.")
 
     def rows(self, plan: StepPlan) -> list[int]:
         """The sequences of a plan that it concerns."""
         num_decodes = len(plan.decodes)
         names = [*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.chunks)]
+        admitted = {one.request_id for one in plan.admissions}
         restored = {one.request_id for one in plan.admissions if one.num_cached_tokens or one.epoch}
         rows = {
+            "admission": [row for row, name in enumerate(names) if name in admitted],
             "prefill": range(num_decodes, len(names)),
             "decode": range(num_decodes),
             "restore": [row for row, name in enumerate(names) if name in restored],
@@ -62,6 +68,18 @@ class Fault:
         fetches = bool(plan.moves.restores) and self.moment == "restore" and self.kind != "nan"
         return (fetches and self.request_id is None) or bool(self.rows(plan))
 
+    def interrupted(self, plan: StepPlan) -> StepPlan:
+        """What the step has done when it fails. Even one that fails has applied its releases and has moved blocks."""
+        if self.moment == "commit":
+            return plan
+        moves = plan.moves._replace(restores=()) if self.moment == "restore" else plan.moves
+        admissions, changes = plan.admissions, plan.block_changes
+        if self.moment == "admission":
+            admissions = admissions[: self.num_admitted]
+            filled = {one.slot for one in admissions}
+            changes = tuple(change for change in changes if change.slot in filled)
+        return replace(plan, admissions=admissions, block_changes=changes, decodes=Decodes(), chunks=(), moves=moves)
+
 
 class FaultyExecutor:
     """Implements `Executor`. A hung step hangs until `close`."""
@@ -70,7 +88,8 @@ class FaultyExecutor:
         self._executor = executor
         self._faults = list(faults)
         self._num_seen = [0] * len(self._faults)
-        self._in_flight: deque[tuple[StepPlan, Fault | None]] = deque()
+        self._in_flight: deque[tuple[Remaining, Fault | None]] = deque()
+        self._lost = LostSlots()
         self._unreported = NO_TIER_RESULT  # of steps whose results were lost
         self._is_closed = threading.Event()
         self.num_raised = 0  # faults so far
@@ -80,20 +99,23 @@ class FaultyExecutor:
         return self._executor.caps
 
     def submit(self, plan: StepPlan) -> None:
-        fault = self._due(plan)
-        computed = plan
-        if fault is not None and fault.kind != "nan" and fault.moment != "commit":
-            computed = _without_rows(plan, fetches=fault.moment != "restore")
+        remaining = self._lost.remaining(plan)
+        computed = remaining.plan
+        fault = self._due(computed)
+        if fault is not None and fault.kind != "nan":
+            computed = fault.interrupted(computed)
+            self._lost.add(plan)
         self._executor.submit(computed)
-        self._in_flight.append((plan, fault))
+        self._in_flight.append((remaining, fault))
 
     def wait(self) -> StepResult:
-        plan, fault = self._in_flight.popleft()
+        remaining, fault = self._in_flight.popleft()
+        plan = remaining.plan
         result = self._executor.wait()
         moved, self._unreported = self._unreported.then(result.tier), NO_TIER_RESULT
         result = replace(result, tier=moved)
         if fault is None:
-            return result
+            return remaining.result(result)
         self.num_raised += 1
         if fault.kind != "nan":
             lost = [block_hash for _, block_hash in plan.moves.restores] if fault.moment == "restore" else []
@@ -110,7 +132,8 @@ class FaultyExecutor:
             case "nan":
                 rows = fault.rows(plan)
                 tokens = tuple(() if row in rows else given for row, given in enumerate(result.tokens))
-                return replace(result, tokens=tokens, faults=dict.fromkeys(rows, f"the logits are NaN: {where}"))
+                faults = {**result.faults, **dict.fromkeys(rows, f"the logits are NaN: {where}")}
+                return remaining.result(replace(result, tokens=tokens, faults=faults))
 
     def close(self) -> None:
         self._is_closed.set()
@@ -125,9 +148,3 @@ class FaultyExecutor:
                 if fault.after < self._num_seen[number] <= fault.after + fault.count:
                     due = due or fault
         return due
-
-
-def _without_rows(plan: StepPlan, fetches: bool) -> StepPlan:
-    """Even a step that fails has applied its releases and admissions, and has moved blocks."""
-    moves = plan.moves if fetches else plan.moves._replace(restores=())
-    return replace(plan, decodes=Decodes(), chunks=(), moves=moves)

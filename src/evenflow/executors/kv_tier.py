@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +33,8 @@ logger = logging.getLogger("evenflow")
 _TOGETHER = 16  # blocks that are restored at a time
 _TRIALS = tuple(Save(0, b"not of a prefix" + bytes([number]), "") for number in range(_TOGETHER))
 _CLOSE_SECONDS = 1.0  # for what is still to be saved at the end
+_WAIT_SECONDS = 0.05  # of a step without rows: a request that arrives meanwhile must not wait for a disk that hangs
+_PAUSE_SECONDS = 60.0  # after a failed write, until the disk is tried again
 
 
 class BlockMemory(Protocol):
@@ -91,6 +93,9 @@ class KvTier:
         if memory.is_on_gpu and isinstance(codec, Plain):
             self._host.reserve(_TOGETHER + 1)  # one is saved meanwhile
         self._staged: dict[bytes, BlockCopy] = {}  # copied out of the pool, not encoded yet
+        self._to_drop: list[bytes] = []  # next, before anything else is saved
+        self._dropping: Counter[bytes] = Counter()  # these, and those being dropped: what is stored must not be read
+        self._paused_until = 0.0  # the files are not written until then; 0: the last write succeeded
         self._num_saving = self._num_returning = 0
         self._restored: list[bytes] = []
         self._lost: list[bytes] = []
@@ -108,7 +113,7 @@ class KvTier:
     def apply(self, moves: TierMoves) -> None:
         """Copy what is to be saved, start everything else. Never fails: at worst a block is lost."""
         if moves.drops:
-            self._saver.submit(self._drop, moves.drops)
+            self._start_drop(moves.drops)
         room = self._memory.most_copied - self._num_saving
         if moves.saves and room > 0:
             self._stage(moves.saves[-room:])  # what came before these is not kept
@@ -117,6 +122,19 @@ class KvTier:
             with self._changed:
                 self._num_returning += len(group)
             self._restorer.submit(self._restore, group)
+
+    def _start_drop(self, hashes: Sequence[bytes]) -> None:
+        """Soon, because a forgotten block's file may be wrong, and is read at the next start if this process dies.
+
+        Saves that have not begun are called off. A block that is saved anew meanwhile is read from its new copy, or is
+        lost.
+        """
+        with self._changed:
+            self._to_drop += hashes
+            self._dropping.update(hashes)
+            for block_hash in hashes:
+                self._staged.pop(block_hash, None)
+        self._saver.submit(self._drop_next)
 
     def _stage(self, saves: Sequence[Save]) -> None:
         began = time.perf_counter()
@@ -133,10 +151,10 @@ class KvTier:
         self._saver.submit(self._save, staged, copying)
 
     def wait(self) -> None:
-        """Wait until a block to be restored is there or lost; with nothing to restore, until all blocks are saved."""
+        """Wait for a while for a block to be restored or lost; with nothing to restore, until all blocks are saved."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._restored or self._lost or not (self._num_returning or self._num_saving)
+                lambda: self._restored or self._lost or not (self._num_returning or self._num_saving), _WAIT_SECONDS
             )
 
     def collect(self) -> TierResult:
@@ -163,8 +181,9 @@ class KvTier:
         From files, if there are files: most of their blocks are not on the host too.
         """
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
-        num_held = self._host_bytes // self._codec.most_bytes(self._layout)
-        trials = _TRIALS if self._files is not None else _TRIALS[: max(1, num_held)]
+        most = self._codec.most_bytes(self._layout)
+        num_held = self._files.capacity(most) if self._files is not None else self._host_bytes // most
+        trials = _TRIALS[: max(1, num_held)]
         times = []
         with torch.inference_mode():
             self._memory.write([0], [block])
@@ -181,11 +200,11 @@ class KvTier:
         self._drop([save.block_hash for save in trials])
         return min(times)
 
-    def config(self, *, disk_bytes: int = 0) -> TierConfig:
-        """The scheduler's view of this tier: with files, every saved block is in a file, and the host holds some."""
+    def config(self) -> TierConfig:
+        """The scheduler's view of this tier. With files, every saved block is in a file, or on the host if more fit."""
         save_seconds, restore_seconds = self.measure()
         most = self._codec.most_bytes(self._layout)
-        in_files = BlockFiles.num_blocks(disk_bytes, most) if self._files is not None else 0
+        in_files = self._files.capacity(most) if self._files is not None else 0
         return TierConfig(
             num_blocks=max(in_files, self._host_bytes // most),
             save_seconds=save_seconds,
@@ -196,12 +215,12 @@ class KvTier:
         )
 
     def close(self) -> None:
-        """Finish what is being saved, for a few seconds at most."""
+        """Finish what is being saved, for a few seconds at most, and all drops: what is dropped may be wrong."""
         with suppress(TimeoutError):
             self._saver.submit(lambda: None).result(_CLOSE_SECONDS)  # after all that was submitted before
         self._is_closed = True
-        for worker in (self._saver, self._restorer):
-            worker.shutdown(cancel_futures=True)
+        self._restorer.shutdown(cancel_futures=True)
+        self._saver.shutdown()
         self._host.clear()
         self._staged.clear()
         del self._memory
@@ -212,14 +231,16 @@ class KvTier:
         waits = True  # the first one, for the steps before it
         while staged:  # a GPU's memory is free again once all its copies are
             save, copy = staged.pop(0)
+            self._drop_next()
             began, num_bytes = time.perf_counter(), 0
             try:
-                if not self._is_closed:
+                if not self._is_closed and self._staged.get(save.block_hash) is copy:  # else it was dropped
                     num_bytes = self._keep(save, copy)
             except Exception:  # a GPU that fails, say: the block is lost, the thread goes on
                 logger.exception("a KV block was not kept")
             with self._changed:
-                self._staged.pop(save.block_hash, None)
+                if self._staged.get(save.block_hash) is copy:  # else it was dropped, and perhaps copied anew
+                    del self._staged[save.block_hash]
                 self._num_saving -= 1
                 if num_bytes:
                     self._saved.add(num_bytes, None if waits else time.perf_counter() - began + copying)
@@ -241,13 +262,18 @@ class KvTier:
         return data if isinstance(data, Tensor) else self._codec.decode(data, self._layout)
 
     def _write_file(self, content: Content, data: Held) -> None:
-        if self._files is None:
+        if self._files is None or time.monotonic() < self._paused_until:
             return
         try:
             self._files.write(content, self._codec.encode(data) if isinstance(data, Tensor) else data)
         except OSError as error:
-            logger.warning("The prefix cache is not kept on disk any more: %s.", error)
-            self._files = None
+            if not self._paused_until:
+                logger.warning("The prefix cache is not kept on disk: %s. The disk is tried again each minute.", error)
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            return
+        if self._paused_until:
+            logger.info("The prefix cache is kept on disk again.")
+            self._paused_until = 0.0
 
     def _restore(self, group: Sequence[tuple[int, bytes]]) -> None:
         began = time.perf_counter()
@@ -257,9 +283,11 @@ class KvTier:
             logger.warning("%d KV blocks cannot be restored and are computed again: %r.", len(group), error)
             filled = {}
         seconds = (time.perf_counter() - began) / len(group)
+        if lost := [block_hash for _, block_hash in group if block_hash not in filled]:
+            self._start_drop(lost)  # the scheduler will not, since it knows of none
         with self._changed:
-            for _, block_hash in group:
-                (self._restored if block_hash in filled else self._lost).append(block_hash)
+            self._restored += filled
+            self._lost += lost
             for num_bytes in filled.values():
                 self._filled.add(num_bytes, seconds)
             self._changed.notify_all()
@@ -272,10 +300,10 @@ class KvTier:
             try:
                 for _, block_hash in group:
                     with self._changed:
-                        staged = self._staged.get(block_hash)
+                        staged, is_stale = self._staged.get(block_hash), block_hash in self._dropping
                     if staged is not None:
                         values[block_hash] = staged(None)
-                    elif (data := self._take(block_hash)) is not None:
+                    elif not is_stale and (data := self._take(block_hash)) is not None:
                         taken[block_hash] = data
                         values[block_hash] = self._decode(data)
                 if values:
@@ -293,6 +321,13 @@ class KvTier:
         if isinstance(data, bytes) and isinstance(self._codec, Plain):
             return self._encode(partial(copied, self._codec.decode(data, self._layout)))
         return data
+
+    def _drop_next(self) -> None:
+        with self._changed:
+            hashes, self._to_drop = self._to_drop, []
+        self._drop(hashes)
+        with self._changed:
+            self._dropping -= Counter(hashes)
 
     def _drop(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:

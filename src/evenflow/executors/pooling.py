@@ -6,9 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evenflow.core.request import Pooling
 
-def add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
-    """The sum so far with these rows. In float64, so that rounding it to float32 hides where the chunks ended."""
+
+def add_rows(total: Tensor | None, rows: Tensor, pooling: Pooling) -> Tensor:
+    """The sum of the pooled rows so far. In float64, so that rounding it to float32 hides where the chunks ended.
+
+    More rows than one may be at hand for `last` too: prompt logprobs want them all.
+    """
+    if pooling == "last":
+        return rows[-1:].sum(0, dtype=torch.float64)
     added = rows.sum(0, dtype=torch.float64)
     return added if total is None else total + added
 

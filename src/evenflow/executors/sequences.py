@@ -72,10 +72,6 @@ class Part(Generic[SlotT]):
         if length < self.length:
             self.length, self.samples = length, False
 
-    def drop_unreturned(self) -> None:
-        """A failed step may have left a sample that was never returned."""
-        del self.slot.sampled.tokens[self.end :]
-
 
 @dataclass(slots=True)
 class SampledParts:
@@ -109,12 +105,13 @@ def new_sampled(admission: Admission, vocab_size: int, grammars: Grammars | None
     if admission.sampling.grammar is not None:
         assert grammars is not None, "a request with a grammar for an executor without grammars"
         constraint = grammars.constrain(admission.sampling.grammar)
+    stops = frozenset(token for token in admission.stop_token_ids if token < vocab_size)
     return SampledSequence(
         params=admission.sampling,
         seed=admission.seed,
         tokens=list(admission.token_ids),
         num_prompt_tokens=admission.num_prompt_tokens,
-        stop_token_ids=admission.stop_token_ids,
+        stop_token_ids=stops if len(stops) < vocab_size else frozenset(),  # else `min_tokens` would leave no token
         constraint=constraint,
         rules=TokenRules.of(admission.sampling, vocab_size),
     )

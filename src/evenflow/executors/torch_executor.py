@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
 from evenflow.errors import InvalidConfig
+from evenflow.executors.lost_slots import LostSlots
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.executors.shedding import Shedder, TailTime
@@ -56,7 +57,7 @@ class _Slot:
 
 
 class TorchExecutor:
-    """Implements `Executor`. A failed step may have applied releases and admissions, but returns no samples."""
+    """Implements `Executor`."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class TorchExecutor:
         self._decoder = Decoder(config, tensors, *forms, fixed_order=deterministic)
         self.blocks = PrefixStore(config, num_blocks, block_size) if enable_prefix_caching else None
         self._slots: dict[int, _Slot] = {}
+        self._lost = LostSlots()
         self._in_flight: deque[Future[StepResult]] = deque()
         self._last_end = 0.0
         self._tail_time = TailTime()
@@ -104,10 +106,13 @@ class TorchExecutor:
 
     def _run(self, plan: StepPlan, submitted: float) -> StepResult:
         began = max(submitted, self._last_end)
+        remaining = self._lost.remaining(plan)
         try:
             with torch.inference_mode():
-                return self._step(plan, began)
-        except (MemoryError, RuntimeError) as error:
+                return remaining.result(self._step(remaining.plan, began))
+        except Exception as error:
+            for slot in self._lost.add(plan):
+                self._slots.pop(slot, None)
             if (explained := out_of_memory(error, plan)) is not None:
                 raise explained from error
             raise
@@ -169,8 +174,6 @@ class TorchExecutor:
         found = SampledParts([()] * len(parts))
         if not numbers:
             return found
-        for number in numbers:
-            parts[number].drop_unreturned()
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for number, token in zip(numbers, samples.tokens, strict=True):
@@ -207,7 +210,8 @@ class TorchExecutor:
 
     def _embedding(self, part: Part[_Slot], hidden: Tensor) -> bytes | None:
         """The prompt's embedding, once its last chunk is computed."""
-        part.slot.row_sum = add_rows(part.slot.row_sum, self._decoder.normed(hidden))
+        assert part.pooling is not None
+        part.slot.row_sum = add_rows(part.slot.row_sum, self._decoder.normed(hidden), part.pooling)
         return to_bytes(unit_length(part.slot.row_sum)) if part.samples else None
 
 
