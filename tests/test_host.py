@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,20 @@ def test_cgroups_of_version_1(cgroups: Path, tmp_path: Path) -> None:
     assert host.num_cpus() == 3
     write(cgroups / "cpu,cpuacct" / "docker" / "abc", cpu__cfs_quota_us="-1")
     assert host.num_cpus() == 64
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool) -> None:
+    folder = path = tmp_path / "mine"
+    host.private_folder(folder)
+    if is_link:
+        path = tmp_path / "link"
+        path.symlink_to(folder)
+    host.private_folder(path)  # a link of one's own is fine
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(PermissionError, match="it belongs to another user"):
+        host.private_folder(path)

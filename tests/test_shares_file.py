@@ -73,11 +73,19 @@ def test_what_a_file_leaves_out_stays(tmp_path: Path) -> None:
         ("[tenants.a]\nmost_urgent = 'vip'", "expected one of: interactive, standard, batch"),
         ("[tenants.a]\nmax_requests = -1", "max_requests=-1 but expected a whole number >= 0"),
         ("[tenants", "is not TOML"),
+        (f"[classes.a]\nrank = {'1' * 5000}", "a number in it is too large"),
+        (f"[tenants.a]\nweight = {'1' * 400}", "Got a whole number of 1326 bits but expected at most 64"),
+        (f"[classes.a]\nrank = 0x{'f' * 5000}\nshare = 0.5", "Got a whole number of 20000 bits"),
+        (f"tenants = {'[' * 5000}", "nested too deeply"),
+        (f"tenants = {{ a = {{ weight = {'[' * 100 + ']' * 100} }} }}", "weight"),
+        (f"[tenants.a]\n{'x' * 5000} = 1", "xxx"),
     ],
 )
-def test_wrong_files_are_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_by_name_in_one_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="shares file") as refusal:
         read_shares(written(tmp_path, text))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert len(str(refusal.value)) < 2000
     assert message in str(refusal.value)
 
 

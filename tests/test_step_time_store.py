@@ -8,7 +8,7 @@ import pytest
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
-from evenflow.step_time_store import SAVE_INTERVAL_S, StepTimeKeeper, least_target, load_step_times
+from evenflow.step_time_store import SAVE_INTERVAL_S, StepTimeKeeper, least_target, load_step_times, save_step_times
 
 
 def learn(model: StepTimeModel) -> None:
@@ -44,6 +44,25 @@ def test_the_end_saves_only_what_is_new(tmp_path: Path) -> None:
     keeper.after_step(1.0)
     keeper.save()
     assert path.exists()
+
+
+def test_two_engines_that_save_at_once_harm_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one process, or of two containers whose processes have the same number."""
+    model, path = StepTimeModel(), tmp_path / "one.json"
+    learn(model)
+    replace = Path.replace
+
+    def after_the_other(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        assert save_step_times(model, path)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    assert save_step_times(model, path)
+    kept = load_step_times(path)
+    assert kept is not None
+    assert kept.to_record() == model.to_record()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

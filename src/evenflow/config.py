@@ -27,7 +27,7 @@ class EngineConfig:
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
     policy: str | PolicySpec | None = None  # a text is parsed at once; None: a target, or the budget that is given
-    tbt_target: float | None = None  # seconds between a stream's tokens; alone it means policy `target`
+    tbt_target: float | str | None = None  # seconds between a stream's tokens, or 50ms; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
     max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
     max_num_seqs: int = 256  # most requests that run at a time
@@ -87,7 +87,7 @@ class EngineConfig:
         if self.enable_chunked_prefill is False:
             return PolicySpec("unchunked")
         if self.spec is None and self.max_num_batched_tokens is not None:
-            return PolicySpec("fixed", self.max_num_batched_tokens)
+            return PolicySpec("fixed", self.max_num_batched_tokens).bounded(self.max_num_batched_tokens)
         return self.spec
 
     def _require_at_least(self, name: str, low: int) -> None:
@@ -116,11 +116,11 @@ class EngineConfig:
                 got = f"Got {name}={getattr(self, name)!r} with enable_prefix_caching=False"
                 raise InvalidConfig(f"{got} but only cached prefixes are moved out: give one of them.")
 
-    def _adopt_target(self, seconds: float) -> None:
+    def _adopt_target(self, target: float | str) -> None:
         """Two ways to say one thing: from here on only the policy counts."""
-        policy = PolicySpec.for_target(seconds)
+        policy = PolicySpec.for_target(target)
         if self.spec is not None and self.spec.target != policy.target:
-            raise InvalidConfig(f"Got tbt_target={seconds} and policy='{self.spec}': two policies; give one of them.")
+            raise InvalidConfig(f"Got tbt_target={target} and policy='{self.spec}': two policies; give one of them.")
         object.__setattr__(self, "policy", self.policy or policy)
 
     def _check_chunking(self) -> None:
@@ -141,7 +141,7 @@ class EngineConfig:
             )
 
     def with_policy(self, policy: str | PolicySpec) -> EngineConfig:
-        """The same settings with another policy, which brings its own budget."""
+        """The same settings with another policy, which may bring its own budget."""
         spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
         return replace(
             self,
@@ -165,5 +165,5 @@ class EngineConfig:
                     f"Got max_num_batched_tokens={budget} without chunked prefill, but a prompt of up to max_model_len="
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
-            return PolicySpec("unchunked", budget)
-        return spec.bounded(self.max_num_batched_tokens or spec.budget)
+            spec = PolicySpec("unchunked", budget)
+        return spec.bounded(self.max_num_batched_tokens)

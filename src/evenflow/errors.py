@@ -46,10 +46,12 @@ class InvalidRequest(InvalidInput):
 class LateRequest(EvenflowError, RuntimeError):
     """A request that is refused because its first token is expected after its target, or after its deadline.
 
-    Later there may be less before it.
+    After `retry_after_s`, what is before it is done, or it is let through to see whether the estimate still holds.
     """
 
-    def __init__(self, expected_s: float, target_s: float, is_deadline: bool = False) -> None:
+    def __init__(
+        self, expected_s: float, target_s: float, is_deadline: bool = False, retry_after_s: float | None = None
+    ) -> None:
         limit = "deadline" if is_deadline else "target"
         super().__init__(
             f"The first token is expected after {expected_s:.3g} s but the {limit} is {target_s:g} s: retry later, or "
@@ -58,6 +60,7 @@ class LateRequest(EvenflowError, RuntimeError):
         self.expected_s = expected_s
         self.target_s = target_s
         self.is_deadline = is_deadline
+        self.retry_after_s = expected_s - target_s if retry_after_s is None else retry_after_s
 
 
 class DeadlineExceeded(EvenflowError, TimeoutError):

@@ -5,20 +5,26 @@ In a container, memory and cores are what its cgroups (of version 1 or 2) allow.
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import re
 import resource
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from weakref import WeakSet
 
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _OWN_MEMORY = Path("/proc/self/statm")
+_shielded: WeakSet[SpawnProcess] = WeakSet()
 
 
 def total_memory() -> int:
@@ -107,11 +113,46 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenflow"
 
 
-def start_without_interrupts(process: SpawnProcess) -> None:
-    """Start a process that never sees an interrupt: a terminal sends it to all, and the first one decides."""
-    resource_tracker.ensure_running()  # starting the process would do so, and unblock interrupts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def private_folder(path: Path) -> None:
+    """Create a folder for its owner alone; `check_private` if it exists."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(path)
+
+
+def check_private(path: Path) -> None:
+    """PermissionError if a folder, or a link to one, belongs to another user but root, or if all users may write to it.
+
+    What others put there could be taken for our own. It is not closed here: it may be shared on purpose, as /tmp is.
+    """
+    problem = None
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if strangers := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
+        problem = f"it belongs to another user ({min(strangers)}, and this one is {os.geteuid()}); name a new folder"
+    elif mode & stat.S_IWOTH:
+        problem = (
+            f"all users may write to it: its mode is {mode:o}; empty it and run chmod o-w on it, or name a new folder"
+        )
+    if problem is not None:
+        raise PermissionError(errno.EPERM, problem, str(path))
+
+
+def start_shielded(process: SpawnProcess) -> None:
+    """Start a process that never sees a signal to exit: terminals and supervisors send it to all, and this one decides.
+
+    It has to end by itself when this process is gone.
+    """
+    resource_tracker.ensure_running()  # starting the process would do so, and unblock these signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
     try:
         process.start()  # it inherits what is blocked
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _shielded.add(process)
+
+
+@atexit.register
+def _kill_shielded() -> None:
+    """multiprocessing would terminate them at exit, which they do not see, and then wait."""
+    for process in _shielded:
+        with suppress(ValueError):  # closed: it has ended
+            process.kill()

@@ -1,8 +1,11 @@
-"""A file that is written line by line and holds only whole lines, whatever happens to the disk."""
+"""A file that one writer writes line by line, and that holds only whole lines, whatever happens to the disk."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -11,10 +14,13 @@ _PRIVATE = 0o600
 
 
 class LineFile:
-    """Not buffered: a line that was written survives the process. New files are private."""
+    """Not buffered: a line that was written survives the process. New files are private.
+
+    An OSError if another writer has it open: two would cut off or overwrite each other's lines.
+    """
 
     def __init__(self, path: str | Path, mode: Literal["wb", "ab"]) -> None:
-        self._file = open(path, mode, buffering=0, opener=_open_privately)  # noqa: SIM115 (closed by close)
+        self._file = open(path, mode, buffering=0, opener=_open_alone)  # noqa: SIM115 (closed by close)
         self.num_bytes = os.fstat(self._file.fileno()).st_size
         if mode == "ab" and self.num_bytes and not _ends_a_line(path):
             self.write(b"")  # a process or machine died in its last line
@@ -49,5 +55,23 @@ def _ends_a_line(path: str | Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _open_privately(path: str, flags: int) -> int:
-    return os.open(path, flags, _PRIVATE)
+def _open_alone(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags & ~os.O_TRUNC, _PRIVATE)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor, path)
+            if flags & os.O_TRUNC:
+                os.truncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(descriptor: int, path: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(errno.EBUSY, "another server or engine is writing to it", path) from error
+    except OSError:  # a file system without locks
+        pass

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, check_classes, check_weights
-from evenflow.duration import parse_duration
-from evenflow.errors import InvalidConfig, InvalidInput
-
-_TARGETS = ("tbt_target", "ttft_target")
+from evenflow.errors import InvalidConfig, InvalidInput, printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +50,21 @@ class Shares:
 
 def read_shares(path: Path) -> Shares:
     """The settings in this file, or an InvalidConfig that says what is wrong with it."""
+    name = printable(repr(str(path)))
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise InvalidConfig(f"Got the shares file {str(path)!r} but it cannot be read: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidConfig(f"Got the shares file {str(path)!r} but it is not TOML: {error}.") from error
-    try:
+        _check_size(found)
         return _shares(found)
     except InvalidInput as error:
-        raise InvalidConfig(f"In the shares file {str(path)!r}: {error}") from error
+        raise InvalidConfig(f"In the shares file {name}: {printable(str(error))}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidConfig(f"Got the shares file {name} but it is not TOML: {printable(str(error))}.") from error
+    except (OSError, UnicodeError) as error:
+        raise InvalidConfig(f"Got the shares file {name} but it cannot be read: {error}.") from error
+    except ValueError as error:  # Python's own, of numbers with thousands of digits
+        raise InvalidConfig(f"Got the shares file {name} but a number in it is too large: {error}.") from error
+    except RecursionError as error:
+        raise InvalidConfig(f"Got the shares file {name} but its values are nested too deeply.") from error
 
 
 def _shares(found: Mapping[str, Any]) -> Shares:
@@ -101,13 +103,21 @@ def _class(name: str, table: dict[str, Any]) -> ServiceClass:
             raise InvalidConfig(f"Got class {name!r} without {needed!r} but every class needs one.")
     for number in ("share", "reserve"):
         _check_number(f"{number} of class {name!r}", table.get(number, 0))
-    seconds = {target: _seconds(f"{target} of class {name!r}", table[target]) for target in _TARGETS if target in table}
-    return ServiceClass(name=name, **table | seconds)
+    return ServiceClass(name=name, **table)
 
 
 def _tenant(name: str, table: dict[str, Any]) -> TenantSettings:
     _check_names(f"setting of tenant {name!r}", table, [one.name for one in fields(TenantSettings)])
     return TenantSettings(**table)
+
+
+def _check_size(found: object) -> None:
+    """TOML's whole numbers have 64 bits, Python's any number of them."""
+    if isinstance(found, int) and found.bit_length() > 63:
+        raise InvalidConfig(f"Got a whole number of {found.bit_length()} bits but expected at most 64, with its sign.")
+    if isinstance(found, dict | list):
+        for one in found.values() if isinstance(found, dict) else found:
+            _check_size(one)
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
@@ -118,12 +128,3 @@ def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
 def _check_number(what: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidConfig(f"Got {value!r} for the {what} but expected a number.")
-
-
-def _seconds(what: str, value: object) -> float:
-    """A number is in seconds; text has a unit."""
-    if isinstance(value, str):
-        return parse_duration(value)
-    _check_number(what, value)
-    assert isinstance(value, int | float)
-    return value

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,13 @@ def _read(path: Path) -> Any:
 
 def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")  # several ranks of one model may save at once
-    scratch.write_text(json.dumps(content))
-    scratch.replace(path)
+    scratch = path.with_suffix(f".{secrets.token_hex(8)}.tmp")  # several engines of one model may save at once
+    try:
+        scratch.write_text(json.dumps(content))
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def least_target(path: Path, target_s: float) -> float:

@@ -92,20 +92,23 @@ class Driver:
         name: str | None = None,
         tenant: str = "",
         service_class: str = "",
+        salt: str | None = None,
         **sampling: Any,
     ) -> Request:
-        """A prompt given as a length is made of tokens that no other prompt shares."""
+        """A prompt given as a length is made of tokens that no other prompt shares. Tenants have their own salt unless
+        one is given."""
         name = name or next(self._names)
         if isinstance(prompt, int):
             prompt = [(hash_of(name) + i) % VOCAB for i in range(prompt)]
+        salted = (tenant if salt is None else salt).encode()
         request = Request(
             name,
             prompt,
             SamplingParams(max_tokens=max_tokens, **sampling),
             seed=0,
             max_model_len=1 << 20,
-            salt=tenant.encode(),
-            block_hashes=hash_blocks(prompt, self.scheduler.block_size, tenant.encode()),
+            salt=salted,
+            block_hashes=hash_blocks(prompt, self.scheduler.block_size, salted),
             arrival_time=self.executor.clock.now,
             tenant=tenant,
             service_class=service_class,

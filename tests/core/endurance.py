@@ -24,7 +24,7 @@ from tests.core.driving import Driver, StepFailed
 from tests.core.promises import check_accounts, check_scheduler
 
 BLOCK_SIZE = 4
-POLICIES = ("fixed:64", "fixed:7", "target:20", "target:50,paced", "alternate:32", "unchunked", "load")
+POLICIES = ("fixed:64", "fixed:7", "target:20ms", "target:50ms,paced", "alternate:32", "unchunked", "load")
 _BUDGET = 96
 _STEPS_TO_DRAIN = 20_000  # far more than all open requests need
 _STEPS_BETWEEN_DRAINS = 1_000

@@ -47,7 +47,7 @@ class Oracle(StepTimeModel):
     def upper(self, shape: StepShape) -> float:
         return self._cost(shape)
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, shapes: object, seconds: float, launches: object = ()) -> None:
         """There is nothing to learn."""
 
 
@@ -128,7 +128,7 @@ def target_driver(
     shed: Callable[[StepPlan], Mapping[int, Shed]] | None = None,
 ) -> Driver:
     return Driver(
-        f"target:{milliseconds}{mode}",
+        f"target:{milliseconds}ms{mode}",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,

@@ -76,6 +76,13 @@ def test_a_streams_own_target_goes_before_the_engines() -> None:
     assert late_tokens(STRICT, [1.0, 1.5, 1.75], own_target=0.5) == [None] * 3
 
 
+def test_a_target_that_cannot_be_kept_is_the_engines() -> None:
+    pacing = Pacing(0.25, feasible=0.1)
+    assert [pacing.target_of(own) for own in (None, 0.05, 0.1, 0.2, 0.5)] == [0.25, 0.25, 0.1, 0.2, 0.5]
+    assert Pacing(0.25, feasible=0.4).target_of(0.3) == 0.3  # looser than the engine's
+    assert late_tokens(pacing, [1.0, 1.25, 1.75], own_target=0.05) == [None, None, LateToken("a", 0.5, 0.25)]
+
+
 @given(
     st.lists(st.floats(0, 5), min_size=1, max_size=30),
     st.floats(0.01, 2),

@@ -44,7 +44,7 @@ class Gpu:
 
 def gpu_driver(milliseconds: int, jitter: float = 0.0) -> Driver:
     return Driver(
-        f"target:{milliseconds}",
+        f"target:{milliseconds}ms",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,

@@ -14,14 +14,13 @@ from evenflow.core.policies import (
     DEFAULT_BUDGET,
     DEFAULT_POLICY,
     DEFAULT_TARGET_BUDGET,
-    MAX_TARGET_S,
-    MIN_TARGET_S,
     PolicySpec,
     parse_policies,
 )
 from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
+from evenflow.duration import MAX_TARGET_S, MIN_TARGET_S, format_duration, parse_target
 from evenflow.errors import InvalidConfig
 from evenflow.executors.recorded import policy_record, read_policy
 
@@ -36,7 +35,7 @@ from evenflow.executors.recorded import policy_record, read_policy
         ("adaptive", Adaptive, DEFAULT_BUDGET),
         ("adaptive:80ms", Adaptive, DEFAULT_BUDGET),
         ("prompt-length", ByPromptLength, DEFAULT_BUDGET),
-        ("target:50", Target, DEFAULT_TARGET_BUDGET),
+        ("target:50ms", Target, DEFAULT_TARGET_BUDGET),
         ("target:50ms,paced", Target, DEFAULT_TARGET_BUDGET),
     ],
 )
@@ -53,12 +52,10 @@ def test_each_form_builds_its_policy_with_its_budget(text: str, kind: type[Polic
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("50", 0.05),
         ("50ms", 0.05),
         ("50 ms", 0.05),
         ("0.05s", 0.05),
         ("2.5ms", 0.0025),
-        ("2.5", 0.0025),
         ("0.5ms", 0.0005),
         ("33.3ms", 0.0333),
         ("2s", 2.0),
@@ -75,17 +72,17 @@ def test_a_target_in_milliseconds_or_seconds(text: str, seconds: float) -> None:
 
 
 def test_specs_that_mean_the_same_are_equal_and_each_is_echoed_as_written() -> None:
-    texts = ("target:50", "target:50ms", "target:0.05s")
+    texts = ("target:50ms", "target:0.05s")
     specs = [PolicySpec.parse(text) for text in texts]
     assert set(specs) == {PolicySpec.for_target(0.05)}
     assert [str(spec) for spec in specs] == list(texts)
     assert PolicySpec.parse("fixed:2048") == DEFAULT_POLICY
-    assert PolicySpec.parse("target:2s") == PolicySpec.parse("target:2000")
+    assert PolicySpec.parse("target:2s") == PolicySpec.parse("target:2000ms")
 
 
-@pytest.mark.parametrize("other", ["target:51", "target:50,paced", "adaptive:50", "fixed:50"])
+@pytest.mark.parametrize("other", ["target:51ms", "target:50ms,paced", "adaptive:50ms", "fixed:50"])
 def test_specs_that_differ_are_unequal(other: str) -> None:
-    assert PolicySpec.parse("target:50") != PolicySpec.parse(other)
+    assert PolicySpec.parse("target:50ms") != PolicySpec.parse(other)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +99,20 @@ def test_specs_that_differ_are_unequal(other: str) -> None:
         "alternate",
         "alternate:0",
         "adaptive:x",
-        "adaptive:0",
+        "adaptive:0ms",
         "load:3",
         "unchunked:2",
         "prompt-length:5",
         "target",
         "target:",
-        "target:0",
+        "target:0ms",
         "target:-50",
-        "target:50,",
-        "target:50,strict",
-        "target:50,paced,paced",
+        "target:50ms,",
+        "target:50ms,strict",
+        "target:50ms,paced,paced",
         "target:0.09ms",
         "target:3601s",
-        " target:50",
+        " target:50ms",
         "Target:50",
     ],
 )
@@ -125,19 +122,31 @@ def test_a_bad_policy_is_named(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("policy", ["target", "adaptive"])
+def test_a_bare_number_is_refused_with_what_to_write(policy: str) -> None:
+    """It meant milliseconds here and seconds everywhere else."""
+    with pytest.raises(InvalidConfig) as caught:
+        PolicySpec.parse(f"{policy}:200")
+    assert str(caught.value) == f"Got policy='{policy}:200' without a unit; write \"{policy}:200ms\"."
+    with pytest.raises(InvalidConfig, match=f'write "{policy}:9ms" or "{policy}:9s"'):
+        PolicySpec.parse(f"{policy}:9")
+
+
 @pytest.mark.parametrize("argument", ["soon", "2m", "1.2.3", "1.", ".5", "50msec", "5e1", "50ms\n"])
 @pytest.mark.parametrize("name", ["target", "adaptive"])
 def test_a_bad_duration_is_told_what_one_looks_like(name: str, argument: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"expected milliseconds such as 50ms .* from 0\.0001 to 3600 seconds"):
+    with pytest.raises(InvalidConfig, match=r"Got policy=.* but expected a duration such as 50ms or 0\.3s"):
         PolicySpec.parse(f"{name}:{argument}")
 
 
 def test_an_unknown_policy_is_told_every_form() -> None:
-    with pytest.raises(InvalidConfig, match=r"unchunked, alternate:N, fixed:N, load, adaptive\[:MS\], "):
+    with pytest.raises(InvalidConfig, match=r"unchunked, alternate:N, fixed:N, load, adaptive\[:TIME\], "):
         PolicySpec.parse("nonsense")
 
 
-@pytest.mark.parametrize("text", ["unchunked", "load", "adaptive", "adaptive:80", "prompt-length", "target:50,paced"])
+@pytest.mark.parametrize(
+    "text", ["unchunked", "load", "adaptive", "adaptive:80ms", "prompt-length", "target:50ms,paced"]
+)
 def test_a_bound_is_kept_beside_the_text(text: str) -> None:
     spec = PolicySpec.parse(text).bounded(300)
     assert (str(spec), spec.budget, spec.build().max_step_tokens) == (text, 300, 300)
@@ -147,7 +156,7 @@ def test_a_bound_is_kept_beside_the_text(text: str) -> None:
 @pytest.mark.parametrize("text", ["fixed:64", "alternate:64"])
 def test_a_policy_that_names_its_budget_keeps_it(text: str) -> None:
     spec = PolicySpec.parse(text)
-    assert spec.bounded(300) is spec
+    assert spec.bounded(300).budget == 64
     assert spec.names_budget
 
 
@@ -155,26 +164,26 @@ def test_a_policy_that_names_its_budget_keeps_it(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.05, "50ms"), (0.0025, "2.5ms"), (0.0005, "0.5ms"), (2, "2000ms"), (3600, "3600000ms")]
+    ("seconds", "text"), [(0.05, "50ms"), (0.0025, "2.5ms"), (0.0005, "0.5ms"), (2, "2000ms"), ("3600s", "3600000ms")]
 )
-def test_a_new_target_is_written_in_milliseconds(seconds: float, text: str) -> None:
-    for base in ("fixed:512", "target:70"):
+def test_a_new_target_is_written_in_milliseconds(seconds: float | str, text: str) -> None:
+    for base in ("fixed:512", "target:70ms"):
         spec = PolicySpec.parse(base).with_target(seconds)
         assert str(spec) == f"target:{text}"
-        assert spec.target == seconds
+        assert spec.target == parse_target(seconds)
         assert PolicySpec.parse(str(spec)) == spec
 
 
 @given(st.floats(MIN_TARGET_S, MAX_TARGET_S), st.booleans())
 def test_every_target_comes_back_from_its_text_exactly(seconds: float, is_paced: bool) -> None:
-    spec = PolicySpec.parse("load").with_target(seconds, is_paced)
+    spec = PolicySpec.parse("load").with_target(format_duration(seconds), is_paced)
     assert spec.target == pytest.approx(seconds, abs=1e-9)
     assert PolicySpec.parse(str(spec)) == spec
     assert read_policy(json.loads(json.dumps(policy_record(spec)))) == spec.bounded(spec.budget)
 
 
 def test_a_new_target_is_paced_as_before_unless_stated() -> None:
-    paced, strict = PolicySpec.parse("target:50,paced"), PolicySpec.parse("target:50")
+    paced, strict = PolicySpec.parse("target:50ms,paced"), PolicySpec.parse("target:50ms")
     assert str(paced.with_target(0.07)) == "target:70ms,paced"
     assert str(strict.with_target(0.07)) == "target:70ms"
     assert str(paced.with_target(0.07, is_paced=False)) == "target:70ms"
@@ -184,41 +193,55 @@ def test_a_new_target_is_paced_as_before_unless_stated() -> None:
 
 
 def test_a_new_target_keeps_the_budget_of_the_old_one_but_not_that_of_another_policy() -> None:
-    assert PolicySpec.parse("target:50").bounded(700).with_target(0.1).budget == 700
+    assert PolicySpec.parse("target:50ms").bounded(700).with_target(0.1).budget == 700
     assert PolicySpec.parse("fixed:64").with_target(0.1).budget == DEFAULT_TARGET_BUDGET
 
 
 def test_without_a_target_the_policy_before_it_comes_back() -> None:
-    base = PolicySpec.parse("adaptive:80").bounded(700)
-    back = base.with_target(0.05).with_target(0.07, is_paced=True).with_target(None)
-    assert back is base
+    base = PolicySpec.parse("adaptive:80ms").bounded(700)
+    back = base.with_target(0.05).with_target(0.07).with_target(None)
+    assert (back, str(back)) == (base, "adaptive:80ms")
     assert base.with_target(None) is base
 
 
+@pytest.mark.parametrize("text", ["fixed:64", "load", "unchunked", "target:50ms"])
+def test_no_change_of_target_loses_a_setting(text: str) -> None:
+    spec = PolicySpec.parse(text).bounded(512)
+    budget = spec.budget
+    for _ in range(2):
+        spec = spec.with_target(0.1, is_paced=True).with_target(0.2)
+        assert (str(spec), spec.budget) == ("target:200ms,paced", 512)
+        spec = spec.with_target(None)
+        assert spec.budget == (512 if text == "target:50ms" else budget)
+        assert str(spec) == ("fixed:512" if text == "target:50ms" else text)
+        assert spec.pacing is None
+    assert str(spec.with_target(0.3)) == "target:300ms,paced"
+
+
 def test_a_target_from_the_start_gives_way_to_the_default() -> None:
-    back = PolicySpec.parse("target:50").with_target(None)
+    back = PolicySpec.parse("target:50ms").with_target(None)
     assert (str(back), back.budget) == ("fixed:2048", 2048)
     assert PolicySpec.for_target(0.05).with_target(0.1).with_target(None) == DEFAULT_POLICY
 
 
-@pytest.mark.parametrize("seconds", [0, -1, 0.00009, 3600.1, math.nan, math.inf, "50ms"])
-def test_a_bad_target_is_named_with_its_range(seconds: float) -> None:
-    for change in (PolicySpec.for_target, PolicySpec.parse("target:50").with_target, DEFAULT_POLICY.with_target):
+@pytest.mark.parametrize("seconds", [0, -1, 0.00009, 10**8, math.nan, math.inf, "3601s"])
+def test_a_bad_target_is_named_with_its_range(seconds: float | str) -> None:
+    for change in (PolicySpec.for_target, PolicySpec.parse("target:50ms").with_target, DEFAULT_POLICY.with_target):
         with pytest.raises(InvalidConfig) as caught:
             change(seconds)
         assert str(caught.value) == f"Got tbt_target={seconds!r} but expected 0.0001 to 3600 seconds."
 
 
 def test_a_list_of_policies_may_hold_paced_targets() -> None:
-    text = "unchunked,target:200ms,paced,adaptive,target:50,fixed:8,prompt-length,target:9,paced"
+    text = "unchunked,target:200ms,paced,adaptive,target:50ms,fixed:8,prompt-length,target:9ms,paced"
     assert [str(spec) for spec in parse_policies(text)] == [
         "unchunked",
         "target:200ms,paced",
         "adaptive",
-        "target:50",
+        "target:50ms",
         "fixed:8",
         "prompt-length",
-        "target:9,paced",
+        "target:9ms,paced",
     ]
 
 

@@ -119,7 +119,7 @@ def test_load_follows_its_rule() -> None:
 
 
 def test_adaptive_doubles_when_steps_are_fast_and_halves_under_pressure() -> None:
-    policy = make_policy("adaptive:100", 2048)
+    policy = make_policy("adaptive:100ms", 2048)
     shape = StepShape(128, 128, 128, 1, 0, 0, 1, 1)
 
     def size(num_decodes: int) -> int:

@@ -79,14 +79,16 @@ def test_a_stop_token_ends_a_request_and_drops_the_step_after_it() -> None:
     driver.scheduler.pool.check_invariants()
 
 
-def test_min_tokens_keeps_a_request_alive_through_a_stop_token() -> None:
+def test_a_stop_token_ends_a_request_also_before_min_tokens() -> None:
+    """A sampler gives one that early only if nothing else may come, as at the end of a grammar."""
     probe = Driver()
     tokens = probe.add(20, max_tokens=6, name="same")
     probe.run()
     driver = Driver()
     request = driver.add(20, max_tokens=6, name="same", min_tokens=4, stop_token_ids=(tokens.output_token_ids[1],))
     driver.run()
-    assert request.finish_reason is FinishReason.LENGTH
+    assert request.finish_reason is FinishReason.STOP
+    assert request.output_token_ids == tokens.output_token_ids[:2]
 
 
 def test_finish_keeps_so_many_tokens() -> None:
@@ -374,6 +376,22 @@ def test_a_prompt_that_does_not_fit_is_passed_by_what_does_within_a_bound() -> N
     first_tokens = [name for plan in driver.plans for name in (chunk.request_id for chunk in plan.chunks)]
     assert first_tokens.index(large.id) < first_tokens.index(small[most].id)
     assert large.epoch == 1  # passing preempted nobody
+
+
+def test_a_prompt_that_does_not_fit_holds_up_none_that_shares_its_prefix() -> None:
+    driver = Driver(num_blocks=40)
+    driver.add(480, max_tokens=100)
+    driver.step()
+    system = [7] * 32
+    large = driver.add([*system, *range(300)], max_tokens=60)
+    small = [driver.add([*system, number], max_tokens=2) for number in range(4)]
+    for _ in range(12):
+        driver.step()
+    assert large.status is Status.WAITING
+    assert all(one.is_finished for one in small)
+    assert [one.num_cached_tokens for one in small] == [0, 32, 32, 32]  # the first computes it for the others
+    driver.run()
+    assert large.num_cached_tokens == 32
 
 
 def test_no_prompt_passes_one_that_needs_less() -> None:

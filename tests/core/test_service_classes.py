@@ -63,7 +63,7 @@ def test_a_class_that_cannot_be(asked: dict[str, Any], message: str) -> None:
         ("share", 0.0, r"share=0.0 of class 'batch' but expected a number in \(0, 1\]"),
         ("share", 1.5, "share=1.5"),
         ("reserve", 1.0, "reserve=1.0"),
-        ("tbt_target", 0.0, "tbt_target=0.0 of class 'batch' but expected seconds > 0"),
+        ("tbt_target", 0.0, "tbt_target=0.0 of class 'batch' but expected 0.0001 to 3600"),
         ("ttft_target", float("inf"), "ttft_target=inf"),
         ("rank", 0.5, "rank=0.5"),
         ("name", "", "at least one character"),
@@ -82,6 +82,10 @@ def test_classes_that_do_not_go_together() -> None:
         check_classes((BATCH, replace(BATCH, rank=9)))
     with pytest.raises(InvalidConfig, match="two classes of rank 1"):
         check_classes((BATCH, replace(BATCH, name="other")))
+    late = replace(INTERACTIVE, name="batch (late)")
+    check_classes((BATCH, late))
+    with pytest.raises(InvalidConfig, match=r"'batch \(late\)' but late prompts of 'batch' go by this name"):
+        check_classes((replace(BATCH, ttft_target=1.0), late))
     with pytest.raises(InvalidConfig, match=r"add up to 1\.1"):
         check_classes((replace(BATCH, share=0.6), INTERACTIVE))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.request import Request, Status
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.errors import LateRequest
-from tests.core.driving import Driver, layout
+from tests.core.driving import Driver, check_replay, layout
 
 INTERACTIVE, STANDARD, BATCH = DEFAULT_CLASSES
 ROW_S = 0.001
@@ -122,9 +123,27 @@ def test_batch_work_leaves_its_reserve_of_slots_and_blocks() -> None:
     driver.check_output(whole)
 
 
+def test_less_urgent_classes_do_not_get_what_a_more_urgent_one_leaves_but_do_get_their_share() -> None:
+    """A reserve is for the decodes that run: else their tokens would wait, or they would be preempted."""
+    classes = (INTERACTIVE, replace(STANDARD, reserve=0.5), BATCH)
+    driver = Driver("fixed:64", max_num_seqs=8, classes=classes, cost=by_rows)
+    running = decoding(driver, 4)
+    urgent = [driver.add(16, max_tokens=400) for _ in range(200)]
+    patient = driver.add(16, max_tokens=2, service_class="batch")
+    for _ in range(3):
+        driver.step()
+    assert [one.is_running for one in (*running, urgent[0], patient)] == [True] * 4 + [False] * 2
+    driver.add(4, max_tokens=2, service_class="interactive")
+    driver.step()
+    assert driver.scheduler.num_running == 5
+    while not patient.num_output_tokens:
+        driver.step()
+    assert any(not one.num_output_tokens for one in urgent)
+
+
 def test_a_class_has_targets_for_requests_without_their_own() -> None:
     classes = (replace(INTERACTIVE, tbt_target=0.02, ttft_target=0.5), STANDARD, replace(BATCH, tbt_target=2.0))
-    driver = Driver("target:50", classes=classes, cost=by_rows)
+    driver = Driver("target:50ms", classes=classes, cost=by_rows)
     urgent = driver.add(10, service_class="interactive")
     own = driver.add(10, service_class="interactive", tbt_target=0.03, ttft_target=0.7)
     usual, patient = driver.add(10), driver.add(10, service_class="batch")
@@ -184,7 +203,7 @@ def test_no_class_starves(
     row_s = 0.01
     classes = (INTERACTIVE, STANDARD, replace(BATCH, share=share, reserve=0.0))
     driver = Driver(
-        "target:500" if target else "fixed:96",
+        "target:500ms" if target else "fixed:96",
         num_blocks=4000,
         max_num_seqs=slots,
         classes=classes,
@@ -352,6 +371,40 @@ def test_a_tenant_without_a_slot_takes_one_of_a_tenant_that_has_more() -> None:
         driver.check_output(request)
 
 
+def test_a_tenant_does_not_wait_for_a_shared_prefix_while_others_go_before_the_one_that_computes_it() -> None:
+    driver = Driver("fixed:64", cost=by_rows)
+    shared = list(range(500))
+    heavy = driver.add([*shared, *range(600, 900)], max_tokens=1, tenant="heavy", salt="team")
+    for _ in range(20):
+        driver.add(64, max_tokens=1, tenant="heavy")
+    for _ in range(4):
+        driver.step()
+    driver.add(1200, max_tokens=1, name="busy", tenant="busy")
+    light = driver.add([*shared, 1, 2, 3], max_tokens=1, tenant="light", salt="team")
+    num_steps = 0
+    while not light.num_output_tokens:
+        driver.step()
+        num_steps += 1
+    assert light.num_cached_tokens == 256, "what was there is used"
+    assert num_steps <= 9, "as many steps of the other tenant as its own prompt takes, and these"
+    driver.run()
+    driver.check_output(heavy)
+    driver.check_output(light)
+
+
+def test_tenants_that_stand_level_compute_a_shared_prefix_once() -> None:
+    driver = Driver("fixed:64", cost=by_rows)
+    shared = list(range(320))
+    both = [
+        driver.add([*shared, number], max_tokens=1, tenant=tenant, salt="team")
+        for number, tenant in enumerate(("a", "b"))
+    ]
+    driver.run()
+    assert sum(length for request in both for _, length in driver.chunks(request)) == 320 + 2
+    for request in both:
+        driver.check_output(request)
+
+
 def test_a_prompt_that_waits_for_memory_of_its_own_tenant_holds_up_no_other() -> None:
     driver = Driver("fixed:64", num_blocks=40)
     greedy = [driver.add(280, max_tokens=30, tenant="greedy") for _ in range(3)]
@@ -382,7 +435,7 @@ def test_the_decode_that_finds_no_block_takes_one_of_the_tenant_with_most() -> N
 def most_context(tenants: tuple[str, ...]) -> int:
     """The most positions that streams of a flood have at a time; those of other tenants come now and then."""
     driver = Driver(
-        "target:100",
+        "target:100ms",
         cost=lambda shape: 0.0002 * shape.total_rows + 1e-5 * shape.decode_context,
         num_blocks=10_000,
         max_num_seqs=64,
@@ -408,7 +461,7 @@ def test_streams_of_one_tenant_leave_the_target_to_prompts_of_others() -> None:
     assert most_context(()) > limit + 3 * 320
 
 
-@pytest.mark.parametrize("policy", ["fixed:400", "target:100"])
+@pytest.mark.parametrize("policy", ["fixed:400", "target:100ms"])
 def test_a_first_token_does_not_wait_for_prompts_of_another_tenant_in_its_step(policy: str) -> None:
     """Those of another class fill the step: batch work takes what is left."""
     rows = {}
@@ -445,7 +498,7 @@ def test_one_tenant_or_many_alone_plan_the_same() -> None:
     """A single class and tenant is the plain scheduler, whatever their names."""
     plans = []
     for tenant, service_class in (("", ""), ("acme", "interactive")):
-        driver = Driver("target:50", num_blocks=60, max_num_seqs=4, cost=by_rows)
+        driver = Driver("target:50ms", num_blocks=60, max_num_seqs=4, cost=by_rows)
         for number in range(12):
             driver.add(20 + 37 * number % 200, max_tokens=5 + number, tenant=tenant, service_class=service_class)
             driver.step()
@@ -457,10 +510,10 @@ def test_one_tenant_or_many_alone_plan_the_same() -> None:
 # ---- what would be late ----
 
 
-def refusing(share: float = 0.5, **settings: object) -> Driver:
-    """One row takes a millisecond, and urgent prompts have a second to their first token."""
+def refusing(cost: Callable[[StepShape], float] = by_rows, **settings: object) -> Driver:
+    """Usually a row takes a millisecond. Urgent prompts have a second to their first token."""
     urgent = replace(INTERACTIVE, ttft_target=1.0, refuse_late=True)
-    driver = Driver("fixed:100", cost=by_rows, num_blocks=10_000, classes=(urgent, STANDARD, BATCH), **settings)
+    driver = Driver("fixed:100", cost=cost, num_blocks=10_000, classes=(urgent, STANDARD, BATCH), **settings)
     for length in (40, 700, 90, 1300, 260) * 2:
         driver.add(length, max_tokens=5)
         driver.run()  # step times are known
@@ -524,3 +577,112 @@ def test_decodes_slow_prefill_down_in_the_estimate() -> None:
     with pytest.raises(LateRequest) as refusal:
         driver.add(700, max_tokens=1, service_class="interactive")  # 0.7 s by itself, with two rows in five 1.75 s
     assert 1.2 < refusal.value.expected_s < 2.0
+
+
+# ---- an estimate refuses nothing that would correct it ----
+
+
+class Machine:
+    """A row of prefill takes a millisecond, or longer while something disturbs it; a stream's token takes 50."""
+
+    slowness = 1.0
+
+    def __call__(self, shape: StepShape) -> float:
+        return ROW_S * self.slowness * shape.prefill_rows + 0.05 * shape.decode_sequences
+
+
+def answers(driver: Driver, length: int, count: int, pause: float = 5.0, **sampling: float) -> list[bool]:
+    """Whether each of these prompts, one after the other, is taken."""
+    taken = []
+    for _ in range(count):
+        advance(driver, pause)
+        try:
+            prompt = driver.add(length, max_tokens=1, service_class="interactive", **sampling)
+        except LateRequest:
+            taken.append(False)
+            continue
+        taken.append(True)
+        while not prompt.is_finished:
+            driver.step()
+    return taken
+
+
+def advance(driver: Driver, seconds: float) -> None:
+    """Let time pass while the streams decode."""
+    clock = driver.executor.clock
+    until = clock.now + seconds
+    while clock.now < until and driver.step():
+        pass
+    clock.now = max(clock.now, until)
+
+
+def test_an_idle_engine_takes_what_it_refused_under_load() -> None:
+    driver = refusing(Machine())
+    decoding(driver, 6)
+    for _ in range(30):
+        driver.add(50, max_tokens=1)
+        driver.step()
+    assert not any(answers(driver, 700, 2, pause=0.0))
+    driver.run()
+    driver.add(100, max_tokens=1, service_class="interactive")
+    driver.add(700, max_tokens=1, service_class="interactive")  # the streams that slowed prompts down have ended
+    driver.run()
+    assert all(answers(driver, 1500, 3)), "too long for the target, but nobody else waits"
+
+
+def test_a_disturbance_is_forgotten_although_refused_prompts_are_never_measured() -> None:
+    machine = Machine()
+    driver = refusing(machine)
+    machine.slowness = 6.0
+    assert all(answers(driver, 500, 3))
+    machine.slowness = 1.0
+    assert all(answers(driver, 500, 5))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"deadline": 1.0}])
+def test_a_client_that_comes_back_when_it_was_told_to_is_taken_and_measured(sampling: dict[str, float]) -> None:
+    machine = Machine()
+    driver = refusing(machine)
+    driver.add(16, max_tokens=100_000)
+    machine.slowness = 6.0
+    answers(driver, 500, 2, pause=0.1)
+    machine.slowness = 1.0
+    with pytest.raises(LateRequest) as refusal:
+        driver.add(500, max_tokens=1, service_class="interactive", **sampling)
+    assert refusal.value.retry_after_s <= 30
+    advance(driver, refusal.value.retry_after_s)
+    assert all(answers(driver, 500, 3, pause=0.0, **sampling))
+    check_replay(driver.header, driver.calls)
+
+
+def test_while_a_load_stays_one_late_prompt_in_30_seconds_is_let_through() -> None:
+    driver = refusing(Machine())
+    for _ in range(6):
+        driver.add(16, max_tokens=100_000)
+    advance(driver, 40.0)
+    driver.add(300, max_tokens=1)  # shows how long prompts take beside these streams
+    begin = driver.executor.clock.now
+    taken = answers(driver, 700, 60, pause=1.0)
+    assert 2 <= sum(taken) <= 2 + (driver.executor.clock.now - begin) / 30
+
+
+def test_nothing_is_refused_before_the_first_step_was_measured() -> None:
+    urgent = replace(INTERACTIVE, ttft_target=0.001, refuse_late=True)
+    driver = Driver("fixed:100", cost=by_rows, classes=(urgent, STANDARD, BATCH))
+    for _ in range(4):  # prices are nominal: they say nothing of seconds
+        driver.add(400, max_tokens=1, service_class="interactive")
+        driver.add(400, max_tokens=1, deadline=0.001)
+    driver.step()
+    with pytest.raises(LateRequest):
+        driver.add(400, max_tokens=1, service_class="interactive")
+
+
+def test_a_backlog_says_when_it_will_be_done() -> None:
+    driver = refusing()
+    for _ in range(2):
+        driver.add(450, max_tokens=1, service_class="interactive")
+    with pytest.raises(LateRequest) as refusal:
+        driver.add(450, max_tokens=1, service_class="interactive")
+    assert refusal.value.retry_after_s == pytest.approx(refusal.value.expected_s - 1.0)
+    advance(driver, refusal.value.retry_after_s)
+    driver.add(450, max_tokens=1, service_class="interactive")

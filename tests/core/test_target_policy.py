@@ -39,7 +39,7 @@ COARSE = (64, 256, 1024, 4096)
 @cache
 def oracle_load(milliseconds: int, depth: int, row_buckets: tuple[int, ...] = ()) -> Felt:
     driver = target_driver(milliseconds, max_type, depth=depth, row_buckets=row_buckets)
-    driver.scheduler.step_time = Oracle(max_type)
+    driver.scheduler.prices.step_time = Oracle(max_type)
     return run_load(driver, steps=200)
 
 
@@ -278,7 +278,7 @@ WAVES = AttentionWaves(32, 16)
 def chunks_beside_chats(cost: Cost) -> list[Chunk]:
     """Of a prompt of 32,768 tokens, at 50 ms, all but the last."""
     driver = target_driver(50, cost, waves=WAVES)
-    driver.scheduler.step_time = Oracle(cost)
+    driver.scheduler.prices.step_time = Oracle(cost)
     start_chats(driver, 63)
     return [chunk for step in busy_steps(driver, 25, 32_768) for chunk in step.chunks if chunk.end < 32_768]
 
@@ -300,7 +300,7 @@ def test_a_chunk_leaves_no_wave_half_empty_where_that_is_faster() -> None:
 def short_beside_long(cost: Cost, num_short: int) -> tuple[Driver, Chunk | None]:
     """Short prompts that arrive while a long one is computed, at 100 ms; and its chunk in the step that ends them."""
     driver = target_driver(100, cost)
-    driver.scheduler.step_time = Oracle(cost)
+    driver.scheduler.prices.step_time = Oracle(cost)
     start_chats(driver, 4)
     long = driver.add(60_000, max_tokens=1)
     for _ in range(5):
@@ -328,7 +328,7 @@ def test_they_share_a_step_where_another_one_would_cost_too_much() -> None:
 def test_a_long_prompt_beside_short_ones_that_keep_ending_gets_most_of_the_time() -> None:
     cost = in_proportion()
     driver = target_driver(100, cost)
-    driver.scheduler.step_time = Oracle(cost)
+    driver.scheduler.prices.step_time = Oracle(cost)
     start_chats(driver, 4)
     clock, long = driver.executor.clock, driver.add(60_000, max_tokens=1)
     arrival, with_short = clock.now, 0.0
@@ -406,7 +406,7 @@ def costly_calls(shape: StepShape) -> float:
 
 def test_a_limit_on_each_prompt_counts_the_cost_of_many_chunks() -> None:
     driver = Driver(
-        "target:50",
+        "target:50ms",
         num_blocks=20_000,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
@@ -482,12 +482,12 @@ def test_equal_prompts_are_served_in_order_of_arrival() -> None:
 
 def test_patience_follows_what_the_model_has_learned_since_a_prompt_arrived() -> None:
     driver = target_driver(50, max_type)
-    driver.scheduler.step_time = Oracle(max_type)
+    driver.scheduler.prices.step_time = Oracle(max_type)
     start_chats(driver, 4)
     driver.add(1000, max_tokens=1)
     prompt = driver.add(6000, max_tokens=1)
     assert prompt.rank[0] == prompt.arrival_time + PATIENCE * prefill_seconds(driver, 6000)
-    driver.scheduler.step_time = Oracle(lambda shape: 2 * max_type(shape))
+    driver.scheduler.prices.step_time = Oracle(lambda shape: 2 * max_type(shape))
     driver.schedule()
     assert prompt.rank[0] == prompt.arrival_time + 2 * PATIENCE * max_type(driver.scheduler.caps.prefill_shape(0, 6000))
 
@@ -527,7 +527,7 @@ def test_a_turn_whose_history_is_cached_passes_a_cold_prompt_of_the_same_length(
 
 
 def test_a_turn_whose_history_is_cached_passes_a_cold_prompt_that_waits_for_memory() -> None:
-    driver = Driver("target:50", num_blocks=200, cost=max_type)
+    driver = Driver("target:50ms", num_blocks=200, cost=max_type)
     turn = driver.add(800, max_tokens=4)
     driver.run()
     stream = driver.add(320, max_tokens=800)
@@ -547,3 +547,41 @@ def test_a_turn_whose_history_is_cached_passes_a_cold_prompt_that_waits_for_memo
 
 def prefill_seconds(driver: Driver, length: int) -> float:
     return driver.scheduler.step_time.predict(driver.scheduler.caps.prefill_shape(0, length))
+
+
+# ---- a stream's own target ----
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("own", [0.0001, 0.001, 0.009])  # the shortest step takes 11 ms
+def test_an_impossible_target_of_one_stream_slows_no_prompt(own: float, depth: int) -> None:
+    plain, beside = (target_driver(200, max_type, depth=depth) for _ in range(2))
+    for driver, target in ((plain, None), (beside, own)):
+        start_chats(driver, 3)
+        start_chats(driver, 1, tbt_target=target)
+    felt = [[step.prefill for step in busy_steps(driver, 60, prompt=30_000)] for driver in (plain, beside)]
+    assert sum(felt[1]) >= 0.99 * sum(felt[0])
+    policy = beside.scheduler.policy
+    assert (policy.feasible_target, policy.infeasibility_warning()) == (None, None)
+
+
+def test_one_impossible_target_takes_no_other_stream_its_own() -> None:
+    driver = target_driver(200, max_type)
+    start_chats(driver, 4)
+    check_gaps(driver, 0.2)
+    start_chats(driver, 1, tbt_target=0.05)
+    start_chats(driver, 1, tbt_target=0.001)
+    finish_prefill(driver)
+    check_gaps(driver, 0.05)
+
+
+def test_a_target_that_becomes_feasible_counts_at_once() -> None:
+    slow = [True]
+    driver = target_driver(200, lambda shape: max_type(shape) * (8 if slow[0] else 1))
+    start_chats(driver, 2)
+    start_chats(driver, 1, tbt_target=0.05)
+    gaps = [step.gap for step in busy_steps(driver, 100, prompt=30_000)]
+    assert max(gaps[50:]) > 0.15
+    slow[0] = False
+    list(busy_steps(driver, 400, prompt=30_000))  # the model learns that steps are quicker
+    check_gaps(driver, 0.05)

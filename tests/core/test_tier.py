@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from evenflow.core.blocks import Content
@@ -81,7 +82,7 @@ def test_what_is_cheaper_to_compute_is_neither_saved_nor_restored() -> None:
     evicted_prompt(driver)
     assert any(plan.moves.saves for plan in driver.plans)
     assert driver.scheduler.tier is not None
-    driver.scheduler.tier.restore_seconds = 1.0  # it has become slow: its disk is busy, say
+    driver.scheduler.tier.restore_time.seconds = 1.0  # it has become slow: its disk is busy, say
     again = driver.add([1] * 30, max_tokens=1)
     driver.run()
     assert not any(plan.moves.restores for plan in driver.plans)
@@ -156,8 +157,56 @@ def test_the_times_of_moves_are_learned() -> None:
     tier = Tier(TierConfig(num_blocks=4, save_seconds=1.0, restore_seconds=1.0))
     for _ in range(100):
         tier.commit(TierResult(save_seconds=0.2, restore_seconds=0.1))
-    assert round(tier.save_seconds, 3) == 0.2
-    assert round(tier.restore_seconds, 3) == 0.1
+    assert round(tier.save_time.seconds, 3) == 0.2
+    assert round(tier.restore_time.seconds, 3) == 0.1
+
+
+def test_a_disk_that_was_slow_for_a_while_is_used_again() -> None:
+    """What moves take is learned from moves: if none is made any more, nothing corrects it."""
+    tier = Tier(TierConfig(num_blocks=10_000, save_seconds=0.0001, restore_seconds=0.0))
+    numbers = iter(range(1 << 20))
+
+    def saved(chances: int, seconds: float) -> int:
+        """Evicts this number of blocks, each worth a millisecond."""
+        num_saved = 0
+        for number in islice(numbers, chances):
+            tier.take(number, Content(b"%d" % number, ""), 0.001)
+            if number % 16 == 15:
+                moved = len(tier.take_moves().saves)
+                tier.commit(TierResult(save_seconds=seconds if moved else 0.0))
+                num_saved += moved
+        return num_saved
+
+    assert saved(160, 0.0001) == 160
+    assert 0 < saved(10_240, 0.2) < 100, "a disk that stays slow is tried rarely"
+    saved(1024, 0.0001)
+    assert saved(160, 0.0001) == 160
+
+
+def test_a_disk_that_was_slow_to_read_is_used_again() -> None:
+    driver = tiered()
+    prompts = [[number] * 30 for number in (1, 2)]
+    learn(driver)
+    tier = driver.scheduler.tier
+    assert tier is not None
+
+    def restored_of(num_prompts: int) -> int:
+        """Two prompts that evict each other."""
+        before = restored(driver)
+        for number in range(num_prompts):
+            driver.add(prompts[number % 2], max_tokens=1)
+            driver.run()
+            driver.add(46, max_tokens=1)
+            driver.run()
+        return restored(driver) - before
+
+    assert restored_of(20) > 100
+    driver.executor._restore_seconds = 1.0
+    assert 0 < restored_of(300) < 60, "it is tried rarely, and with few blocks"
+    driver.executor._restore_seconds = ROW_S / 2
+    restored_of(150)
+    assert restored_of(20) > 100
+    tier.check_invariants()
 
 
 def test_a_block_that_is_dropped_before_it_was_saved_never_moves() -> None:
@@ -167,6 +216,31 @@ def test_a_block_that_is_dropped_before_it_was_saved_never_moves() -> None:
     moves = tier.take_moves()
     assert moves.saves == ((8, b"b", ""),)
     assert moves.drops == ()
+
+
+def test_a_stored_block_that_is_dropped_taken_and_dropped_between_two_plans_leaves_the_tier() -> None:
+    tier = Tier(TierConfig(num_blocks=1, save_seconds=0.0, restore_seconds=0.0))
+    tier.take(7, Content(b"a", ""), 1.0)
+    tier.take_moves()
+    for name in (b"b", b"a", b"b"):
+        tier.take(7, Content(name, ""), 1.0)
+    moves = tier.take_moves()
+    assert moves.drops == (b"a",)
+    assert moves.saves == ((7, b"b", ""),)
+
+
+def test_a_forgotten_block_is_dropped_even_if_no_request_follows() -> None:
+    """Else its file would still be there at the next start."""
+    driver = tiered()
+    again = driver.add(evicted_prompt(driver), max_tokens=1)
+    driver.run()
+    tier = driver.scheduler.tier
+    assert tier is not None
+    assert tier.holds(again.block_hashes[0])
+    tier.forget(again.block_hashes)
+    assert driver.scheduler.has_work
+    driver.run()
+    assert set(driver.plans[-1].moves.drops) >= set(again.block_hashes[:7])
 
 
 def test_of_more_blocks_than_can_be_copied_at_a_time_the_starts_of_prefixes_are_kept() -> None:

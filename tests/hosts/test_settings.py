@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
 import pytest
 
 from evenflow.core.service_classes import DEFAULT_CLASSES
-from evenflow.errors import InvalidConfig
-from evenflow.hosts.settings import SHARES_VARIABLE, TARGET_VARIABLE, own_class, own_target, own_tenant, read_settings
+from evenflow.errors import InvalidConfig, InvalidInput
+from evenflow.hosts.settings import SHARES_VARIABLE, TARGET_VARIABLE, RequestSettings, check_setting, read_settings
 
 
 @pytest.mark.parametrize(
     ("given", "policy"),
-    [("50ms", "target:50ms"), (0.05, "target:50ms"), ("20,paced", "target:20,paced"), ("none", "None")],
+    [("50ms", "target:50ms"), (0.05, "target:50ms"), ("20ms,paced", "target:20ms,paced"), ("none", "None")],
 )
 def test_targets(given: object, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TARGET_VARIABLE, raising=False)
@@ -24,7 +25,7 @@ def test_targets(given: object, policy: str, monkeypatch: pytest.MonkeyPatch) ->
         assert str(read_settings(None).policy) == policy
 
 
-@pytest.mark.parametrize("given", ["soon", "fixed:512", "", True, {}])
+@pytest.mark.parametrize("given", ["soon", "fixed:512", "", "50", "50,paced", "50ms,", "50ms,strict", 50, True, {}])
 def test_what_is_no_target(given: object) -> None:
     with pytest.raises(InvalidConfig, match="Got tbt_target="):
         read_settings({"evenflow": {"tbt_target": given}})
@@ -48,6 +49,11 @@ def test_shares_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_settings({"evenflow": {"tbt_target": "50ms"}}).classes == DEFAULT_CLASSES
 
 
+@pytest.fixture
+def settings() -> RequestSettings:
+    return RequestSettings(DEFAULT_CLASSES, logging.getLogger("vllm.evenflow"))
+
+
 @pytest.mark.parametrize(
     ("given", "priority", "expected"),
     [
@@ -58,19 +64,50 @@ def test_shares_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (None, -2, "interactive"),
     ],
 )
-def test_the_class_of_a_request(given: dict[str, object] | None, priority: int, expected: str) -> None:
-    assert own_class(given, priority, DEFAULT_CLASSES) == expected
+def test_the_class_of_a_request(
+    settings: RequestSettings, given: dict[str, object] | None, priority: int, expected: str
+) -> None:
+    assert settings.read(given, priority)["service_class"] == expected
 
 
-def test_the_target_of_a_request() -> None:
-    assert own_target({"tbt_target": 0.05}) == 0.05
-    assert own_target({"ttft_target": 2}, "ttft_target") == 2.0
-    for senseless in ("50ms", True, 0, -1, math.nan, math.inf, 10**400, 3601):
-        assert own_target({"tbt_target": senseless}) is None
-    assert own_target(None) is None
+def test_the_targets_of_a_request(settings: RequestSettings) -> None:
+    found = settings.read({"tbt_target": "50ms", "ttft_target": "20s", "tenant": "acme", "service_class": "batch"})
+    assert found == {"tbt_target": 0.05, "ttft_target": 20.0, "tenant": "acme", "service_class": "batch"}
+    assert settings.read({"tbt_target": 0.05, "ttft_target": 20}) == {
+        "tbt_target": 0.05,
+        "ttft_target": 20.0,
+        "service_class": "standard",
+    }
+    assert settings.read(None) == settings.read({}) == settings.read({"tbt_target": None})
 
 
-def test_the_tenant_of_a_request() -> None:
-    assert own_tenant({"tenant": "acme"}) == "acme"
-    assert own_tenant({"tenant": "x" * 1000}) == "x" * 64
-    assert own_tenant({"tenant": 5}) == own_tenant(None) == ""
+SENSELESS: list[tuple[str, object]] = [
+    *(("tbt_target", value) for value in ("soon", "50", True, 0, -1, 50, math.nan, math.inf, 10**400, "3601s", [1])),
+    *(("ttft_target", value) for value in ("soon", True, 0, -1, math.nan, math.inf, 10**400, 3601, {})),
+    *(("service_class", value) for value in ("fast", 5, ["batch"])),
+    *(("tenant", value) for value in ("x" * 65, 5, ["acme"])),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SENSELESS)
+def test_what_a_request_cannot_mean_is_ignored_and_logged_once(
+    settings: RequestSettings, caplog: pytest.LogCaptureFixture, name: str, value: object
+) -> None:
+    for _ in range(3):
+        assert settings.read({name: value, "ttft_target" if name == "tbt_target" else "tbt_target": 2}).get(name) in (
+            None,
+            "standard",
+        )
+    [message] = caplog.messages
+    assert message.startswith(f"evenflow: a request's {name} is ignored")
+    assert len(message) < 300
+    with pytest.raises(InvalidInput):
+        check_setting(name, value, DEFAULT_CLASSES)
+
+
+@pytest.mark.parametrize("given", ["tbt_target", ["tbt_target"], 5])
+def test_settings_that_are_no_object_are_ignored(
+    settings: RequestSettings, caplog: pytest.LogCaptureFixture, given: object
+) -> None:
+    assert settings.read(given) == {"service_class": "standard"}
+    assert len(caplog.messages) == 1

@@ -51,12 +51,12 @@ def add(driven: Driven, name: str, num_tokens: int, **more: Any) -> None:
 
 def launch(driven: Driven, key: str, *chunks: tuple[str, int, int]) -> None:
     step = InFlightStep(driven.now, key=key, chunks=list(chunks))
-    driven.scheduled(step, 1, 100, 0)
+    driven.scheduled(step, [Decode("chat", 1, 100)], 0)
 
 
 def turn_of(driven: Driven, name: str) -> float:
     """Its arrival and patience, after its class and its tenant's turn."""
-    return driven.rank(name)[-1][0]
+    return driven.planner.requests[name].rank[0]
 
 
 def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_path: Path) -> None:
@@ -88,6 +88,7 @@ def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> No
 def plan_for(driven: Driven, *names: str) -> None:
     candidates = [Candidate(name, 0, 1000, 1000) for name in names]
     driven.plan(driven.now, [], candidates, free_tokens=100_000, long_prefill_token_threshold=0)
+    driven.line_up(driven.now, names, len(names))
 
 
 def test_steps_that_the_host_saw_end_late_are_learned_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +175,12 @@ def test_without_a_target_reports_name_the_hosts_own_policy(
     assert [(report.policy, report.target_s) for report in reports] == [(name, None), ("target:50ms", 0.05)]
 
 
+def order_of(driven: Driven, names: list[str], room: int) -> list[str]:
+    places = driven.line_up(driven.now, names, room)
+    assert list(places.values()) == list(range(len(names)))
+    return list(places)
+
+
 def test_ranks_are_by_class_then_by_the_time_that_tenants_got(tmp_path: Path) -> None:
     driven = steering(tmp_path)
     add(driven, "job", 8000, service_class="batch")
@@ -181,10 +188,10 @@ def test_ranks_are_by_class_then_by_the_time_that_tenants_got(tmp_path: Path) ->
     add(driven, "second", 8000, tenant="b")
     add(driven, "chat", 8000, service_class="interactive")
     names = ["chat", "first", "second", "job"]
-    assert sorted(["job", "second", "first", "chat"], key=driven.rank) == names
+    assert order_of(driven, ["job", "second", "first", "chat"], room=4) == names
+    assert order_of(driven, ["job", "second", "first", "chat"], room=2) == ["chat", "first", "job", "second"]
     launch(driven, "step", ("first", 0, 4000))
-    assert driven.rank("second") < driven.rank("first"), "its tenant has had a turn"
-    assert sorted(names, key=driven.rank) == ["chat", "second", "first", "job"]
+    assert order_of(driven, names, room=4) == ["chat", "second", "first", "job"], "a tenant has had a turn"
     assert [driven.level(name) for name in names] == [0, 1, 1, 2]
 
 

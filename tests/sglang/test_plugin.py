@@ -200,7 +200,7 @@ def test_a_cached_prompt_counts_by_its_uncached_tokens(driver: Driver) -> None:
 
     def keep(new: Any) -> None:
         add(new)
-        ranks[new.id] = core.rank(new.id)[-1][0] - new.arrival_time
+        ranks[new.id] = core.planner.requests[new.id].rank[0] - new.arrival_time
         if new.id == "again":
             assert new.num_cached_tokens == 799
 
@@ -420,7 +420,7 @@ def test_a_wrong_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from evenflow.sglang.plugin import load
 
     monkeypatch.setenv("EVENFLOW_TBT_TARGET", "soon")
-    with pytest.raises(SystemExit, match="expected milliseconds such as 50ms"):
+    with pytest.raises(SystemExit, match="expected a duration such as 50ms"):
         load()
 
 

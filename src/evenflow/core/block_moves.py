@@ -55,13 +55,15 @@ class BlockMover:
             return []
         start, end = len(cached) * self._block_size, num_blocks * self._block_size
         computing = self._price(start, request.num_known - start) - self._price(end, request.num_known - end)
-        return stored if self._tier.restore_seconds * len(stored) <= max(0.0, computing) else []
+        return stored[: self._tier.num_to_restore(len(stored), max(0.0, computing))]
 
     def on_admit(self, request: Request) -> None:
         """Count the blocks that a starting request computes although the tier has them."""
         if self._tier is not None:
             stored, _ = self._prefix_cache.stored_after(request, len(self._prefix_cache.find(request)))
             self.num_recomputed += len(stored)
+            if request.restored_epoch != request.epoch:  # it did not wait for them
+                self._tier.restore_time.num_refused += len(stored)
 
     def take_moves(self) -> TierMoves:
         """The step's moves. Call this once all its rows have their blocks: restored blocks take the rest."""

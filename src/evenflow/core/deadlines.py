@@ -35,6 +35,11 @@ class Pacing:
 
     target: float  # T, seconds
     is_paced: bool = False
+    feasible: float = 0.0  # the lowest target that is feasible beside prefill
+
+    def target_of(self, own: float | None) -> float:
+        """A stream's target. One that cannot be kept is the engine's: it would only hold up the prompts of others."""
+        return self.target if own is None or own < min(self.feasible, self.target) else own
 
     def next_due(self, due: float, emitted: float, target: float) -> float:
         """When the next token is due, if one that was due at `due` is emitted now."""
@@ -62,7 +67,7 @@ class StreamDeadline:
 
     def emit(self, request_id: str, pacing: Pacing, now: float) -> LateToken | None:
         """Record a token emitted now; returns it if it is late."""
-        due, target = self.due, self.own_target or pacing.target
+        due, target = self.due, pacing.target_of(self.own_target)
         late = LateToken(request_id, now - self.last_token_time, now - due) if NO_DEADLINE < due < now else None
         self.due, self.last_token_time = pacing.next_due(due, now, target), now
         return late
@@ -70,7 +75,7 @@ class StreamDeadline:
     def restart(self, pacing: Pacing | None) -> None:
         """Apply a new target from the last token on. Earned slack is lost."""
         if self.due > NO_DEADLINE:
-            self.due = self.last_token_time + (self.own_target or pacing.target) if pacing else NO_DEADLINE
+            self.due = self.last_token_time + pacing.target_of(self.own_target) if pacing else NO_DEADLINE
 
 
 class Urgency(NamedTuple):
@@ -85,7 +90,7 @@ def urgency(streams: Iterable[StreamDeadline], pacing: Pacing) -> Urgency:
     for stream in streams:
         if NO_DEADLINE < stream.due < earliest:
             earliest = stream.due
-        target = stream.own_target or pacing.target
+        target = pacing.target_of(stream.own_target)
         if target < tightest:
             tightest = target
     return Urgency(earliest if earliest < math.inf else None, tightest if tightest < math.inf else None)

@@ -21,7 +21,8 @@ Key = TypeVar("Key", bound=Hashable)
 class _Queue(Generic[Key]):
     """One tenant's keys. A key that was removed stays in the heap until it comes up, or until most are such."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: float) -> None:
+        self.seen = seen  # when its last request arrived, or a later time
         self.numbers: dict[Key, int] = {}  # of the entries that count
         self._heap: list[tuple[float, int, Key]] = []  # rank, number
         self._floor = 0.0
@@ -50,8 +51,7 @@ class EvictionOrder(Generic[Key]):
         self._queues: dict[str, _Queue[Key]] = {}  # of tenants that have keys
         self._tenant_of: dict[Key, str] = {}
         self._next_number = 0
-        self._seen: dict[str, float] = {}  # when each tenant's last request arrived
-        self._newest = 0.0  # of these
+        self._newest = 0.0  # arrival of a request
 
     def __len__(self) -> int:
         return len(self._tenant_of)
@@ -65,17 +65,14 @@ class EvictionOrder(Generic[Key]):
     def saw(self, tenant: str, arrival_time: float) -> None:
         """A request of this tenant arrived."""
         self._newest = max(self._newest, arrival_time)
-        self._seen.pop(tenant, None)
-        self._seen[tenant] = arrival_time
-        longest_away = next(iter(self._seen))
-        if self._newest - self._seen[longest_away] > KEEP_S and longest_away not in self._queues:
-            del self._seen[longest_away]
+        if (queue := self._queues.get(tenant)) is not None:
+            queue.seen = arrival_time
 
     def add(self, key: Key, tenant: str, cost: float) -> None:
         """Add a key that was used just now."""
         self._tenant_of[key] = tenant
         if (queue := self._queues.get(tenant)) is None:
-            queue = self._queues[tenant] = _Queue()
+            queue = self._queues[tenant] = _Queue(self._newest)
         queue.push(key, self._next_number, cost)
         self._next_number += 1
 
@@ -105,9 +102,9 @@ class EvictionOrder(Generic[Key]):
 
     def _claim(self, tenant: str) -> tuple[float, float, float]:
         """How good a tenant's claim to its keys is; the weakest loses one, of equals the one that came last."""
-        seen = self._seen.get(tenant, -KEEP_S)
-        away = seen if self._newest - seen > KEEP_S else self._newest
-        return away, -len(self._queues[tenant].numbers) / self._weights.get(tenant, 1.0), -seen
+        queue = self._queues[tenant]
+        away = queue.seen if self._newest - queue.seen > KEEP_S else self._newest
+        return away, -len(queue.numbers) / self._weights.get(tenant, 1.0), -queue.seen
 
     def _pop_from(self, tenant: str) -> Key:
         queue = self._queues[tenant]

@@ -200,7 +200,7 @@ class TierMoves(NamedTuple):
 
     saves: tuple[Save, ...] = ()  # copied before the rows run, which may overwrite them
     restores: tuple[tuple[int, bytes], ...] = ()  # block and hash; filled while this step and later ones run
-    drops: tuple[bytes, ...] = ()  # before anything is saved: there is room for no more
+    drops: tuple[bytes, ...] = ()  # before anything is saved, which may be the same block anew
 
 
 class TierResult(NamedTuple):

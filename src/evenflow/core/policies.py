@@ -6,7 +6,6 @@ stateful `Policy` that plans steps.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,20 @@ from evenflow.core.deadlines import Pacing
 from evenflow.core.policy import Policy
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
-from evenflow.duration import DURATION_PATTERN, format_duration, parse_duration
+from evenflow.duration import format_duration, parse_target
 from evenflow.errors import InvalidConfig
 
-MIN_TARGET_S, MAX_TARGET_S = 0.0001, 3600.0
 DEFAULT_BUDGET = 2048
 DEFAULT_TARGET_BUDGET = 8192  # with a target, the budget only bounds memory
-POLICY_FORMS = ("unchunked", "alternate:N", "fixed:N", "load", "adaptive[:MS]", "prompt-length", "target:MS[,paced]")
+POLICY_FORMS = (
+    "unchunked",
+    "alternate:N",
+    "fixed:N",
+    "load",
+    "adaptive[:TIME]",
+    "prompt-length",
+    "target:TIME[,paced]",
+)
 _WITHOUT_ARGUMENT: dict[str, Callable[[int], Policy]] = {
     "unchunked": Unchunked,
     "load": ByLoad,
@@ -35,9 +41,10 @@ class PolicySpec:
     """Which policy, and its figures. Specs that mean the same are equal, however they were written."""
 
     name: str
-    max_step_tokens: int | None = None  # None: the default
+    max_step_tokens: int | None = None  # the policy's own budget; None: it has none
     seconds: float | None = None  # of `target` and `adaptive`
-    is_paced: bool = False
+    is_paced: bool = False  # of `target`; another policy keeps it for the next target
+    max_num_batched_tokens: int | None = None  # the engine's setting, which outlasts a change of target
     written: str = field(default="", compare=False)  # as the user wrote it
     base: PolicySpec | None = field(
         default=None, compare=False
@@ -53,15 +60,15 @@ class PolicySpec:
                 raise InvalidConfig(f"Got policy={text!r} but expected a whole number >= 1 after the colon.")
             return cls(name, int(argument), written=text)
         if name == "adaptive":
-            return cls(name, seconds=_seconds(text, argument) if argument else _DEFAULT_LATENCY_S, written=text)
+            return cls(name, seconds=_seconds(name, text, argument) if argument else _DEFAULT_LATENCY_S, written=text)
         target, comma, mode = argument.partition(",")
         if name == "target" and (mode == "paced" or not comma):
-            return cls(name, seconds=_seconds(text, target), is_paced=mode == "paced", written=text)
+            return cls(name, seconds=_seconds(name, text, target), is_paced=mode == "paced", written=text)
         raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
 
     @classmethod
-    def for_target(cls, seconds: float, is_paced: bool = False) -> PolicySpec:
-        return cls("target", seconds=_as_target(seconds), is_paced=is_paced)
+    def for_target(cls, target: float | str, is_paced: bool = False) -> PolicySpec:
+        return cls("target", seconds=parse_target(target), is_paced=is_paced)
 
     def __str__(self) -> str:
         if self.written:
@@ -69,7 +76,7 @@ class PolicySpec:
         figure = "" if self.name in _WITHOUT_ARGUMENT else f":{self.max_step_tokens}"
         if self.seconds is not None:
             figure = f":{format_duration(self.seconds)}"
-        return self.name + figure + ",paced" * self.is_paced
+        return self.name + figure + ",paced" * (self.is_paced and self.name == "target")
 
     @property
     def pacing(self) -> Pacing | None:
@@ -83,24 +90,30 @@ class PolicySpec:
     @property
     def budget(self) -> int:
         """Upper bound of a step's tokens."""
-        return self.max_step_tokens or (DEFAULT_TARGET_BUDGET if self.target else DEFAULT_BUDGET)
+        default = DEFAULT_TARGET_BUDGET if self.target else DEFAULT_BUDGET
+        return self.max_step_tokens or self.max_num_batched_tokens or default
 
     @property
     def names_budget(self) -> bool:
         """Is the budget part of its written form?"""
         return self.name in ("fixed", "alternate")
 
-    def bounded(self, max_step_tokens: int) -> PolicySpec:
-        return self if self.names_budget else replace(self, max_step_tokens=max_step_tokens)
+    def bounded(self, max_num_batched_tokens: int | None) -> PolicySpec:
+        """With this budget, unless it has its own."""
+        return replace(self, max_num_batched_tokens=max_num_batched_tokens)
 
-    def with_target(self, seconds: float | None, is_paced: bool | None = None) -> PolicySpec:
+    def with_target(self, target: float | str | None, is_paced: bool | None = None) -> PolicySpec:
         """This policy with another target, paced as before unless stated. None: the policy from before the target."""
-        if seconds is None:
-            return self if self.target is None else self.base or DEFAULT_POLICY
-        if self.target is None:
-            return replace(self.for_target(seconds, bool(is_paced)), base=self)
+        most = self.max_num_batched_tokens
+        if target is None and self.target is None:
+            return self
+        if target is None:
+            base = self.base or PolicySpec("fixed", most or DEFAULT_BUDGET).bounded(most)
+            return replace(base, is_paced=self.is_paced)
         paced = self.is_paced if is_paced is None else is_paced
-        return replace(self, seconds=_as_target(seconds), is_paced=paced, written="")
+        if self.target is None:
+            return replace(self.for_target(target, paced).bounded(most), base=self)
+        return replace(self, seconds=parse_target(target), is_paced=paced, written="")
 
     def build(self) -> Policy:
         """A policy that has learned nothing yet."""
@@ -117,7 +130,7 @@ DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 
 def split_policies(text: str) -> list[str]:
-    """The parts of a comma-separated list; `target:50,paced` contains a comma."""
+    """The parts of a comma-separated list; `target:50ms,paced` contains a comma."""
     return re.split(r", *(?!paced(?:,|$))", text)
 
 
@@ -125,20 +138,5 @@ def parse_policies(text: str) -> list[PolicySpec]:
     return [PolicySpec.parse(one) for one in split_policies(text)]
 
 
-def _seconds(policy: str, argument: str) -> float:
-    """Milliseconds unless a unit is given."""
-    text = argument + "ms" * bool(re.fullmatch(r"[0-9.]+", argument))
-    seconds = parse_duration(text) if re.fullmatch(DURATION_PATTERN, text) else math.nan
-    if not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
-        raise InvalidConfig(
-            f"Got policy={policy!r} but expected milliseconds such as 50ms after the colon, "
-            f"from {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds."
-        )
-    return seconds
-
-
-def _as_target(seconds: float) -> float:
-    """The target in whole nanoseconds, as `str` writes it: a recorded policy must be the one that ran."""
-    if not isinstance(seconds, int | float) or not MIN_TARGET_S <= seconds <= MAX_TARGET_S:
-        raise InvalidConfig(f"Got tbt_target={seconds!r} but expected {MIN_TARGET_S:g} to {MAX_TARGET_S:g} seconds.")
-    return round(seconds, 9)
+def _seconds(name: str, policy: str, argument: str) -> float:
+    return parse_target(argument, InvalidConfig, f"Got policy={policy!r}", f"{name}:")

@@ -93,6 +93,7 @@ class Policy(ABC):
         self.pacing: Pacing | None = None  # None: no deadlines
         self.patience = 0.0  # how long others may overtake a request, in units of its own prefill time
         self.feasible_target: float | None = None  # the lowest feasible target, while the actual one is infeasible
+        self.shortest_step = math.inf  # seconds of a step with the least prefill, and its overhead; inf: not known
 
     @abstractmethod
     def plan(self, view: StepView) -> Quotas: ...

@@ -6,6 +6,7 @@ There are no phases. A request has known tokens and computed tokens, and the sec
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, StrEnum
@@ -14,14 +15,18 @@ from typing import Literal, get_args
 from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
+from evenflow.duration import parse_duration, parse_target
 from evenflow.errors import InvalidRequest
 
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0  # OpenAI's bound: enough to force or forbid a token
+MAX_TEMPERATURE = 100.0  # all tokens are then about as likely
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits would overflow
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 1000
+_LARGEST = sys.float_info.max
 Pooling = Literal["last", "mean"]  # of a prompt's rows into one vector: that of its last token, or their mean
 ALL_LOGPROBS = -1  # as `prompt_logprobs`: every token of the vocabulary
 
@@ -31,7 +36,7 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults follow vLLM."""
 
     max_tokens: int = 16
-    min_tokens: int = 0
+    min_tokens: int = 0  # neither a stop token nor a stop string ends the output among these
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
@@ -51,7 +56,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; `bad_words` are added to them
     pooling: Pooling | None = None  # the output is an embedding of the prompt; max_tokens is then 1
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
-    tbt_target: float | None = None  # seconds between tokens, for this stream; None: the engine's target
+    tbt_target: float | str | None = None  # seconds between tokens, or 50ms; None: the engine's target
     ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
     deadline: float | None = None  # seconds after its arrival at which a request ends if its answer is not complete
 
@@ -62,18 +67,23 @@ class SamplingParams:
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _require_int("top_k", self.top_k, 0, MAX_TOP_K)
-        _require_number("temperature", self.temperature, 0)
+        _require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _require_number("top_p", self.top_p, 0, 1, above=True)
         _require_number("min_p", self.min_p, 0, 1)
-        _require_number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _require_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _require_number("presence_penalty", self.presence_penalty, -2, 2)
         _require_number("frequency_penalty", self.frequency_penalty, -2, 2)
         ranges = {"seed": (0, 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
-        for name in ("tbt_target", "ttft_target", "deadline"):
+        if self.tbt_target is not None:
+            parse_target(self.tbt_target, InvalidRequest)
+        for name in ("ttft_target", "deadline"):
             if (value := getattr(self, name)) is not None:
+                if isinstance(value, str):
+                    value = parse_duration(value)
+                    object.__setattr__(self, name, value)
                 _require_number(name, value, 0, above=True)
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0)
@@ -91,17 +101,22 @@ class SamplingParams:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
 
     @property
+    def tbt_seconds(self) -> float | None:
+        return None if self.tbt_target is None else parse_target(self.tbt_target)
+
+    @property
     def needs_every_row(self) -> bool:
         """Whether the output depends on all of the prompt's rows, so that none can come from a prefix cache."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 def _check_token_rules(params: SamplingParams) -> None:
-    """Check `logit_bias`, `allowed_token_ids` and `bad_words`, and make their lists tuples."""
+    """Check `logit_bias`, `allowed_token_ids` and `bad_words`, and keep copies: later changes are not checked."""
     bad_words = (params.bad_words,) if isinstance(params.bad_words, str) else tuple(params.bad_words)
     object.__setattr__(params, "bad_words", bad_words)
     object.__setattr__(params, "bad_word_ids", tuple(map(tuple, params.bad_word_ids)))
-    biases = params.logit_bias or {}
+    biases = dict(params.logit_bias or {})
+    object.__setattr__(params, "logit_bias", biases or None)
     _require_few("logit_bias", len(biases), MAX_LOGIT_BIASES)
     for token_id, bias in biases.items():
         _require_int("logit_bias's token id", token_id, 0)
@@ -137,11 +152,11 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
         raise InvalidRequest(f"Got {name}={value!r} but expected a whole number {allowed}.")
 
 
-def _require_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Finite, at most `high`, and at least `low` or above it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _require_number(name: str, value: object, low: float, high: float = _LARGEST, *, above: bool = False) -> None:
+    """At most `high`, and at least `low` or above it: neither infinite nor an int that no float holds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        allowed = f"{'>' if above else '>='} {low}" if high == math.inf else f"in {'(' if above else '['}{low}, {high}]"
+        allowed = f"{'>' if above else '>='} {low}" if high == _LARGEST else f"in {'(' if above else '['}{low}, {high}]"
         raise InvalidRequest(f"Got {name}={value!r} but expected a number {allowed}.")
 
 
@@ -251,7 +266,7 @@ class Request:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids).union(
             () if self.sampling.ignore_eos else eos_token_ids
         )
-        self.deadline = StreamDeadline(self.sampling.tbt_target)
+        self.deadline = StreamDeadline()
 
     def record(self) -> RequestRecord:
         return RequestRecord(

@@ -133,7 +133,7 @@ class Room:
         if not self._pool.num_free:
             return
         claimed, slots, tried = len(self._seats), self._seats.num_free, 0
-        starting: set[bytes] = set()  # the first blocks that requests ahead in line would compute
+        starting: set[bytes] = set()  # the first blocks that requests ahead in line compute if they start
         blocked: Request | None = None
         for request in self._order.waiting_but(self._at_limit):
             slots_kept, blocks_kept = self._reserve(request, claimed)
@@ -149,15 +149,15 @@ class Room:
                 continue
             needed, cached = self._blocks_to_admit(request)
             missing = self._prefix_cache.first_missing(request, len(cached))
-            if missing is not None:
-                if missing in starting or self._is_pending(missing, request):
-                    continue  # waiting for it is cheaper than computing it twice
-                starting.add(missing)
+            if missing in starting or self._is_pending(missing, request):
+                continue  # waiting for it is cheaper than computing it twice
             request.place.num_cached_tokens = len(cached) * self._block_size
             if needed + claimed + blocks_kept > self._pool.num_free:
                 blocked = blocked or request
                 continue
             claimed += needed + 1
+            if missing is not None:
+                starting.add(missing)
             if self._mover.delays(request, cached):
                 continue
             if blocked is not None:
@@ -182,11 +182,14 @@ class Room:
         return self._seats.num_blocks(request.num_known) - len(cached) + self._pool.count_idle(cached), cached
 
     def _is_pending(self, block_hash: bytes | None, request: Request) -> bool:
-        """Will this block be there soon? Not from a prompt that yields to the one that wants it."""
+        """Will this block be there soon? Not from a prompt that yields to the one that wants it, or is held up."""
         if block_hash is None or not self._prefix_cache.is_expected(block_hash):
             return False
         producer = self._seats.get(self._prefix_cache.producer(block_hash) or "")
-        return producer is None or not self._order.goes_before(request, producer)
+        if producer is None:
+            return True
+        is_held_up = self._order.is_held_up(request, producer, self._seats.prefilling.values())
+        return not is_held_up and not self._order.goes_before(request, producer)
 
     def _reserve(self, request: Request, num_claimed: int) -> tuple[int, int]:
         """Slots and blocks that its class leaves to the decodes of others, while any of them runs."""
@@ -256,5 +259,7 @@ class Room:
         if first is None:
             return False
         slots_kept, blocks_kept = self._reserve(first, len(self._seats))
+        if self._seats.num_free <= slots_kept:
+            return False
         needed, _ = self._blocks_to_admit(first)
-        return self._seats.num_free > slots_kept and needed + len(self._seats) + blocks_kept <= self._pool.num_free
+        return needed + len(self._seats) + blocks_kept <= self._pool.num_free

@@ -14,19 +14,19 @@ from itertools import chain, count, repeat
 
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
-from evenflow.core.deadlines import Place, Urgency, rank_time, rank_times, urgency
 from evenflow.core.outcome import Committed, InFlight
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.planner import Planner
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
-from evenflow.core.policy import Candidate, StepView
+from evenflow.core.policy import Policy
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
-from evenflow.core.prices import nominal_price, prefill_price, step_prices, stream_price
+from evenflow.core.prices import Prices
 from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.room import Room
 from evenflow.core.seats import Seats
-from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, find_class
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass
 from evenflow.core.service_order import ServiceOrder
 from evenflow.core.step_time import StepTimeModel
 from evenflow.core.tier import Tier, TierConfig
@@ -34,8 +34,10 @@ from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
 # When memory runs out, this share of the KV blocks goes out of service, down to half of them in all.
 _RETIRED_SHARE = 1 / 8
-# Steps without prefill, and with a prompt that fits, after which something is wrong: policies wait for 8 at most.
+# Steps without prefill, all planned while a prompt fitted, after which something is wrong: policies wait for 8 at most.
 _MAX_STEPS_WITHOUT_PREFILL = 64
+# Of prompts that would be late by themselves, one in this time is let through: no other one could correct the estimate.
+_SECONDS_BETWEEN_TRIALS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,6 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.caps = caps or ExecutorCaps()
-        self.policy = config.policy.build()
         self.block_size = config.block_size
         caches = config.enable_prefix_caching
         self.tier = tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
@@ -75,17 +76,17 @@ class Scheduler:
         self.prefix_cache = PrefixCache(
             self.pool, config.block_size, enabled=caches, tier=self.tier, has_answers=self.caps.reuses_answers
         )
-        self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, self._prefill_price)
-        self.order = (
-            order if order is not None else ServiceOrder(config.classes, config.tenant_weights, self._prefill_price)
-        )
-        self._pace = PrefillPace(self._prefill_price)
-        self._is_paced = any(one.refuse_late for one in config.classes)  # else from the first deadline on
-        self.requests: dict[str, Request] = {}  # unfinished
+        self.prices = prices = Prices(step_time or StepTimeModel(), self.caps)
+        self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, prices.prefill)
+        self.order = order if order is not None else ServiceOrder(config.classes, config.tenant_weights, prices.prefill)
+        self.planner: Planner[Request] = Planner(self.order, prices, config.policy, max_num_seqs=config.max_num_seqs)
+        self._pace = PrefillPace(prices.prefill)
+        self._refuses_late = any(one.refuse_late for one in config.classes)
+        self._is_paced = self._refuses_late  # else from the first deadline on
+        self._tried_at: float | None = None  # when a prompt that would be late by itself was last let through
         self._expiring: dict[str, Request] = {}  # those of them that have a deadline
         self._next_expiry = math.inf  # no deadline passes before
-        self.step_time = step_time or StepTimeModel()  # learns under every policy
-        self.seats = Seats(self.pool, self.prefix_cache, config.block_size, config.max_num_seqs, self._prefill_price)
+        self.seats = Seats(self.pool, self.prefix_cache, config.block_size, config.max_num_seqs, prices.prefill)
         self.room = Room(
             self.seats,
             self.order,
@@ -95,15 +96,14 @@ class Scheduler:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             caps=self.caps,
-            stream_price=self._stream_price,
+            stream_price=prices.streams,
         )
         self._overheads: deque[float] = deque(maxlen=16)  # recent seconds of steps, less the run itself
         self._committed_at = -math.inf
         self._in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
-        self._num_arrivals = 0
         self._recovery = Recovery()
-        self._steps_without_prefill = 0  # in a row, while requests wait and none for the tier
+        self._steps_without_prefill = 0  # in a row, each planned while the next prompt fitted
 
     # ---- requests come and go ----
 
@@ -116,20 +116,14 @@ class Scheduler:
                 f"Got a request of up to {request.max_known_tokens} tokens (prompt {request.num_prompt_tokens}) "
                 f"but the KV cache holds {capacity}."
             )
-        service_class = find_class(self.order.classes, request.service_class or None)
-        request.deadline.own_target = request.sampling.tbt_target or service_class.tbt_target
-        request.rank = (request.arrival_time, self._num_arrivals)
-        needs_cached = self.policy.patience or service_class.refuse_late or request.sampling.deadline is not None
+        needs_cached = self.policy.patience or self._refuses_late or request.sampling.deadline is not None
         num_cached = self.prefix_cache.count_published(request) if needs_cached else 0
-        ttft_target = request.sampling.ttft_target or service_class.ttft_target
-        request.place = Place(request.arrival_time, request.num_known, num_cached, ttft_target)
-        if self.policy.patience:
-            rank = rank_time(request.place, num_cached, self.policy.patience, self._prefill_seconds)
-            request.rank = rank, request.rank[1]
+        sampling = request.sampling
+        service_class = self.planner.place(request, num_cached, sampling.tbt_seconds, sampling.ttft_target)
         self._refuse_if_late(request, service_class)
-        self.order.add(request)
-        self._num_arrivals += 1
-        self.requests[request.id] = request
+        if self._tried_at is None:
+            self._tried_at = request.arrival_time
+        self.planner.arrived(request)
         self.pool.saw(request.tenant, request.arrival_time)
         if self.tier is not None:
             self.tier.saw(request.tenant, request.arrival_time)
@@ -140,16 +134,34 @@ class Scheduler:
             self._next_expiry = min(self._next_expiry, request.expires_at)
 
     def _refuse_if_late(self, request: Request, service_class: ServiceClass) -> None:
-        """Refuse what would end without an answer, and what its class does not take: the earlier, the better."""
+        """Refuse what would end without an answer, and what its class does not take: the earlier, the better.
+
+        Only prompts that run correct the estimate: what could start now is taken, and so is one that would be late by
+        itself now and then.
+        """
         deadline = request.sampling.deadline
         target = request.place.ttft_target if service_class.refuse_late else None
-        if deadline is None and target is None:
+        limit = min(math.inf if deadline is None else deadline, math.inf if target is None else target)
+        if limit == math.inf or not self.requests or not self.step_time.largest_rows_known:
             return
-        expected = self._pace.seconds(self.order.seconds_before(request))
-        if deadline is not None and expected > deadline:
-            raise LateRequest(expected, deadline, is_deadline=True)
-        if target is not None and expected > target:
-            raise LateRequest(expected, target)
+        streams = self._seconds_of_streams()
+        expected = self._pace.seconds(self.order.seconds_before(request), streams)
+        if expected <= limit:
+            return
+        retry_after = expected - limit
+        start = request.place.num_cached_tokens
+        if self._pace.seconds(self.prices.prefill(start, request.num_known - start), streams) > limit:
+            since_trial = request.arrival_time - (self._tried_at or 0.0)
+            if since_trial >= _SECONDS_BETWEEN_TRIALS:
+                self._tried_at = request.arrival_time
+                return
+            retry_after = _SECONDS_BETWEEN_TRIALS - since_trial
+        raise LateRequest(expected, limit, is_deadline=limit == deadline, retry_after_s=retry_after)
+
+    def _seconds_of_streams(self) -> float:
+        """What the streams that decode add to a step full of prefill."""
+        streams = self.seats.decoding.values()
+        return self.prices.streams(len(streams), sum([one.num_scheduled for one in streams]))
 
     def expire(self, now: float) -> dict[str, DeadlineExceeded]:
         """End requests whose deadlines have passed, waiting or running: nobody wants their answers any more."""
@@ -163,28 +175,6 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
         self._next_expiry = min((one.expires_at for one in self._expiring.values()), default=math.inf)
         return found
-
-    def _prefill_seconds(self, start: int, length: int) -> float:
-        return self.step_time.predict(self.caps.prefill_shape(start, length))
-
-    def _prefill_price(self, start: int, length: int) -> float:
-        return prefill_price(self.step_time, self.caps, start, length)
-
-    def _stream_price(self, num_streams: int, positions: int) -> float:
-        return stream_price(self.step_time, self.caps, num_streams, positions)
-
-    def _heads_of_lines(self, now: float) -> list[list[Request]]:
-        """Of each account, the earliest prompts that have no token yet, with their current ranks."""
-        heads = list(self.order.heads())
-        for head in heads:
-            places = [(one.place, one.num_scheduled if one.is_running else one.place.num_cached_tokens) for one in head]
-            ranks = rank_times(places, now, self.policy.patience, self._prefill_seconds)
-            for request, rank in zip(head, ranks, strict=True):
-                if request.is_running:
-                    request.rank = rank, request.rank[1]
-                else:
-                    self.order.update(request, (rank, request.rank[1]))
-        return heads
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment. False if it has ended already."""
@@ -202,11 +192,22 @@ class Scheduler:
 
     def set_policy(self, policy: PolicySpec) -> None:
         """Use another policy from the next step on. Requests and steps in flight are unaffected."""
-        self.policy = policy.build()
+        self.planner.set_policy(policy)
         self._bound_steps()
-        for request in self.requests.values():
-            request.deadline.restart(self.policy.pacing)
         self.config = replace(self.config, policy=policy)
+
+    @property
+    def policy(self) -> Policy:
+        return self.planner.policy
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        return self.planner.step_time
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Unfinished ones."""
+        return self.planner.requests
 
     @property
     def has_work(self) -> bool:
@@ -251,17 +252,25 @@ class Scheduler:
         if not self.can_schedule:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight, the most that this executor allows")
         self._mover.start_step()
-        if self.order:
-            self.order.demote_late(now)
+        if self.seats.prefilling or self.order:
+            self.planner.line_up(now)
         self.room.start_step(self.policy)
         decodes = self.room.secure_decodes()
-        has_prompts = bool(self.seats.prefilling or self.order)
-        heads = self._heads_of_lines(now) if self.policy.patience and has_prompts else []
         candidates = self.room.candidates()
         if self._recovery.suspects:
             decodes, candidates = self._recovery.turn(decodes, candidates)
         positions = [request.num_scheduled for request in decodes]
-        quotas = self.policy.plan(self._view(now, decodes, positions, candidates))
+        quotas = self.planner.plan(
+            now,
+            decodes,
+            candidates,
+            num_decodes=len(decodes),
+            decode_context=sum(positions) + len(decodes),
+            num_in_flight=len(self._in_flight),
+            overhead=self.overhead,
+            free_tokens=self.pool.num_free * self.block_size,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+        )
         if not quotas.run_decodes:
             decodes, positions = [], []
         if not decodes and not quotas.chunks and (self._in_flight or not self._mover.needs_step):
@@ -289,40 +298,18 @@ class Scheduler:
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
-        step = InFlight(plan, shape, predicted, now, decodes + prefills, heads)
+        step = InFlight(plan, shape, predicted, now, decodes + prefills, self.planner.heads)
         if plan.most_seconds is None:
             self._charge(step, plan, predicted)
-        has_reason = chunks or not self.order or self._mover.is_restoring
+        has_reason = chunks or not self.order or self._mover.is_restoring or not self.room.fits_next()
         self._steps_without_prefill = 0 if has_reason else self._steps_without_prefill + 1
         self.seats.newest_step = step_id
         self._in_flight.append(step)
         return plan
 
-    def _view(
-        self, now: float, decodes: Sequence[Request], positions: Sequence[int], candidates: Sequence[Candidate]
-    ) -> StepView:
-        pacing = self.policy.pacing
-        urgent = urgency([request.deadline for request in decodes], pacing) if pacing else Urgency(None, None)
-        return StepView(
-            now=now,
-            num_in_flight=len(self._in_flight),
-            num_decodes=len(decodes),
-            decode_context=sum(positions) + len(decodes),
-            earliest_deadline=urgent.earliest_deadline,
-            tightest_target=urgent.tightest_target,
-            overhead=self.overhead,
-            step_time=self.step_time,
-            max_num_seqs=self.config.max_num_seqs,
-            candidates=candidates,
-            free_tokens=self.pool.num_free * self.block_size,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            caps=self.caps,
-            turn=self.order.length_of_turn([(self.requests[one.request_id], one.start) for one in candidates]),
-        )
-
     def admission_failure(self) -> str | None:
         """What is wrong if nothing is admitted although it could be; None if all is well."""
-        if self._steps_without_prefill < _MAX_STEPS_WITHOUT_PREFILL or not self.room.fits_next():
+        if self._steps_without_prefill < _MAX_STEPS_WITHOUT_PREFILL:
             return None
         return (
             f"no prompt was computed in {self._steps_without_prefill} steps although the next one fits: "
@@ -331,18 +318,15 @@ class Scheduler:
 
     def _charge(self, step: InFlight, plan: StepPlan, seconds: float) -> None:
         """For what `plan` says that the step computes: at once, or when it has ended if it may shed rows."""
-        num_decodes = len(plan.decodes)
-        prefills = list(zip(step.sequences[num_decodes:], plan.chunks, strict=True))
-        if prefills:
-            lengths = [(request, chunk.length) for request, chunk in prefills]
-            self.order.charge_overtaking(step.heads, lengths, seconds)
-        if self.order.is_shared and plan.num_sequences:
-            positions = zip(step.sequences[:num_decodes], plan.decodes.positions, strict=True)
-            streams = [(request.account, position + 1) for request, position in positions]
-            parts = [(request.account, chunk.start, chunk.length) for request, chunk in prefills]
-            self.order.charge(step_prices(self.step_time, self.caps, streams, parts, seconds))
-        elif plan.num_sequences:
-            self.order.charge_only(seconds or nominal_price(plan.num_rows))
+        requests, positions = step.sequences, plan.decodes.positions
+        prefills = zip(requests[len(positions) :], plan.chunks, strict=True)
+        self.planner.charge(
+            step.heads,
+            ((request.account, position + 1) for request, position in zip(requests, positions, strict=False)),
+            [(request, chunk.start, chunk.length) for request, chunk in prefills],
+            plan.num_rows,
+            seconds,
+        )
 
     # ---- taking in a step's result ----
 
@@ -376,15 +360,13 @@ class Scheduler:
                     self._recovery.gave_token(request.id)
         self.pool.settle(plan.step_id)
         self._mover.commit(result.tier)
-        if (pacing := self.policy.pacing) is not None:
-            for request, _, tokens in outcome.emissions:
-                if tokens and (late := request.deadline.emit(request.id, pacing, now)) is not None:
-                    outcome.late.append(late)
+        outcome.late.extend(self.planner.emitted((one for one, _, tokens in outcome.emissions if tokens), now))
         if not result.errors and not result.faults and plan.num_sequences:
-            self.step_time.observe(outcome.shape, result.seconds)
-            self.policy.observe(outcome.shape, result.seconds)
+            self.planner.observe((outcome.shape,), result.seconds)
             if self._is_paced and plan.chunks and outcome.predicted_seconds:
-                self._pace.observe(outcome.computed.chunks, result.seconds + self.overhead)
+                shape = outcome.shape
+                streams = self.prices.streams(shape.decode_sequences, shape.decode_context)
+                self._pace.observe(plan.step_id, outcome.computed.chunks, result.seconds + self.overhead, streams)
         if plan.num_sequences:
             # A step that was planned behind another one also waited for that.
             began = max(step.planned_at, self._committed_at)
@@ -451,17 +433,12 @@ class Scheduler:
                 known = request.tokens
                 known += tokens
                 if len(known) >= request.max_known_tokens or tokens[-1] in request.stop_token_ids:
-                    self._end_if_due(request, outcome)
+                    self._end_whole(request, outcome)
 
-    def _end_if_due(self, request: Request, outcome: Committed) -> None:
+    def _end_whole(self, request: Request, outcome: Committed) -> None:
+        """At a stop token, or at its full length. Before `min_tokens` a stop token comes only if nothing else may."""
         stops = request.tokens[-1] in request.stop_token_ids
-        if stops and request.num_output_tokens >= request.sampling.min_tokens:
-            reason = FinishReason.STOP
-        elif len(request.tokens) >= request.max_known_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            return
-        self._end(request, reason)
+        self._end(request, FinishReason.STOP if stops else FinishReason.LENGTH)
         outcome.finished.append(request)
 
     # ---- leaving a slot ----
@@ -474,6 +451,5 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         self._recovery.discard(request.id)
-        self.order.discard(request)
-        del self.requests[request.id]
+        self.planner.left(request)
         self._expiring.pop(request.id, None)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from evenflow.duration import parse_duration, parse_target
 from evenflow.errors import InvalidConfig, InvalidRequest
 
 
@@ -19,7 +20,7 @@ class ServiceClass:
     name: str
     rank: int
     share: float  # least share of the machine's time while requests of the class wait, however urgent the others
-    tbt_target: float | None = None  # seconds between tokens, for requests without their own; None: the engine's
+    tbt_target: float | str | None = None  # seconds between tokens, or 50ms, of requests without their own
     ttft_target: float | None = None  # seconds to the first token, likewise
     reserve: float = 0.0  # share of the slots and of the KV cache that it leaves to the decodes of others
     refuse_late: bool = False  # refuse at once what is expected to miss its target for the first token
@@ -32,9 +33,17 @@ class ServiceClass:
         self._require("share", 0 < self.share <= 1, "a number in (0, 1]")
         self._require("reserve", 0 <= self.reserve < 1, "a number in [0, 1)")
         self._require("refuse_late", isinstance(self.refuse_late, bool), "true or false")
-        for name in ("tbt_target", "ttft_target"):
-            seconds = getattr(self, name)
-            self._require(name, seconds is None or 0 < seconds < math.inf, "seconds > 0")
+        if isinstance(self.ttft_target, str):
+            object.__setattr__(self, "ttft_target", parse_duration(self.ttft_target))
+        seconds = self.ttft_target
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        self._require("ttft_target", seconds is None or (is_number and 0 < seconds < math.inf), "seconds > 0")
+        if self.tbt_target is not None:
+            parse_target(self.tbt_target, got=f"Got tbt_target={self.tbt_target!r} of class {self.name!r}")
+
+    @property
+    def tbt_seconds(self) -> float | None:
+        return None if self.tbt_target is None else parse_target(self.tbt_target)
 
     def _require(self, name: str, is_right: bool, expected: str) -> None:
         if not is_right:
@@ -42,6 +51,12 @@ class ServiceClass:
 
 
 Classes = tuple[ServiceClass, ...]
+
+
+def late_name(name: str) -> str:
+    """The class that late prompts of this one are served under."""
+    return f"{name} (late)"
+
 
 DEFAULT_CLASSES: Classes = (
     ServiceClass(name="interactive", rank=-1, share=0.5),
@@ -58,6 +73,13 @@ def check_classes(classes: Sequence[ServiceClass]) -> Classes:
         values = [getattr(one, what) for one in classes]
         if twice := {value for value in values if values.count(value) > 1}:
             raise InvalidConfig(f"Got two classes of {what} {min(twice)!r} but expected a {what} of its own for each.")
+    names = {one.name for one in classes}
+    for one in classes:
+        if one.ttft_target is not None and late_name(one.name) in names:
+            raise InvalidConfig(
+                f"Got a class named {late_name(one.name)!r} but late prompts of {one.name!r} go by this name: give it "
+                "another."
+            )
     total = sum(one.share for one in classes)
     if total > 1 + 1e-9:
         raise InvalidConfig(f"Got classes whose shares add up to {total:g} but expected at most 1.")

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from evenflow.core.account import PROMOTED, Account
 from evenflow.core.deadlines import HEAD_OF_LINE, Place, charge_overtaking
 from evenflow.core.queue import RankedQueue
-from evenflow.core.service_classes import ServiceClass, check_classes, check_weights, find_class
+from evenflow.core.service_classes import ServiceClass, check_classes, check_weights, find_class, late_name
 from evenflow.core.tenant_shares import LENT_S, TenantShares
 
 # A class saves at most this much of its share for later.
@@ -105,7 +105,7 @@ class ServiceLines(Generic[RequestType]):
         for spec in self.classes:
             self._add_class(spec)
             if spec.ttft_target is not None:
-                self._late[spec.name] = late = f"{spec.name} (late)"
+                self._late[spec.name] = late = late_name(spec.name)
                 self._add_class(replace(spec, name=late, share=_LATE_SHARE * spec.share))
         self._lines: dict[Account, _Line[RequestType]] = {}
         self._num_waiting = 0

@@ -25,6 +25,16 @@ class ServiceOrder(ServiceLines[Request]):
         """Is its level more urgent?"""
         return request.account.level < other.account.level
 
+    def is_held_up(self, request: Request, producer: Request, prompts: Iterable[Request]) -> bool:
+        """Is one of these prompts, of another tenant, served before `producer`, although the tenant of `request` would
+        be next even after all of its prompt?"""
+        if request.account.level != producer.account.level or request.tenant == producer.tenant:
+            return False
+        level, counter, _ = self._standing(request.account)
+        after = level, counter + self._prefill_left(request) / self._weight(request.tenant)
+        end = self._standing(producer.account)[:2]
+        return any(after <= self._standing(one.account)[:2] < end for one in prompts)
+
     def first_to_yield(self, running: Sequence[Request], holdings: Callable[[], Holdings]) -> Request:
         """Who gives its blocks up when a decode finds none: the youngest of the least urgent level.
 

@@ -6,6 +6,7 @@ Nothing is tuned: the model learns the machine while it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
@@ -96,9 +97,13 @@ class Target(Policy):
         return (whole, ChunkReason.ALIGNMENT) if whole < tokens else (tokens, ChunkReason.LATENCY)
 
     def _judge_target(self, view: StepView, least: float) -> None:
-        """Is the tightest target feasible with the minimum of prefill? Without evidence, assume that it is."""
+        """Is the engine's target feasible with the minimum of prefill? Without evidence, assume that it is.
+
+        No stream's own target counts that is tighter; where all are looser, the tightest one does.
+        """
+        self.shortest_step = least + view.overhead if least else math.inf
         if view.tightest_target is not None and view.step_time.is_calibrated:
-            self._feasibility.judge(least + view.overhead, view.tightest_target)
+            self._feasibility.judge(self.shortest_step, max(view.tightest_target, self.pacing.target))
             self.feasible_target = self._feasibility.advised
 
     def infeasibility_warning(self) -> float | None:

@@ -8,12 +8,12 @@ prompts are. A tenant that returns starts level with the others: what it left un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 LENT_S = 1.0  # seconds of service, for weight 1, that a tenant gets back of what it lent
 _RECENT_STEPS = 1024  # a tenant that was served in one of these may well come again
-_MAX_KNOWN = 1024  # tenants whose counters are kept; those that nothing depends on go first
+_MAX_KNOWN = 1024  # tenants without prompts waiting whose counters are kept
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class TenantShares:
         """Have several been served recently?"""
         return len(self._served_at) > 1 and sum(step - at < _RECENT_STEPS for at in self._served_at.values()) > 1
 
-    def enter(self, tenant: str, others: Iterable[str]) -> None:
+    def enter(self, tenant: str, others: Collection[str]) -> None:
         """A tenant has a prompt again. If those of others wait, it gets back some of what they borrowed.
 
         A tenant without a counter starts at 0, where all did: it lent no more than others have had since then.
@@ -44,19 +44,23 @@ class TenantShares:
         lowest = min((self.standing(other)[0] for other in others), default=None)
         start = self._floor if lowest is None else max(self._floor, lowest) - LENT_S
         self._counters[tenant] = max(self._counters.get(tenant, 0.0), start)
+        self._forget({tenant, *others})
 
-    def charge(self, seconds_of: Mapping[str, float], waiting: Iterable[str], step: int) -> None:
+    def charge(self, seconds_of: Mapping[str, float], waiting: Collection[str], step: int) -> None:
         """Charge a step's service to these tenants. `waiting`: tenants that had prompts waiting."""
         for tenant, seconds in seconds_of.items():
             self._counters[tenant] = self.standing(tenant)[0] + seconds / self.weight(tenant)
             self._served_at[tenant] = step
         self._floor = max(self._floor, min((self.standing(tenant)[0] for tenant in waiting), default=self._floor))
-        if len(self._counters) > _MAX_KNOWN:
-            self._forget()
+        self._forget(waiting)
 
-    def _forget(self) -> None:
-        """Counters so low that a tenant that returns starts no lower anyway."""
-        for tenant in [tenant for tenant, counter in self._counters.items() if counter <= self._floor - LENT_S]:
+    def _forget(self, waiting: Collection[str]) -> None:
+        """Bound the counters: drop the lower half. A tenant with a low one starts no lower when it returns."""
+        if len(self._counters) <= _MAX_KNOWN + len(waiting):
+            return
+        needed = set(waiting)
+        idle = [tenant for tenant in self._counters if tenant not in needed]
+        for tenant in sorted(idle, key=self._counters.__getitem__)[: len(idle) // 2]:
             del self._counters[tenant]
             self._served_at.pop(tenant, None)
 

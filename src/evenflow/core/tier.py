@@ -17,6 +17,8 @@ from evenflow.core.plan import Save, TierMoves, TierResult
 
 _KEPT = 0.9  # of a measured time; the rest is the newest sample
 _MOST_OFFERED = 16  # blocks that are saved at a time though nothing evicts them
+_MOST_REFUSED = 1024  # blocks without a move, because moves take too long: a few are tried then
+_NUM_TRIED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,30 @@ class TierConfig:
     most_saving: int = 1 << 20  # blocks that may be copied and not stored yet
     keeps_all: bool = False  # save prefixes when they become idle, not when they are evicted: for the next start
     contents: tuple[Content, ...] = ()  # from an earlier run, the least recently used first
+
+
+@dataclass(slots=True)
+class MoveTime:
+    """Seconds that a block takes one way, learned from moves. A disk may be slow only for a while, so what is known is
+    in doubt when it has prevented many moves: a few are tried then, and what they take counts alone."""
+
+    seconds: float
+    num_refused: int = 0  # blocks since one moved
+
+    @property
+    def is_in_doubt(self) -> bool:
+        return self.num_refused >= _MOST_REFUSED
+
+    @property
+    def least(self) -> float:
+        """What a move takes, as far as this is known."""
+        return 0.0 if self.is_in_doubt else self.seconds
+
+    def learn(self, seconds: float) -> None:
+        """The mean of moves; 0 if there were none."""
+        if seconds:
+            self.seconds = seconds if self.is_in_doubt else _KEPT * self.seconds + (1 - _KEPT) * seconds
+            self.num_refused = 0
 
 
 class Returning(NamedTuple):
@@ -44,7 +70,7 @@ class Tier:
 
     def __init__(self, config: TierConfig, weights: Mapping[str, float] | None = None) -> None:
         self._num_blocks, self._most_saving = config.num_blocks, config.most_saving
-        self.save_seconds, self.restore_seconds = config.save_seconds, config.restore_seconds
+        self.save_time, self.restore_time = MoveTime(config.save_seconds), MoveTime(config.restore_seconds)
         self._order: EvictionOrder[bytes] = EvictionOrder(weights)
         self._stored: dict[bytes, tuple[str, float]] = {}  # tenant and cost
         self._returning: dict[bytes, Returning] = {}
@@ -67,8 +93,8 @@ class Tier:
 
     @property
     def is_behind(self) -> bool:
-        """Are there prefixes left to store, for which a step is due even without rows?"""
-        return bool(self._offered)
+        """Are there prefixes left to store or to drop, for which a step is due even without rows?"""
+        return bool(self._offered or self._drops)
 
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self._stored
@@ -85,14 +111,27 @@ class Tier:
         self._offered.pop(content.block_hash, None)
         if content.block_hash in self._stored:
             self._touch(content, cost)
-        elif cost >= self.save_seconds + self.restore_seconds:
+        elif cost >= self.save_time.least + self.restore_time.least and self._may_save:
             self._saves[content.block_hash] = Save(block, *content)
             self._add(content, cost)
+        else:
+            self.save_time.num_refused += 1
+            self.restore_time.num_refused += 1
+
+    @property
+    def _may_save(self) -> bool:
+        return not self.save_time.is_in_doubt or self._num_saving + len(self._saves) < _NUM_TRIED
 
     def offer(self, block: int, content: Content, cost: float) -> None:
         """This block of the pool is idle now."""
         if self._keeps_all and content.block_hash not in self._stored:
             self._offered[content.block_hash] = block, content, cost
+
+    def num_to_restore(self, num_stored: int, seconds: float) -> int:
+        """The number of a request's next blocks to restore; computing all of them takes these seconds."""
+        if self.restore_time.is_in_doubt:
+            return min(num_stored, _NUM_TRIED)
+        return num_stored if self.restore_time.seconds * num_stored <= seconds else 0
 
     def restore(self, hashes: Sequence[bytes], allocate: Callable[[int], Sequence[int]]) -> None:
         """Bring these back into blocks of the pool. Blocks evicted to make room cannot displace them here."""
@@ -122,10 +161,8 @@ class Tier:
     def commit(self, result: TierResult) -> tuple[list[Returning], list[Returning]]:
         """What came back, and what will not."""
         self._num_saving = result.num_saving
-        if result.save_seconds:
-            self.save_seconds += (1 - _KEPT) * (result.save_seconds - self.save_seconds)
-        if result.restore_seconds:
-            self.restore_seconds += (1 - _KEPT) * (result.restore_seconds - self.restore_seconds)
+        self.save_time.learn(result.save_seconds)
+        self.restore_time.learn(result.restore_seconds)
         restored = [self._returning.pop(block_hash) for block_hash in result.restored]
         for one in reversed(restored):  # as in the pool, the end of a prefix goes first
             self._order.add(one.content.block_hash, one.content.tenant, one.cost)
@@ -145,7 +182,6 @@ class Tier:
     def _add(self, content: Content, cost: float) -> None:
         self._stored[content.block_hash] = content.tenant, cost
         self._order.add(content.block_hash, content.tenant, cost)
-        self._drops.pop(content.block_hash, None)
         self._make_room()
 
     def _make_room(self) -> None:

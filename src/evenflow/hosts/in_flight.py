@@ -77,6 +77,8 @@ class InFlightSteps:
 
         `device_seconds`: the same by the device's clock, which knows better; after an idle time it counts that too.
         """
+        if all(step.key is not key for step in self._steps):
+            raise LookupError("this step was not followed")
         step = self._steps.popleft()
         while step.key is not key:
             step = self._steps.popleft()

@@ -97,6 +97,9 @@ class HostLaunch(ABC):
     package: ClassVar[HostPackage]
     aliases: ClassVar[Mapping[str, str]]  # other spellings of the host's flags
     settle_path: ClassVar[str | None] = None  # a route to call once it has warmed up
+    id_fields: ClassVar[Sequence[str]]  # of a request's body: by any of them a client names the request
+    settings_paths: ClassVar[Sequence[Sequence[str]]]  # where a request's body has its own settings for evenflow
+    salt_fields: ClassVar[Sequence[str]]  # requests that differ in any of them share no prefix cache
 
     python: str
     model: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -15,6 +16,7 @@ from evenflow.framing import frame
 from evenflow.hosts.messages import HostStep, RequestArrived, RequestLeft
 
 _MAX_UNSENT_BYTES = 4 << 20  # thousands of steps
+_MAX_UNSENT_REQUESTS = 10_000  # arrivals, and as many ends, while a slow reader misses steps
 
 
 @dataclass(slots=True)
@@ -111,8 +113,8 @@ class Reporter:
     def __init__(self, logger: logging.Logger, step_socket: str | None) -> None:
         self._logger = logger
         self._interval: _Interval | None = None
-        self._arrived: list[RequestArrived] = []  # since the last message
-        self._left: list[RequestLeft] = []
+        self._arrived: deque[RequestArrived] = deque(maxlen=_MAX_UNSENT_REQUESTS)  # since the last message
+        self._left: deque[RequestLeft] = deque(maxlen=_MAX_UNSENT_REQUESTS)
         self._sender = _Sender(step_socket) if step_socket else None
 
     def arrived(self, request_id: str, at: float, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -131,7 +133,7 @@ class Reporter:
             self._interval.log(self._logger, report)
             self._interval = None
         if self._sender is not None and self._sender.has_room():
-            self._sender.send(frame(HostStep(report, self._arrived, self._left)))
+            self._sender.send(frame(HostStep(report, list(self._arrived), list(self._left))))
             self._arrived.clear()
             self._left.clear()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenflow.core.policies import MAX_TARGET_S, MIN_TARGET_S, PolicySpec
+from evenflow.core.policies import PolicySpec
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
-from evenflow.errors import InvalidConfig
+from evenflow.duration import MAX_TARGET_S, parse_duration, parse_target
+from evenflow.errors import InvalidConfig, InvalidInput, InvalidRequest
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.shares_file import Shares, read_shares
 
@@ -26,6 +28,7 @@ _VARIABLES = {
     "target_file": TARGET_FILE_VARIABLE,
     "shares": SHARES_VARIABLE,
 }
+REQUEST_SETTINGS = ("tbt_target", "ttft_target", "service_class", "tenant")
 _MAX_TENANT_CHARACTERS = 64
 
 
@@ -46,9 +49,18 @@ def read_settings(additional_config: object) -> Settings:
             f"Got {CONFIG_KEY}={given!r} in vLLM's additional config but expected some of: {', '.join(_VARIABLES)}."
         )
     found = {name: given.get(name, os.environ.get(variable)) for name, variable in _VARIABLES.items()}
-    shares = read_shares(Path(found["shares"])) if found["shares"] else Shares()
+    shares = _shares(found["shares"])
     policy = _policy(found["tbt_target"])
     return Settings(policy, found["step_socket"], found["target_file"], **shares.engine_settings)
+
+
+def classes_by_environment() -> Classes:
+    """The classes of service of a host engine that this process starts."""
+    return _shares(os.environ.get(SHARES_VARIABLE)).classes
+
+
+def _shares(path: str | None) -> Shares:
+    return read_shares(Path(path)) if path else Shares()
 
 
 def _policy(target: Any) -> PolicySpec | None:
@@ -62,29 +74,53 @@ def _policy(target: Any) -> PolicySpec | None:
             f"""--additional-config '{{"{CONFIG_KEY}": {{"tbt_target": "50ms"}}}}' or {TARGET_VARIABLE}=50ms; with """
             f"{NO_TARGET!r} steps are only reported."
         )
-    try:
-        return PolicySpec.parse(f"target:{target}")
-    except InvalidConfig:
-        raise InvalidConfig(
-            f"Got tbt_target={target!r} but expected milliseconds such as 50ms, or {NO_TARGET}."
-        ) from None
+    text, comma, mode = target.partition(",")
+    if comma and mode != "paced":
+        raise InvalidConfig(f"Got tbt_target={target!r} but expected a duration such as 50ms, or {NO_TARGET}.")
+    return PolicySpec.for_target(text, is_paced=bool(comma))
 
 
-def own_target(extra_args: Mapping[str, Any] | None, name: str = "tbt_target") -> float | None:
-    """A request's own target in seconds; None if it has none, or none that makes sense."""
-    target = (extra_args or {}).get(name)
-    if isinstance(target, bool) or not isinstance(target, int | float) or not MIN_TARGET_S <= target <= MAX_TARGET_S:
-        return None
-    return float(target)
+def check_setting(name: str, given: object, classes: Classes) -> Any:
+    """One of a request's own settings in the engine's terms; raises InvalidRequest for what it cannot mean."""
+    if name == "tbt_target":
+        return parse_target(given, InvalidRequest)
+    if name == "ttft_target":
+        seconds = parse_duration(given) if isinstance(given, str) else given
+        if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TARGET_S:
+            return float(seconds)
+        raise InvalidRequest(f"Got ttft_target={repr(given)[:100]} but expected at most {MAX_TARGET_S:g} seconds.")
+    if name == "service_class":
+        if isinstance(given, str):
+            return find_class(classes, given).name
+        raise InvalidRequest(f"Got service_class={repr(given)[:100]} but expected a text.")
+    if isinstance(given, str) and len(given) <= _MAX_TENANT_CHARACTERS:
+        return given
+    raise InvalidRequest(f"Got tenant={repr(given)[:100]} but expected a text of at most {_MAX_TENANT_CHARACTERS}.")
 
 
-def own_class(extra_args: Mapping[str, Any] | None, priority: int, classes: Classes) -> str:
-    """The class that a request names, else that of its priority. A name that does not exist counts as none."""
-    named = (extra_args or {}).get("service_class")
-    found = next((one for one in classes if one.name == named), None)
-    return (found or find_class(classes, priority=priority)).name
+class RequestSettings:
+    """Reads requests' own settings in a host, which takes any: a senseless one is ignored, and logged once per name."""
 
+    def __init__(self, classes: Classes, logger: logging.Logger) -> None:
+        self._classes = classes
+        self._logger = logger
+        self._warned: set[str] = set()
 
-def own_tenant(extra_args: Mapping[str, Any] | None) -> str:
-    tenant = (extra_args or {}).get("tenant")
-    return tenant[:_MAX_TENANT_CHARACTERS] if isinstance(tenant, str) else ""
+    def read(self, given: object, priority: int = 0) -> dict[str, Any]:
+        """Fields of a `HostRequest`. Without a class of its own, a request has that of its priority."""
+        found: dict[str, Any] = {"service_class": find_class(self._classes, priority=priority).name}
+        if given is not None and not isinstance(given, Mapping):
+            self._warn("own settings", f"Got {repr(given)[:100]} but expected an object.")
+            return found
+        for name in REQUEST_SETTINGS:
+            if given and given.get(name) is not None:
+                try:
+                    found[name] = check_setting(name, given[name], self._classes)
+                except InvalidInput as error:
+                    self._warn(name, str(error))
+        return found
+
+    def _warn(self, name: str, why: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._logger.warning("evenflow: a request's %s is ignored, as are others without sense: %s", name, why)

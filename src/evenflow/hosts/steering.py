@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from evenflow.best_effort import BestEffort
 from evenflow.core.account import NOBODY, Account
-from evenflow.core.deadlines import LateToken, Place, StreamDeadline, rank_time, rank_times, urgency
+from evenflow.core.deadlines import LateToken, Place, StreamDeadline
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
+from evenflow.core.planner import Planner
 from evenflow.core.policies import PolicySpec
-from evenflow.core.policy import Candidate, Policy, Quota, StepView
-from evenflow.core.prices import prefill_price, step_prices
+from evenflow.core.policy import Candidate, Quota
+from evenflow.core.prices import Prices
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, StepReport
-from evenflow.core.service_classes import find_class
 from evenflow.core.service_lines import ServiceLines
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
@@ -40,7 +42,7 @@ class Host:
     caps: ExecutorCaps
     budget: int  # its own, which remains the limit
     max_num_seqs: int
-    step_times_path: Path
+    step_times_path: Path | None  # None: they are not kept
     logger: logging.Logger
     prior: StepCosts | None = None  # what steps cost before any was measured
     num_stages: int = 1  # of a pipeline: a stream's next token takes this many steps
@@ -78,14 +80,16 @@ class HostLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A request, as `ServiceLines` looks at it. Whether it waits or runs is for the host to know."""
+    """A request, as the planner looks at it. Whether it waits or runs is for the host to know."""
 
     id: str
-    deadline: StreamDeadline
-    place: Place
+    arrival_time: float
+    num_known: int  # tokens, as far as is known when it arrives
     tenant: str
     service_class: str
-    rank: tuple[float, int]  # within its account, prompts are served in this order
+    deadline: StreamDeadline
+    place: Place = field(init=False)  # set by the planner, as are the next two
+    rank: tuple[float, int] = (0.0, 0)
     account: Account = NOBODY
     num_scheduled: int = 0  # of the prompt's tokens, as far as is known
     is_admitted: bool = False  # it has been part of a step
@@ -93,20 +97,8 @@ class _Stream:
     is_running: bool = True  # the host's queue is not kept here
 
     @property
-    def arrival_time(self) -> float:
-        return self.place.arrival_time
-
-    @property
-    def num_known(self) -> int:
-        return self.place.num_tokens
-
-    @property
     def is_prompt(self) -> bool:
-        return not self.num_output_tokens
-
-    def got_to(self, position: int) -> None:
-        """Set how far its prompt is computed; until its first token, at least one position is left."""
-        self.num_scheduled = min(position, self.num_known - 1)
+        return self.num_scheduled < self.num_known
 
 
 class Steering:
@@ -118,36 +110,45 @@ class Steering:
     def __init__(self, host: Host, settings: Settings) -> None:
         self._host = host
         self._policy_file = PolicyFile(settings.target_file) if settings.target_file else None
-        self.step_time = load_step_times(host.step_times_path, host.prior) or StepTimeModel(host.prior)
-        self._attribution = Attribution(self.step_time)
+        self.best_effort = BestEffort(host.logger)
+        stored = self.best_effort.run("reading step times", self._stored_step_times, None)
+        step_time = stored or StepTimeModel(host.prior)
+        self._attribution = Attribution(step_time)
         self._reporter = Reporter(host.logger, settings.step_socket)
-        self._streams: dict[str, _Stream] = {}
-        self._order = ServiceLines[_Stream](settings.classes, settings.tenant_weights, self._prefill_price)
-        self._num_arrivals = 0
+        prices = Prices(step_time, host.caps)
+        order = ServiceLines[_Stream](settings.classes, settings.tenant_weights, prices.prefill)
+        self.planner = Planner(
+            order, prices, self._planned(settings.policy), max_num_seqs=host.max_num_seqs, num_stages=host.num_stages
+        )
         self._in_flight = InFlightSteps()
         self._observations: list[Observation] = []  # of which the model does not know yet
         self._num_steps = 0
         self._save_at = _STEPS_BETWEEN_SAVES
-        self.set_policy(settings.policy)
+        self.policy = settings.policy
+
+    def _stored_step_times(self) -> StepTimeModel | None:
+        path = self._host.step_times_path
+        return None if path is None else load_step_times(path, self._host.prior)
 
     def set_policy(self, spec: PolicySpec | None) -> None:
         """None: the host uses its own budget."""
         self.policy = spec
-        self._pacing = spec.pacing if spec is not None else None
-        self._planner: Policy | None = None
-        if spec is not None and spec.target is not None:
-            staged = replace(spec, seconds=spec.target / self._host.num_stages, written="")
-            self._planner = staged.bounded(self._host.budget).build()
-        for stream in self._streams.values():
-            stream.deadline.restart(self._pacing)
+        self.planner.set_policy(self._planned(spec))
+
+    def _planned(self, spec: PolicySpec | None) -> PolicySpec:
+        return (spec or self._host.own_policy or PolicySpec("unchunked")).bounded(self._host.budget)
 
     @property
     def target(self) -> float | None:
-        return None if self._pacing is None else self._pacing.target
+        return None if self.policy is None else self.policy.target
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        return self.planner.step_time
 
     @property
     def is_active(self) -> bool:
-        return self._planner is not None
+        return self.target is not None
 
     def log_start(self, host: str, why_no_target: str | None) -> None:
         """Log what this does in the host, with the host's name and version."""
@@ -163,7 +164,10 @@ class Steering:
 
     def begin_step(self) -> None:
         """The host is about to schedule a step, and has sent the last one's tokens: now learning delays no token."""
-        self._learn()
+        self.best_effort.run("learning step times", self._learn, None)
+        self.best_effort.run("changing the target", self._follow_policy_file, None)
+
+    def _follow_policy_file(self) -> None:
         policy = self._policy_file.read_if_changed(self.policy) if self._policy_file is not None else self.policy
         if policy is not self.policy:
             self.set_policy(policy)
@@ -171,9 +175,9 @@ class Steering:
             self._host.logger.info("evenflow: %s from now on", change)
 
     def _learn(self) -> None:
-        for observation in self._observations:
-            self.step_time.observe(*observation)
-        self._observations.clear()
+        observations, self._observations = self._observations, []
+        for observation in observations:
+            self.planner.observe(*observation)
         if self._num_steps >= self._save_at:
             self._save_at = self._num_steps + _STEPS_BETWEEN_SAVES
             self.keep_step_times()
@@ -181,37 +185,31 @@ class Steering:
     def add(self, request: HostRequest) -> None:
         now = self.clock()
         arrived_at = now - max(0.0, self.wall_clock() - request.arrival_time)
-        of_class = find_class(self._order.classes, request.service_class or None)
-        ttft_target = request.ttft_target or of_class.ttft_target
-        place = Place(arrived_at, request.num_tokens, request.num_cached_tokens, ttft_target)
-        deadline = StreamDeadline(request.tbt_target or of_class.tbt_target)
-        stream = _Stream(request.id, deadline, place, request.tenant, of_class.name, (arrived_at, self._num_arrivals))
-        stream.got_to(place.num_cached_tokens)
-        self._num_arrivals += 1
-        if request.id in self._streams:  # the host took it up again
-            self._order.discard(self._streams[request.id])
-        self._streams[request.id] = stream
-        self._order.add(stream)
-        stream.rank = rank_time(place, place.num_cached_tokens, self._patience, self._prefill_seconds), stream.rank[1]
-        self._reporter.arrived(request.id, arrived_at, request.num_prompt_tokens, request.max_tokens)
+        stream = _Stream(
+            request.id, arrived_at, request.num_tokens, request.tenant, request.service_class, StreamDeadline()
+        )
+        stream.num_scheduled = request.num_cached_tokens
+        if (before := self._streams.get(request.id)) is not None:  # the host took it up again
+            self.planner.left(before)
+        self.planner.place(stream, request.num_cached_tokens, request.tbt_target, request.ttft_target)
+        self.planner.arrived(stream)
+        sizes = request.num_prompt_tokens, request.max_tokens
+        self.best_effort.run("reports", partial(self._reporter.arrived, request.id, arrived_at, *sizes), None)
 
-    def rank(self, request_id: str) -> tuple[int, float, int, tuple[float, int]]:
-        """Prompts are served in this order: by class, tenant, and arrival with patience."""
-        return self._order.key(self._streams[request_id])
+    def line_up(self, now: float, request_ids: Sequence[str], room: int) -> dict[str, int]:
+        """The place in line of each of these prompts: in order of service as far as `room` goes, then as given."""
+        self.planner.line_up(now)
+        starts = [(stream, stream.num_scheduled) for stream in map(self._streams.__getitem__, request_ids)]
+        ordered = dict.fromkeys(stream.id for stream, _ in self.planner.order.arrange(starts, room))
+        return {request_id: place for place, request_id in enumerate(ordered | dict.fromkeys(request_ids))}
 
     def level(self, request_id: str) -> int:
         """How urgent it is: the lower, the more."""
         return self._streams[request_id].account.level
 
     @property
-    def _patience(self) -> float:
-        return self._planner.patience if self._planner is not None else 0.0
-
-    def _prefill_seconds(self, start: int, length: int) -> float:
-        return self.step_time.predict(self._host.caps.prefill_shape(start, length))
-
-    def _prefill_price(self, start: int, length: int) -> float:
-        return prefill_price(self.step_time, self._host.caps, start, length)
+    def _streams(self) -> dict[str, _Stream]:
+        return self.planner.requests
 
     @property
     def num_streams(self) -> int:
@@ -227,43 +225,28 @@ class Steering:
         long_prefill_token_threshold: int,
     ) -> tuple[int, Sequence[Quota]]:
         """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
-        assert self._planner is not None
-        assert self._pacing is not None
         for candidate in candidates:
-            self._streams[candidate.request_id].got_to(candidate.start)
-        for head in self._order.heads() if candidates else ():
-            places = [(stream.place, stream.num_scheduled) for stream in head]
-            ranks = rank_times(places, now, self._patience, self._prefill_seconds)
-            for stream, rank in zip(head, ranks, strict=True):
-                stream.rank = rank, stream.rank[1]
-        self._order.demote_late(now)
+            self._streams[candidate.request_id].num_scheduled = candidate.start
         decoding = [decode for decode in decodes if decode.rows]
-        urgent = urgency([self._streams[decode.request_id].deadline for decode in decoding], self._pacing)
-        target = urgent.tightest_target
-        view = StepView(
-            now=now,
-            num_in_flight=self._in_flight.num_steps,
-            num_decodes=sum(decode.rows for decode in decoding),
+        num_rows = sum(decode.rows for decode in decoding)
+        quotas = self.planner.plan(
+            now,
+            [self._streams[decode.request_id] for decode in decoding],
+            candidates,
+            num_decodes=num_rows,
             decode_context=sum(decode.rows * decode.context for decode in decoding),
-            earliest_deadline=urgent.earliest_deadline,
-            tightest_target=None if target is None else target / self._host.num_stages,
+            num_in_flight=self._in_flight.num_steps,
             overhead=0.0,  # a step's seconds are counted from before it is planned
-            step_time=self.step_time,
-            max_num_seqs=self._host.max_num_seqs,
-            candidates=candidates,
             free_tokens=free_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
-            caps=self._host.caps,
-            turn=self._order.length_of_turn([(self._streams[one.request_id], one.start) for one in candidates]),
         )
-        quotas = self._planner.plan(view).chunks
-        if (feasible := self._planner.infeasibility_warning()) is not None:
+        if (feasible := self.planner.policy.infeasibility_warning()) is not None:
             self._host.logger.warning(
                 "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.4g ms.",
-                1000 * self._pacing.target,
+                1000 * (self.target or 0.0),
                 1000 * self._of_all_stages(feasible),
             )
-        return view.num_decodes, quotas
+        return num_rows, quotas.chunks
 
     def _of_all_stages(self, seconds: float) -> float:
         """A target for streams, from one for the steps that give them each token."""
@@ -271,39 +254,29 @@ class Steering:
 
     # ---- after a step ----
 
-    def scheduled(self, step: InFlightStep, num_decodes: int, decode_context: int, num_ended: int) -> None:
+    def scheduled(self, step: InFlightStep, decodes: Sequence[Decode], num_ended: int) -> None:
         """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt."""
         step.admissions = list(self._admit(step.chunks))
-        if num_decodes or step.chunks:
+        if decodes or step.chunks:
             step.shape = self._host.caps.step_shape(
-                num_decodes=num_decodes,
-                decode_context=decode_context,
+                num_decodes=sum(decode.rows for decode in decodes),
+                decode_context=sum(decode.rows * decode.context for decode in decodes),
                 chunks=[(start, length) for _, start, length in step.chunks],
                 prefill_logit_rows=num_ended,
             )
             step.predicted = self.step_time.predict(step.shape)
-        if step.shape is not None:
-            self._charge(step, decode_context // max(1, num_decodes))
+            self._charge(step, decodes, step.shape.total_rows)
         step.launched_at = self.clock()  # unless the host says when it has
         self._in_flight.add(step)
 
-    def _charge(self, step: InFlightStep, mean_context: int) -> None:
+    def _charge(self, step: InFlightStep, decodes: Sequence[Decode], num_rows: int) -> None:
         """What the step gives to each prompt and each account."""
         streams = self._streams
         chunks = [(streams[one], start, length) for one, start, length in step.chunks if one in streams]
         for stream, start, length in chunks:
-            stream.got_to(start + length)
-        if chunks:
-            lengths = [(stream, length) for stream, _, length in chunks]
-            self._order.charge_overtaking(list(self._order.heads()), lengths, step.predicted)
-        if self._order.is_shared:
-            decodes = [(streams[one].account, mean_context) for one in step.decode_ids if one in streams]
-            parts = [(stream.account, start, length) for stream, start, length in chunks]
-            if decodes or parts:
-                prices = step_prices(self.step_time, self._host.caps, decodes, parts, step.predicted)
-                self._order.charge(prices)
-        else:
-            self._order.charge_only(step.predicted)
+            stream.num_scheduled = start + length
+        rows = ((streams[one.request_id].account, one.context) for one in decodes if one.request_id in streams)
+        self.planner.charge(self.planner.heads, rows, chunks, num_rows, step.predicted)
 
     def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
         """The requests whose first chunk is among these. The host's own metrics count those that come back."""
@@ -335,19 +308,17 @@ class Steering:
             return
         if (observation := self._in_flight.observation) is not None:
             self._observations.append(observation)
-        late = [one for request_id in tokens if (one := self._emit(request_id, tokens[request_id], step.ended_at))]
+        for request_id, given in tokens.items():
+            self._streams[request_id].num_output_tokens += len(given)
+        late = self.planner.emitted([self._streams[request_id] for request_id in tokens], step.ended_at)
         if len(self._streams) > len(open_requests):
             for request_id in self._streams.keys() - open_requests.keys():
-                stream = self._streams.pop(request_id)
-                self._order.discard(stream)
-                self._reporter.left(request_id, stream.num_output_tokens)
+                stream = self._streams[request_id]
+                self.planner.left(stream)
+                left = partial(self._reporter.left, request_id, stream.num_output_tokens)
+                self.best_effort.run("reports", left, None)
         self._num_steps += 1
-        self._reporter.report(self._report(step, tokens, late, load))
-
-    def _emit(self, request_id: str, tokens: Sequence[int], now: float) -> LateToken | None:
-        stream = self._streams[request_id]
-        stream.num_output_tokens += len(tokens)
-        return None if self._pacing is None else stream.deadline.emit(request_id, self._pacing, now)
+        self.best_effort.run("reports", lambda: self._reporter.report(self._report(step, tokens, late, load)), None)
 
     def _report(
         self, step: InFlightStep, tokens: Mapping[str, Sequence[int]], late: list[LateToken], load: HostLoad
@@ -369,7 +340,7 @@ class Steering:
         )
         decoded = [request_id for request_id in tokens if request_id in step.decode_ids]
         ids = decoded + [request_id for request_id in tokens if request_id not in step.decode_ids]
-        feasible = self._planner.feasible_target if self._planner is not None else None
+        feasible = self.planner.policy.feasible_target
         return StepReport(
             step_id=self._num_steps,
             at=step.ended_at,
@@ -400,13 +371,14 @@ class Steering:
 
     def save(self) -> None:
         """Keep the step times for the next start."""
-        self._learn()
+        self.best_effort.run("learning step times", self._learn, None)
         if self.step_time.is_calibrated:
             self.keep_step_times()
 
     def keep_step_times(self) -> None:
-        save_step_times(self.step_time, self._host.step_times_path)
+        if (path := self._host.step_times_path) is not None:
+            self.best_effort.run("keeping step times", partial(save_step_times, self.step_time, path), None)
 
     def close(self) -> None:
         self.save()
-        self._reporter.close()
+        self.best_effort.run("reports", self._reporter.close, None)

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.layers.logits_processor import LogitsProcessor
@@ -19,9 +20,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from evenflow.best_effort import BestEffort
 from evenflow.hosts.settings import read_settings
 from evenflow.sglang.output_layer import warm_up_output_layer
-from evenflow.sglang.plugin import check_has, unsupported
+from evenflow.sglang.plugin import check_has, logger, unsupported
 from evenflow.sglang.steering import make_steering
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -69,15 +71,16 @@ def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     _check_attributes(scheduler)
     scheduler.evenflow = make_steering(scheduler, read_settings(None))
     if scheduler.evenflow is not None:
-        warm_up_output_layer(scheduler)
+        BestEffort(logger).run("warming up the output layer", partial(warm_up_output_layer, scheduler), None)
 
 
 def _around_next_batch(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if scheduler.evenflow is None:
         return schedule(scheduler, *args, **kwargs)
-    scheduler.evenflow.begin_step()
+    steering = scheduler.evenflow
+    steering.follow(steering.begin_step)
     plan = schedule(scheduler, *args, **kwargs)
-    scheduler.evenflow.scheduled(plan.batch_to_run)
+    steering.follow(partial(steering.scheduled, plan.batch_to_run))
     return plan
 
 
@@ -92,7 +95,7 @@ def _around_new_prefill(make_batch: Callable[..., Any], scheduler: Any, running_
 
 def _after_run(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if scheduler.evenflow is not None:
-        scheduler.evenflow.launched()
+        scheduler.evenflow.follow(scheduler.evenflow.launched)
 
 
 def _around_result(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
@@ -104,12 +107,12 @@ def _around_result(process: Callable[..., Any], scheduler: Any, batch: Any, resu
 
 def _after_add(_: None, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if scheduler.evenflow is not None:
-        scheduler.evenflow.add(req)
+        scheduler.evenflow.follow(partial(scheduler.evenflow.add, req))
 
 
 def _after_idle(_: None, scheduler: Any) -> None:
     if scheduler.evenflow is not None:
-        scheduler.evenflow.idle()
+        scheduler.evenflow.follow(scheduler.evenflow.idle)
 
 
 _HOOKS = (

@@ -51,6 +51,9 @@ class SglangLaunch(HostLaunch):
     """One SGLang server to start."""
 
     package = SGLANG
+    id_fields = ("rid", "request_id")
+    settings_paths = (("custom_params",), ("sampling_params", "custom_params"))
+    salt_fields = ("cache_salt", "extra_key")
     aliases: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("--tensor-parallel-size", "--tp"), "--tp-size"),
         **dict.fromkeys(("--pipeline-parallel-size", "--pp"), "--pp-size"),

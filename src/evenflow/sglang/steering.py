@@ -9,28 +9,32 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sglang
 import torch
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.utils import broadcast_pyobj
 
+from evenflow.best_effort import BestEffort
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.core.roofline import WaveKernel
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
-from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
+from evenflow.hosts.settings import RequestSettings, Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.sglang.mixed_flash_attention import install_flash_attention
 from evenflow.sglang.mixed_flashinfer import install_flashinfer
 from evenflow.sglang.plugin import logger
 from evenflow.step_time_store import step_times_path
+
+Result = TypeVar("Result")
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
 _GRAPHS_OFF = "disabled"
@@ -50,9 +54,14 @@ class SglangSteering(ABC):
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self.best_effort = BestEffort(logger)
         self.limits_prefill = False  # of the batch that was scheduled last
         install_flash_attention(scheduler)
         self._has_flashinfer = install_flashinfer(scheduler)
+
+    def follow(self, work: Callable[[], Result]) -> Result | None:
+        """Whatever goes wrong in evenflow must not end SGLang."""
+        return self.best_effort.run("following SGLang's steps", work, None)
 
     def begin_step(self) -> None:
         """SGLang is about to schedule a step."""
@@ -83,12 +92,12 @@ class SglangSteering(ABC):
         if not passing:
             yield
             return
-        partial, waiting = scheduler.chunked_req, scheduler.waiting_queue
+        begun, waiting = scheduler.chunked_req, scheduler.waiting_queue
         scheduler.chunked_req, scheduler.waiting_queue = None, [one for one in waiting if one.rid in passing]
         try:
             yield
         finally:
-            scheduler.chunked_req = partial
+            scheduler.chunked_req = begun
             scheduler.waiting_queue += [one for one in waiting if one.rid not in passing]
 
     @abstractmethod
@@ -139,7 +148,8 @@ class _Leader(SglangSteering):
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         super().__init__(scheduler)
-        prior = _prior(scheduler, self._has_flashinfer)
+        estimate = partial(_prior, scheduler, self._has_flashinfer)
+        prior = self.best_effort.run("estimating step times", estimate, Prior())
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
@@ -148,18 +158,21 @@ class _Leader(SglangSteering):
             ),
             budget=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
             max_num_seqs=scheduler.max_running_requests,
-            step_times_path=step_times_path("sglang", *_step_time_key(scheduler)),
+            step_times_path=self.best_effort.run(
+                "keeping step times", lambda: step_times_path("sglang", *_step_time_key(scheduler)), None
+            ),
             logger=logger,
             prior=prior.costs,
             own_policy=_own_policy(scheduler),
         )
         self.core = Steering(host, settings)
-        self._classes = settings.classes
+        self._request_settings = RequestSettings(settings.classes, logger)
         self._has_followers = scheduler.ps.tp_size > 1
         self._next = InFlightStep()  # the one being scheduled
         self._open: dict[str, Any] = {}  # requests that SGLang has
         self._waiting: set[str] = set()  # of these, those that have not started
         self._partial: Any = None  # the request whose prompt was computed in part
+        self._places: dict[str, int] = {}  # of prompts, in order of service
         self._passing: list[Any] = []  # waiting requests that should pass it in the step being scheduled
         self._may_pass = True
         self._ends: deque[Any] = deque()  # events at the ends of steps in flight, oldest first
@@ -181,7 +194,6 @@ class _Leader(SglangSteering):
         if self._steers:
             match_prefix_for_req(self._scheduler.tree_cache, request, include_req=True)
         self._open[request.rid] = request
-        custom_params = request.sampling_params.custom_params
         self.core.add(
             HostRequest(
                 id=request.rid,
@@ -190,10 +202,7 @@ class _Leader(SglangSteering):
                 num_tokens=request.seqlen,
                 num_cached_tokens=min(len(request.prefix_indices), request.seqlen - 1),
                 max_tokens=request.sampling_params.max_new_tokens,
-                tbt_target=own_target(custom_params),
-                ttft_target=own_target(custom_params, "ttft_target"),
-                tenant=own_tenant(custom_params),
-                service_class=own_class(custom_params, 0, self._classes),
+                **self._request_settings.read(request.sampling_params.custom_params),
             )
         )
 
@@ -214,10 +223,13 @@ class _Leader(SglangSteering):
     def _decide(self, running_batch: Any) -> _Decision:
         decoding = [request for request in running_batch.reqs if not request.finished()]
         self._next.decode_ids = {request.rid for request in decoding}
-        decision = self._steer(running_batch, decoding) if self._steers else _Decision()
+        steer = partial(self._steer, running_batch, decoding)  # if it fails, the other ranks still wait for a decision
+        decision = self.best_effort.run("the latency target", steer, _Decision())
         return self._share(decision) if self._has_followers and self._has_prefill else decision
 
     def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
+        if not self._steers:
+            return _Decision()
         order, is_held = self._order(), self._skipped_decodes and bool(decoding)
         requests = [] if is_held else list(self._prefills(running_batch, order))
         candidates = [_candidate(request) for request in requests]
@@ -243,14 +255,14 @@ class _Leader(SglangSteering):
 
     def _find_passing(self, waiting: Sequence[Any], num_tokens: int) -> list[Any]:
         """The waiting prompts that rank before the one begun and fit whole into a step of this much prefill."""
-        scheduler, partial = self._scheduler, self._scheduler.chunked_req
+        scheduler, begun = self._scheduler, self._scheduler.chunked_req
         if not (self._may_pass and self._orders_by_rank) or scheduler.is_hybrid_swa:
             return []
         # Memory beyond what the one begun still needs; the other half is left for streams to grow.
-        room = self._num_free_tokens // 2 - _candidate(partial).length
+        room = self._num_free_tokens // 2 - _candidate(begun).length
         found: list[Any] = []
         for request in waiting:
-            if self.core.rank(request.rid) >= self.core.rank(partial.rid) or request.return_logprob:
+            if self._places[request.rid] > self._places[begun.rid] or request.return_logprob:
                 break
             match_prefix_for_req(scheduler.tree_cache, request, include_req=True)
             num_tokens -= self._paged(_candidate(request).length)
@@ -265,17 +277,16 @@ class _Leader(SglangSteering):
         return -(-num_tokens // page_size) * page_size
 
     def _order(self) -> list[Any] | None:
-        """The waiting requests by rank, if that is not their order."""
-        waiting = self._scheduler.waiting_queue
+        """The waiting requests in order of service, if that is not their order."""
+        waiting, begun = self._scheduler.waiting_queue, self._scheduler.chunked_req
+        request_ids = [request.rid for request in ((begun, *waiting) if begun is not None else waiting)]
+        self._places = self.core.line_up(self._next.planned_at, request_ids, _MAX_PREFILL_SEQUENCES)
         if not self._orders_by_rank or len(waiting) < 2:
             return None
         free = self._num_free_tokens
         # One that SGLang cannot start for want of memory would block those behind it.
-        ordered = sorted(
-            waiting,
-            key=lambda request: (_candidate(request).length > free, self.core.rank(request.rid)),
-        )
-        return ordered if ordered != waiting else None
+        in_order = sorted(waiting, key=lambda request: (_candidate(request).length > free, self._places[request.rid]))
+        return in_order if in_order != waiting else None
 
     def _prefills(self, running_batch: Any, order: list[Any] | None) -> Iterator[Any]:
         """The prompt to continue and those to start, in serving order, up to what a step takes."""
@@ -320,8 +331,8 @@ class _Leader(SglangSteering):
         ended = [request.rid for request in started if request is not batch.chunked_req]
         for request_id in ended:
             step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
-        context = sum(request.seqlen for request in decoding)
-        self.core.scheduled(step, len(decoding), context, len(ended))
+        decodes = [Decode(request.rid, 1, request.seqlen) for request in decoding]
+        self.core.scheduled(step, decodes, len(ended))
 
     def launched(self) -> None:
         self._ends.append(self._record_end())
@@ -355,10 +366,18 @@ class _Leader(SglangSteering):
         step, num_before = None, [len(request.output_ids) for request in batch.reqs]
         if result.copy_done is not None:
             result.copy_done.synchronize()  # as SGLang does next
-            step = self.core.ended(None, self._device_seconds())
+            step = self.follow(self._ended)
         yield
         # Without overlap, only SGLang's own look at the tokens waits for them.
-        step = step or self.core.ended(None, self._device_seconds())
+        if result.copy_done is None:
+            step = self.follow(self._ended)
+        if step is not None:
+            self.follow(partial(self._emitted, step, batch, num_before))
+
+    def _ended(self) -> InFlightStep:
+        return self.core.ended(None, self._device_seconds())
+
+    def _emitted(self, step: InFlightStep, batch: Any, num_before: Sequence[int]) -> None:
         tokens = {
             request.rid: list(request.output_ids[before:])
             for request, before in zip(batch.reqs, num_before, strict=True)

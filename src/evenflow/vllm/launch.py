@@ -41,6 +41,9 @@ class VllmLaunch(HostLaunch):
     """One vLLM server to start."""
 
     package = VLLM
+    id_fields = ("request_id",)
+    settings_paths = (("vllm_xargs",),)
+    salt_fields = ("cache_salt",)
     aliases: ClassVar[Mapping[str, str]] = {
         "-tp": "--tensor-parallel-size",
         "-pp": "--pipeline-parallel-size",

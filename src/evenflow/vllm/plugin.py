@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import vllm
 from vllm.sampling_params import SamplingParams
@@ -17,6 +19,8 @@ from vllm.v1.request import Request
 from evenflow.errors import MissingDependency
 from evenflow.hosts.settings import read_settings
 from evenflow.vllm.steering import VllmSteering
+
+T = TypeVar("T")
 
 TESTED_VERSIONS = ("0.26", "0.32")
 
@@ -61,27 +65,33 @@ def steered(base: type[Any]) -> type[Any]:
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)
-            self.steering.add(request)
+            self._follow(partial(self.steering.add, request))
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             with self.steering.next_step():
                 output = super().schedule(*args, **kwargs)
-            self.steering.scheduled(output)
+            self._follow(partial(self.steering.scheduled, output))
             return output
 
         def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-            self.steering.core.launched(scheduler_output)  # vLLM calls this between the forward pass and the sampling
+            # vLLM calls this between the forward pass and the sampling.
+            self._follow(partial(self.steering.core.launched, scheduler_output))
             return super().get_grammar_bitmask(scheduler_output)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            step = self.steering.core.ended(scheduler_output)
+            step = self._follow(partial(self.steering.core.ended, scheduler_output))
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            self.steering.emitted(step, outputs)
+            if step is not None:
+                self._follow(partial(self.steering.emitted, step, outputs))
             return outputs
 
         def shutdown(self) -> None:
-            self.steering.core.close()
+            self._follow(self.steering.core.close)
             super().shutdown()
+
+        def _follow(self, work: Callable[[], T]) -> T | None:
+            """Whatever goes wrong in evenflow must not end vLLM."""
+            return self.steering.core.best_effort.run("following vLLM's steps", work, None)
 
     Steered.__name__ = Steered.__qualname__ = f"LatencyTarget{base.__name__}"
     return Steered

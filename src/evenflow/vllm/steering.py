@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice, pairwise
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
+from evenflow.best_effort import BestEffort
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.hosts.in_flight import InFlightStep
-from evenflow.hosts.prior import prior_of
-from evenflow.hosts.settings import Settings, own_class, own_target, own_tenant
+from evenflow.hosts.prior import Prior, prior_of
+from evenflow.hosts.settings import RequestSettings, Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.step_time_store import step_times_path
 from evenflow.vllm.graphs import advice_on_graphs
@@ -42,13 +44,15 @@ class VllmSteering:
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         self._scheduler = scheduler
-        self._classes = settings.classes
+        self._request_settings = RequestSettings(settings.classes, logger)
         self._budget: int = scheduler.max_num_scheduled_tokens
         model = scheduler.vllm_config.model_config
         is_chunked = scheduler.scheduler_config.enable_chunked_prefill
         num_ranks = scheduler.parallel_config.tensor_parallel_size
         device = current_platform.get_device_name()
-        prior = prior_of(model.hf_text_config, device, num_ranks, model.dtype.itemsize)
+        best_effort = BestEffort(logger)
+        figures = model.hf_text_config, device, num_ranks, model.dtype.itemsize
+        prior = best_effort.run("estimating step times", partial(prior_of, *figures), Prior())
         graph_sizes = tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ()))
         host = Host(
             caps=ExecutorCaps(
@@ -58,7 +62,9 @@ class VllmSteering:
             ),
             budget=self._budget,
             max_num_seqs=scheduler.max_num_running_reqs,
-            step_times_path=_step_times_path(scheduler.vllm_config),
+            step_times_path=best_effort.run(
+                "keeping step times", partial(_step_times_path, scheduler.vllm_config), None
+            ),
             logger=logger,
             prior=prior.costs,
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
@@ -68,11 +74,13 @@ class VllmSteering:
         self._next = InFlightStep()  # the one being scheduled
         self._held: list[tuple[Any, int]] = []  # requests left out of it, and the step from which vLLM would run them
         self._awaited: set[str] = set()  # waiting requests that these make way for
+        self._places: dict[str, int] = {}  # of prompts, in order of service
         self._is_blocked = False  # vLLM did not start any of them: the next step is for those that run
         self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
         obstacle = None if self._can_chunk else "vLLM does not chunk this model's prompts"
         self.core.log_start(f"vLLM {vllm.__version__}", obstacle)
-        if self._steers and (advice := advice_on_graphs(graph_sizes, self._budget)) is not None:
+        advice = best_effort.run("advice on graphs", partial(advice_on_graphs, graph_sizes, self._budget), None)
+        if self._steers and advice is not None:
             logger.info(advice)
 
     # ---- before a step ----
@@ -88,42 +96,37 @@ class VllmSteering:
                 num_tokens=request.num_tokens,
                 num_cached_tokens=self._num_cached(request),
                 max_tokens=request.max_tokens,
-                tbt_target=own_target(extra_args),
-                ttft_target=own_target(extra_args, "ttft_target"),
-                tenant=own_tenant(extra_args),
-                service_class=own_class(extra_args, request.priority, self._classes),
+                **self._request_settings.read(extra_args, request.priority),
             )
         )
-        if self._steers:
-            self._order_waiting()
 
     @property
     def _steers(self) -> bool:
         """False: vLLM's own order and budget are left as they are."""
         return self._can_chunk and self.core.is_active
 
-    def _order_waiting(self) -> None:
-        """By rank, as in evenflow's own queue."""
+    def _line_up(self, now: float, prefilling: Sequence[Any]) -> None:
+        """Have waiting requests in order of service, as in evenflow's own queue."""
+        request_ids = [request.request_id for request in (*prefilling, *self._waiting())]
+        self._places = self.core.line_up(now, request_ids, _MAX_PREFILL_SEQUENCES)
         waiting = self._scheduler.waiting
-        if not self._is_first_come_first_served:
-            return
-        if any(self._rank(after) < self._rank(before) for before, after in pairwise(waiting)):
-            ordered = sorted(waiting, key=self._rank)
-            waiting.clear()
-            waiting.extend(ordered)
+        if self._is_first_come_first_served:
+            in_order = sorted(waiting, key=self._place)
+            if in_order != list(waiting):
+                waiting.clear()
+                waiting.extend(in_order)
+
+    def _place(self, request: Any) -> int:
+        return self._places[request.request_id]
 
     @contextmanager
     def next_step(self) -> Iterator[None]:
         """Within this, vLLM schedules a step that keeps the target."""
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         before = scheduler.policy, config.long_prefill_token_threshold
-        self.core.begin_step()
-        now = self.core.clock()
-        decodes = [request for request in scheduler.running if not request.is_prefill_chunk]
-        self._next = InFlightStep(now, {request.request_id for request in decodes})
-        if self._steers:
-            self._steer(now, decodes)
+        self._next = InFlightStep(self.core.clock())
         try:
+            self.core.best_effort.run("the latency target", self._begin_step, None)
             yield
         finally:
             scheduler.max_num_scheduled_tokens = self._budget
@@ -132,10 +135,19 @@ class VllmSteering:
                 request.next_decode_eligible_step = eligible_step
             self._held = []
 
+    def _begin_step(self) -> None:
+        self.core.begin_step()
+        now = self.core.clock()
+        decodes = [request for request in self._scheduler.running if not request.is_prefill_chunk]
+        self._next = InFlightStep(now, {request.request_id for request in decodes})
+        if self._steers:
+            self._steer(now, decodes)
+
     def _steer(self, now: float, decodes: Sequence[Any]) -> None:
         scheduler = self._scheduler
-        self._order_waiting()
-        prefilling = sorted((request for request in scheduler.running if request.is_prefill_chunk), key=self._rank)
+        prefilling = [request for request in scheduler.running if request.is_prefill_chunk]
+        self._line_up(now, prefilling)
+        prefilling.sort(key=self._place)
         scheduler.running[:] = [*decodes, *prefilling]
         prefills = self._prefills(prefilling)
         num_decode_rows, quotas = self.core.plan(
@@ -176,7 +188,7 @@ class VllmSteering:
             start = request.num_computed_tokens or self._num_cached(request)
             found.append(_Prefill(_candidate(request, start), request, False))
         if self._is_first_come_first_served:
-            found.sort(key=lambda prefill: (not self._fits(prefill), self._rank(prefill.request)))
+            found.sort(key=lambda prefill: (not self._fits(prefill), self._place(prefill.request)))
         return found[:_MAX_PREFILL_SEQUENCES]
 
     def _make_way(self, prefilling: Sequence[Any], prefills: Sequence[_Prefill], quotas: Sequence[Quota]) -> int:
@@ -247,9 +259,6 @@ class VllmSteering:
     def _is_first_come_first_served(self) -> bool:
         return bool(self._scheduler.policy == SchedulingPolicy.FCFS)
 
-    def _rank(self, request: Any) -> tuple[Any, ...]:
-        return self.core.rank(request.request_id)
-
     # ---- after a step ----
 
     def scheduled(self, output: Any) -> None:
@@ -258,13 +267,12 @@ class VllmSteering:
         self._is_blocked = bool(self._awaited) and self._awaited.isdisjoint(output.num_scheduled_tokens)
         self._awaited = set()
         step.key = output
-        num_rows = context = num_ended = 0
+        decodes, num_ended = list[Decode](), 0
         for request_id, length in output.num_scheduled_tokens.items():
             request = requests[request_id]
             end = request.num_computed_tokens  # with this step's tokens
             if request_id in step.decode_ids:
-                num_rows += length
-                context += length * end
+                decodes.append(Decode(request_id, length, end))
             else:
                 step.chunks.append((request_id, end - length, length))
                 if not request.is_prefill_chunk:
@@ -272,7 +280,7 @@ class VllmSteering:
                     step.reasons.setdefault(request_id, ChunkReason.END_OF_PROMPT)
                 elif length == self._scheduler.scheduler_config.long_prefill_token_threshold:
                     step.reasons.setdefault(request_id, ChunkReason.LONG_PREFILL)
-        self.core.scheduled(step, num_rows, context, num_ended)
+        self.core.scheduled(step, decodes, num_ended)
 
     def emitted(self, step: InFlightStep, outputs: Mapping[int, Any]) -> None:
         """vLLM has handed out the step's tokens."""

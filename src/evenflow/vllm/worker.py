@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from evenflow.best_effort import BestEffort
 from evenflow.model.cuda.warm_products import warm_up, warm_up_logits
 from evenflow.vllm.graphs import uncaptured_rows
 
@@ -30,33 +31,48 @@ class WarmWorker(_Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
+        best_effort = BestEffort(logger)
+        best_effort.run("warming up the output layer", self._warm_up_output_layer, None)
+        best_effort.run("warming up matrix products", partial(self._warm_up_products, best_effort), None)
+        return result
+
+    def _warm_up_output_layer(self) -> None:
         runner, config = self.model_runner, self.vllm_config
-        budget = config.scheduler_config.max_num_batched_tokens
         if config.model_config.runner_type == "generate" and getattr(runner, "is_last_pp_rank", True):
-            shape = min(config.scheduler_config.max_num_seqs, budget), config.model_config.get_hidden_size()
+            most = min(config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens)
+            shape = most, config.model_config.get_hidden_size()
             hidden = torch.zeros(shape, dtype=config.model_config.dtype, device=self.device)
             logger.info(warm_up_logits(runner.model.compute_logits, hidden))
-        rows = uncaptured_rows(config.compilation_config.cudagraph_capture_sizes or (), budget)
+
+    def _warm_up_products(self, best_effort: BestEffort) -> None:
+        config = self.vllm_config
+        graph_sizes = config.compilation_config.cudagraph_capture_sizes or ()
+        rows = uncaptured_rows(graph_sizes, config.scheduler_config.max_num_batched_tokens)
         if rows and not current_platform.is_cpu():
-            layers = [layer for layer in runner.model.modules() if is_library_product(layer)]
-            logger.info(warm_up_products(layers, rows, config.model_config.dtype, self.device))
-        return result
+            layers = [layer for layer in self.model_runner.model.modules() if is_library_product(layer)]
+            logger.info(warm_up_products(layers, rows, best_effort))
 
 
 def is_library_product(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
+    """Hybrid models keep the weights of their convolutions, which have three dimensions, in such layers too."""
+    if not (isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)):
+        return False
+    weight = getattr(layer, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2
 
 
-def warm_up_products(
-    layers: Iterable[Any], sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None
-) -> str:
+def warm_up_products(layers: Iterable[Any], sizes: Sequence[int], best_effort: BestEffort) -> str:
     """Of one layer of each shape, with each of these numbers of rows; returns a line for the log."""
-    of_each_shape = {(layer.input_size, layer.output_size, type(layer)): layer for layer in layers}
+    of_each_shape = {(layer.weight.shape, layer.weight.dtype): layer for layer in layers}
 
-    def rows_of(layer: Any) -> Tensor:
-        width = getattr(layer, "input_size_per_partition", layer.input_size)
-        return torch.zeros(max(sizes), width, dtype=dtype, device=device)
+    def seconds_of(layer: Any) -> float | None:
+        rows = layer.weight.new_zeros(max(sizes), layer.weight.shape[1])
+        return warm_up([(partial(layer.quant_method.apply, layer), rows)], sizes)
 
-    products = ((partial(layer.quant_method.apply, layer), rows_of(layer)) for layer in of_each_shape.values())
-    seconds = warm_up(products, sizes)
-    return f"evenflow: {len(of_each_shape)} matrix products, each of {len(sizes)} numbers of rows, in {seconds:.1f} s"
+    name = "warming up products with a weight of"
+    seconds = [
+        best_effort.run(f"{name} {' x '.join(map(str, shape))}", partial(seconds_of, layer), None)
+        for (shape, _), layer in of_each_shape.items()
+    ]
+    warmed = [one for one in seconds if one is not None]
+    return f"evenflow: {len(warmed)} matrix products, each of {len(sizes)} numbers of rows, in {sum(warmed):.1f} s"
