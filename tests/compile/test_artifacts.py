@@ -42,6 +42,15 @@ def test_the_newest_counts(store: ArtifactStore) -> None:
     assert found.package.read_bytes() == b"another"
 
 
+def test_a_folder_that_others_may_write_to_is_refused(store: ArtifactStore) -> None:
+    put(store)
+    store.folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="all users may write to it"):
+        store.find("key")
+    with pytest.raises(PermissionError, match="all users may write to it"):
+        put(store)
+
+
 @pytest.mark.parametrize("harm", ["flip a bit", "cut short", "remove", "spoil the manifest", "empty manifest"])
 def test_damage_is_seen(store: ArtifactStore, harm: str) -> None:
     package = put(store)

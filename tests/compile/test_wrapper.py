@@ -101,6 +101,23 @@ def test_a_cache_that_holds_tokens_already(name: str, attention: str) -> None:
         assert_close(output.logits, wanted)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("use_cache", [True, False, None])
+@torch.inference_mode()
+def test_a_given_cache_comes_back_as_the_model_itself_gives_it(name: str, use_cache: bool | None) -> None:
+    model = small_model(name)
+    call = {} if use_cache is None else {"use_cache": use_cache}
+    for length in (70, 20):
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        got, wanted = (
+            run(random_tokens(1, length), past_key_values=cache, **call)
+            for run, cache in zip((wrap(model), model), caches, strict=True)
+        )
+        assert_close(got.logits, wanted.logits)
+        assert (got.past_key_values is caches[0]) == (wanted.past_key_values is caches[1])
+        assert got.keys() == wanted.keys()
+
+
 @torch.inference_mode()
 def test_beams_and_streams() -> None:
     model = small_model("llama")

@@ -61,6 +61,17 @@ def test_embeddings_and_texts_share_steps() -> None:
     torch.testing.assert_close(torch.tensor(vector.embedding), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+@pytest.mark.parametrize("new_llm", [LLM, paged_llm])
+def test_prompt_logprobs_change_no_embedding(new_llm: Callable[..., LLM], pooling: Pooling) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling, prompt_logprobs=1)
+    with new_llm(str(tiny_llama()), policy="fixed:30", threads=1, kv_cache_memory=1 << 22) as llm:
+        [output] = llm.generate([PROMPTS[0]], sampling)
+    assert len(output.prompt_logprobs or ()) == len(PROMPTS[0]) - 1
+    wanted = expected("LlamaForCausalLM", PROMPTS[0], pooling)
+    torch.testing.assert_close(torch.tensor(output.embedding), wanted, rtol=0, atol=1e-5)
+
+
 def test_what_cannot_be_pooled_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="Got pooling='cls' but expected 'last' or 'mean'"):
         SamplingParams(max_tokens=1, pooling="cls")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
 
@@ -22,8 +23,9 @@ def run(llm: LLM) -> tuple[dict[str, RequestOutput], list[Delta]]:
     return {delta.request_id: delta.output for delta in deltas if delta.finish_reason}, deltas
 
 
-def add(llm: LLM, prompt: list[int], name: str = "r", **sampling: object) -> None:
-    llm.add(llm.prepare(prompt, SamplingParams(**sampling), request_id=name))  # type: ignore[arg-type]
+def add(llm: LLM, prompt: list[int], name: str = "r", service_class: str | None = None, **sampling: object) -> None:
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    llm.add(llm.prepare(prompt, params, request_id=name, service_class=service_class))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -78,6 +80,40 @@ def test_a_stop_string_ends_the_text_before_it(depth: int) -> None:
     assert outputs["r"].token_ids == tokens[:5]
     assert "".join(delta.text for delta in deltas) == outputs["r"].text
     assert llm.engine.scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stop_strings_are_looked_for_after_min_tokens(depth: int) -> None:
+    """As in vLLM: the token after `min_tokens` is the first that may complete one, which may begin before."""
+    prompt = list(range(30))
+    words = [f" {token}" for token in fake_continuation(prompt, 10, VOCAB)]
+    assert len(set(words)) == len(words)
+    for min_tokens in range(11):
+        for stop in ("".join(words[2:4]), "".join(words[4:6])):
+            llm = fake_llm(depth=depth)
+            add(llm, prompt, max_tokens=10, min_tokens=min_tokens, stop=(words[1], stop, words[3]))
+            outputs, deltas = run(llm)
+            ends = {words[1]: 2, stop: words.index(" " + stop.split()[-1]) + 1, words[3]: 4}  # by number of tokens
+            met = sorted((count, -len(text), text) for text, count in ends.items() if count > min_tokens)
+            whole, output = "".join(words), outputs["r"]
+            assert "".join(delta.text for delta in deltas) == output.text
+            assert output.stop_reason == (met[0][2] if met else None)
+            assert output.text == (whole[: whole.index(met[0][2])] if met else whole)
+            assert len(output.token_ids) == (met[0][0] if met else 10)
+
+
+def test_a_stop_string_met_early_hides_no_longer_one() -> None:
+    """The end of the early text may be held back as the beginning of another stop string."""
+    prompt = list(range(30))
+    words = [f" {token}" for token in fake_continuation(prompt, 6, VOCAB)]
+    llm = fake_llm()
+    longer = "".join(words[:4])
+    add(llm, prompt, max_tokens=6, min_tokens=3, stop=(words[1], longer + " and more"))
+    outputs, _ = run(llm)
+    assert (outputs["r"].text, outputs["r"].stop_reason) == ("".join(words), None)
+    add(llm, prompt, max_tokens=6, min_tokens=3, stop=(words[1], longer))
+    outputs, _ = run(llm)
+    assert (outputs["r"].text, outputs["r"].stop_reason) == ("", longer)
 
 
 def test_text_that_only_looks_like_a_stop_string_comes_out_in_the_end() -> None:
@@ -147,6 +183,37 @@ def test_cached_tokens_are_reported_and_chunks_cover_the_rest() -> None:
     assert outputs["again"].num_cached_tokens == 96
     assert [(c.start, c.length) for c in outputs["again"].chunks] == [(96, 4)]
     assert llm.engine.stats.totals.prefix_hit_rate == pytest.approx(0.48)
+
+
+def test_own_work_before_a_preemption_does_not_count_as_cached() -> None:
+    llm = fake_llm("fixed:40", max_num_seqs=1)
+    add(llm, list(range(90)), "patient", "batch", max_tokens=2)
+    llm.step()
+    add(llm, [7] * 20, "urgent", "interactive", max_tokens=2)
+    outputs, _ = run(llm)
+    patient = outputs["patient"]
+    assert patient.num_cached_tokens == 0
+    assert [(c.start, c.length) for c in patient.chunks] == [(0, 32), (32, 40), (72, 18)]  # whole blocks were kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_tokens_and_chunks_are_the_prompt_whatever_preempts_it(seed: int) -> None:
+    rng = random.Random(seed)
+    llm = fake_llm("fixed:24", depth=1 + seed % 2, num_blocks=24, max_num_seqs=3)
+    outputs: dict[str, RequestOutput] = {}
+    for number in range(60):
+        shared = [rng.randrange(3)] * rng.randrange(0, 80)
+        prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 80))]
+        add(llm, prompt, f"r{number}", rng.choice(("interactive", "standard", "batch")), max_tokens=8)
+        for _ in range(rng.randrange(8)):
+            outputs |= {delta.request_id: delta.output for delta in llm.step()}
+    outputs |= run(llm)[0]
+    assert len(outputs) == 60
+    for output in outputs.values():
+        ends = [output.num_cached_tokens, *(chunk.start + chunk.length for chunk in output.chunks)]
+        num_computed = sum(chunk.length for chunk in output.chunks)
+        assert output.num_cached_tokens + num_computed == ends[-1] == len(output.prompt_token_ids)
+        assert ends[1:] == sorted(ends[1:])
 
 
 @pytest.mark.parametrize(

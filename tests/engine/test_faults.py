@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,13 @@ from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.executors.fake import FakeExecutor, fake_continuation
 from evenflow.executors.faulty import MOMENTS, Fault, FaultKind, FaultyExecutor, Moment
 from tests.engine.fakes import VOCAB, fake_async_llm, prepare
+from tests.engine.paged import paged_llm
 from tests.models import tiny_llama
 
 PROMPTS = {"a": list(range(100)), "b": list(range(200, 240)), "c": list(range(300, 310))}
 MAX_TOKENS = 12
-AFTER = {"prefill": 2, "decode": 14, "restore": 0, "commit": 15}  # such moments: the first request runs alone
+# Such moments before the first fault: the first request runs alone.
+AFTER = {"admission": 1, "prefill": 2, "decode": 14, "restore": 0, "commit": 15}
 
 
 @dataclass
@@ -334,7 +336,8 @@ def test_a_result_that_is_not_the_plans_is_a_fault_of_the_step() -> None:
     ("fields", "message"),
     [
         ({"kind": "explode", "moment": "decode"}, "kind='explode' but expected one of: raise, nan, hang"),
-        ({"kind": "raise", "moment": "lunch"}, "moment='lunch' but expected one of: prefill, decode"),
+        ({"kind": "raise", "moment": "lunch"}, "moment='lunch' but expected one of: admission, prefill, decode"),
+        ({"kind": "raise", "moment": "admission", "num_admitted": -1}, "num_admitted=-1 but expected >= 0"),
         ({"kind": "raise", "moment": "decode", "count": 0}, "count=0"),
     ],
 )
@@ -385,13 +388,24 @@ def test_an_engine_without_room_is_not_stuck() -> None:
         assert report.admission_failure is None
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_with_more_requests_than_slots_is_not_stuck(depth: int) -> None:
+    """Slots come free long after the last prompt. The requests are the choices of `n: 128`."""
+    run = Run([], depth)
+    for number in range(128):
+        run.add(f"r{number}", list(range(40)), max_tokens=80 + 37 * number % 90)
+    while run.engine.has_work:
+        report = run.engine.step()
+        assert report is None or report.admission_failure is None
+
+
 def test_rows_that_a_fault_concerns() -> None:
     run = Run([])
     run.add("a")
     plan = run.engine.scheduler.schedule(0.0)
     assert isinstance(plan, StepPlan)
     rows = {moment: Fault("raise", moment).rows(plan) for moment in MOMENTS}
-    assert rows == {"prefill": [0], "decode": [], "restore": [], "commit": [0]}
+    assert rows == {"admission": [0], "prefill": [0], "decode": [], "restore": [], "commit": [0]}
     assert Fault("raise", "commit", request_id="b").rows(plan) == []
 
 
@@ -421,6 +435,30 @@ def test_a_real_model_gives_the_same_answers_after_a_fault(model: LLM, kind: Fau
     assert faulty.num_raised == 1
     assert [output.error for output in outputs] == [None] * 3
     assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("make", [LLM, paged_llm])
+def test_a_step_that_fails_leaves_real_executors_with_steps_in_flight_as_they_were(
+    make: Callable[..., LLM], depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, within and after its admissions; at a decode; with its result lost."""
+    faults = [Fault("raise", "admission", num_admitted=number) for number in range(3)]
+    faults += [Fault("raise", moment, after=1) for moment in MOMENTS if moment not in ("admission", "restore")]
+    long = list(range(3, 90))
+    prompts = [[5, 6, 7, *range(40)], [9, 8], list(range(60, 90)), [*long, 7], [4] * 20]
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    caplog.set_level("CRITICAL", "evenflow")
+    with make(tiny_llama(), policy="fixed:32", max_num_seqs=4, max_model_len=128, max_steps_in_flight=depth) as llm:
+        expected = [output.token_ids for output in llm.generate([*prompts, long], sampling)]
+        executor = llm.engine.executor
+        for fault in faults:
+            faulty = llm.engine.executor = FaultyExecutor(executor, [fault])
+            outputs = llm.generate([*prompts, long], sampling)
+            assert faulty.num_raised == 1
+            assert [output.token_ids for output in outputs] == expected, fault
+        llm.engine.executor = executor
+        assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_blocks
 
 
 def test_logits_that_are_nan_are_found_and_computed_again(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

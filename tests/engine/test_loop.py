@@ -22,7 +22,7 @@ def test_commands_are_carried_out_before_the_next_step() -> None:
             commands.put(Abort("a"))
             commands.put(StopAfter("b", 2))
         if isinstance(event, Stepped) and event.report.step_id == 6:
-            commands.put(SetPolicy.of(PolicySpec.for_target(0.2, is_paced=True)))
+            commands.put(SetPolicy(PolicySpec.for_target(0.2, is_paced=True)))
         if isinstance(event, Stepped) and event.report.step_id == 8:
             commands.put(Stop())
 

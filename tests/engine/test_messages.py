@@ -9,6 +9,7 @@ import pytest
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.policies import PolicySpec
 from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.service_classes import DEFAULT_CLASSES
@@ -40,12 +41,21 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
 
 def test_an_engine_says_which_classes_it_has() -> None:
     classes = (replace(DEFAULT_CLASSES[0], ttft_target=0.5), DEFAULT_CLASSES[2])
-    ready = Ready(100, 200, 16, 50, 8, SetPolicy("fixed:64", 64), classes)
+    ready = Ready(100, 200, 16, 50, 8, PolicySpec("fixed", 64), classes)
     assert read_event(frame(ready)[4:]) == ready
 
 
+def test_a_policy_is_the_same_on_the_other_side_with_what_a_later_change_needs() -> None:
+    policy = PolicySpec.parse("load").bounded(512).with_target(0.05, is_paced=True)
+    command = read_command(frame(SetPolicy(policy))[4:])
+    assert isinstance(command, SetPolicy)
+    assert str(command.policy) == "target:50ms,paced"
+    assert command.policy == policy
+    assert command.policy.with_target(None) == policy.with_target(None)
+
+
 @pytest.mark.parametrize(
-    "error", [InvalidRequest("no"), LateRequest(3.5, 2.0), LateRequest(3.5, 2.0, True), DeadlineExceeded(2.0, 7)]
+    "error", [InvalidRequest("no"), LateRequest(3.5, 2.0), LateRequest(3.5, 2.0, True, 20.0), DeadlineExceeded(2.0, 7)]
 )
 def test_a_refusal_is_the_same_error_on_the_other_side(error: EvenflowError) -> None:
     event = read_event(frame(Refused.because("a", error))[4:])

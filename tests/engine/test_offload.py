@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from evenflow import LLM, SamplingParams
 from evenflow.core import tier
+from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import InvalidConfig
 from evenflow.executors.faulty import Fault, FaultKind, FaultyExecutor, Moment
-from evenflow.executors.kv_tier import KvTier
+from evenflow.executors.kv_tier import KvTier, TieredExecutor
 from evenflow.executors.recorded import replay
 from tests.engine.paged import paged_llm, tiny_block_bytes
 from tests.models import stories260k_folder, tiny_hf_folder, tiny_llama
@@ -90,6 +92,37 @@ def test_a_fault_while_prefixes_move_leaves_the_answers(
     assert [output.token_ids for output in outputs] == plain_answers()
 
 
+def test_kv_that_a_failed_step_was_built_on_is_not_read_at_the_next_start(
+    new_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither after a clean end, nor if the process is killed once the request has its answer."""
+    folder, killed = tmp_path / "cache", tmp_path / "killed"
+
+    def answer(folder: Path, faults: Sequence[Fault] = (), copy: Path | None = None) -> RequestOutput:
+        with new_llm(cache_dir=str(folder), kv_cache_memory=16 * tiny_block_bytes()) as llm:
+            tiered = llm.engine.executor
+            assert isinstance(tiered, TieredExecutor)
+            llm.engine.executor = FaultyExecutor(tiered, faults)
+            [output] = llm.generate(PROMPTS[:1], SAMPLING)
+            if copy is not None:
+                tiered._tier._saver.submit(lambda: None).result()  # what has begun
+                shutil.copytree(folder, copy)
+        return output
+
+    [right, *_] = plain_answers()
+    with monkeypatch.context() as broken:
+        broken.setattr(KvTier, "_encode", lambda self, copy: self._codec.encode(-copy(None)))
+        answer(folder)
+    wrong = answer(folder)
+    assert wrong.token_ids != right
+    assert wrong.num_cached_tokens == 80
+    assert answer(folder, [Fault("nan", "prefill")], killed).token_ids == right
+    assert answer(killed).token_ids == right
+    last = answer(folder)
+    assert last.token_ids == right
+    assert last.num_cached_tokens == 80
+
+
 @pytest.mark.parametrize("form", ["lossless", "int8"])
 def test_a_restarted_engine_finds_the_prefixes(new_llm: Callable[..., LLM], tmp_path: Path, form: str) -> None:
     settings = {"cache_dir": str(tmp_path / "cache"), "kv_offload_format": form}
@@ -138,9 +171,11 @@ def test_what_another_setting_or_model_wrote_is_not_read(tmp_path: Path, change:
     assert output.num_cached_tokens == 0
 
 
-def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [0, 2_000_000])
+def test_the_folder_stays_within_its_size(tmp_path: Path, host: int) -> None:
+    """Also if the host holds more."""
     size = 200_000
-    settings = {"policy": "fixed:64", "cache_dir": str(tmp_path), "cache_dir_size": size}
+    settings = {"policy": "fixed:64", "cache_dir": str(tmp_path), "cache_dir_size": size, "kv_offload_memory": host}
     with LLM(tiny_llama(), device="cpu", kv_cache_memory=1 << 22, **settings) as llm:
         for token in range(40):
             llm.generate([[token, *range(80)]], SAMPLING)
@@ -185,6 +220,7 @@ def test_a_real_models_text_continues_from_disk_as_it_did(tmp_path: Path) -> Non
     [
         ({"kv_offload_memory": 10_000}, "kv_offload_memory=10000 but one block of 16 tokens may take"),
         ({"cache_dir": "{}/c", "cache_dir_size": 10}, "cache_dir_size=10 but one block"),
+        ({"cache_dir": "{}/c", "cache_dir_size": 10, "kv_offload_memory": 1 << 30}, "cache_dir_size=10 but one block"),
         ({"cache_dir": "/dev/null"}, "cache_dir='/dev/null' but it cannot be used"),
     ],
 )

@@ -124,6 +124,7 @@ def test_stream_yields_the_text_piece_by_piece_and_can_be_left() -> None:
         stream = llm.stream("Hello there", GREEDY)
         next(stream)
         stream.close()  # type: ignore[attr-defined]
+        assert llm.abort("of nobody") is None  # it comes after what closing asked for
         assert not llm.engine.has_work
 
 

@@ -20,7 +20,7 @@ from tests.engine.fakes import fake_llm
 
 def record_a_run(path: Path, depth: int) -> list[int]:
     """Small enough a pool for preemptions, an abort in the middle, a stop string, an adaptive policy."""
-    llm = fake_llm("adaptive:20", depth=depth, num_blocks=12, record=path)
+    llm = fake_llm("adaptive:20ms", depth=depth, num_blocks=12, record=path)
     for number in range(5):
         sampling = SamplingParams(max_tokens=40, stop=(" 7",) if number == 2 else ())
         llm.add(llm.prepare([number] * (20 + 9 * number), sampling, request_id=str(number)))
@@ -59,7 +59,7 @@ def _rows(plan: dict[str, object]) -> int:
 def test_a_plan_that_differs_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record_a_run(path, 1)
-    changed = path.read_text().replace('"policy":"adaptive:20"', '"policy":"fixed:32"')
+    changed = path.read_text().replace('"policy":"adaptive:20ms"', '"policy":"fixed:32"')
     path.write_text(changed)
     with pytest.raises(EngineFailed, match="differs from the recording in"):
         replay(path)
@@ -76,6 +76,19 @@ def test_an_unknown_version_and_a_broken_file_are_refused(tmp_path: Path) -> Non
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be written"):
         fake_llm(record=tmp_path / "missing" / "run.jsonl")
+
+
+def test_a_recording_that_another_engine_writes_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    llm = fake_llm(record=path)
+    llm.generate([5] * 40, SamplingParams(max_tokens=3))
+    before = path.read_bytes()
+    with pytest.raises(InvalidInput, match="another server or engine is writing to it"):
+        fake_llm(record=path)
+    assert path.read_bytes() == before
+    llm.close()
+    fake_llm(record=path).close()
+    assert len(path.read_bytes().splitlines()) == 1  # begun anew
 
 
 def test_a_result_comes_back_as_it_was() -> None:
@@ -103,7 +116,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path, caplog: 
     """Before, the engine died at the next request, and at the first one after each restart."""
     cut = tmp_path / "cut.jsonl"
     for room in (10, 5_000, 10_000):
-        llm = fake_llm("adaptive:20", num_blocks=12, record=cut)
+        llm = fake_llm("adaptive:20ms", num_blocks=12, record=cut)
         recorder = llm.engine.recorder
         assert recorder is not None
         recorder.close()

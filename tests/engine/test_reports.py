@@ -68,7 +68,7 @@ def test_a_prefix_hit_and_a_preemption_are_stepped_with_the_admission() -> None:
 def test_a_late_token_comes_with_its_stall() -> None:
     slow_steps: list[int] = []
 
-    stepped = SteppedEngine("target:40", cost=lambda shape: 0.9 if slow_steps else step_seconds(shape))
+    stepped = SteppedEngine("target:40ms", cost=lambda shape: 0.9 if slow_steps else step_seconds(shape))
     stepped.add("chat", 10, max_tokens=20)
     stepped.step()
     in_time = stepped.step()
@@ -103,7 +103,7 @@ def test_a_policy_without_target_says_so() -> None:
 
 
 def test_reports_cross_a_process_border_unchanged() -> None:
-    stepped = SteppedEngine("target:11")
+    stepped = SteppedEngine("target:11ms")
     stepped.add("chat", 10)
     stepped.add("long", 300, token=2)
     for report in stepped.steps():

@@ -69,7 +69,7 @@ def test_concurrent_callers_of_all_classes_and_tenants_get_whole_answers() -> No
 
 def test_a_recorded_run_of_several_classes_is_planned_again(tmp_path: object) -> None:
     path = tmp_path / "run.jsonl"  # type: ignore[operator]
-    llm = fake_llm("target:20", record=path, max_num_seqs=3)
+    llm = fake_llm("target:20ms", record=path, max_num_seqs=3)
     for number in range(12):
         request = llm.prepare(
             [number] * 70, SamplingParams(max_tokens=6), tenant=f"t{number % 2}", priority=number % 3 - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def next_gap(engine: Engine) -> float:
 
 
 def test_the_very_next_step_keeps_the_new_target_and_what_was_learned_stays() -> None:
-    engine = busy_engine("target:100")
+    engine = busy_engine("target:100ms")
     learned = engine.scheduler.step_time
     for milliseconds in (50, 200, 30, 100):
         engine.set_target(milliseconds / 1000)
@@ -54,7 +55,7 @@ def test_the_very_next_step_keeps_the_new_target_and_what_was_learned_stays() ->
 
 
 def test_a_target_after_a_policy_without_one_starts_with_a_clean_slate() -> None:
-    engine = busy_engine("target:100")
+    engine = busy_engine("target:100ms")
     engine.set_policy(PolicySpec("fixed", 500))
     for _ in range(3):
         engine.step()
@@ -66,11 +67,22 @@ def test_a_target_after_a_policy_without_one_starts_with_a_clean_slate() -> None
 
 def test_the_budget_and_the_mode_stay_unless_they_are_changed() -> None:
     engine = fake_engine("fixed:64")
-    engine.set_policy(PolicySpec.parse("target:80,paced").bounded(4096))
+    engine.set_policy(PolicySpec.parse("target:80ms,paced").bounded(4096))
     engine.set_target(0.060)
     assert (str(engine.policy), engine.policy.budget) == ("target:60ms,paced", 4096)
     engine.set_target(0.060, paced=False)
     assert str(engine.policy) == "target:60ms"
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "load"}, {"tbt_target": 0.05}])
+def test_the_setting_of_the_budget_outlasts_every_change(settings: dict[str, Any]) -> None:
+    with LLM(tiny_llama(), max_num_batched_tokens=48, **settings) as llm:
+        for change in (0.1, None, 0.2, "load", "unchunked", None, 0.3, None):
+            if isinstance(change, str):
+                llm.set_policy(change)
+            else:
+                llm.set_target(change)
+            assert llm.policy == "unchunked" or llm.engine.scheduler.policy.max_step_tokens == 48
 
 
 def test_a_target_may_be_a_fraction_of_a_millisecond_and_may_be_taken_back() -> None:
@@ -82,13 +94,13 @@ def test_a_target_may_be_a_fraction_of_a_millisecond_and_may_be_taken_back() -> 
     engine.set_target(None)
     assert (str(engine.policy), engine.policy.target) == ("load", None)
 
-    engine = fake_engine("target:80")
+    engine = fake_engine("target:80ms")
     engine.set_target(None)
     assert str(engine.policy) == "fixed:2048"
 
 
 def test_without_its_target_nothing_is_late_any_more() -> None:
-    engine = busy_engine("target:100")
+    engine = busy_engine("target:100ms")
     engine.set_target(0.012)
     reports = [engine.step() for _ in range(3)]
     assert any(report is not None and report.late for report in reports)
@@ -97,17 +109,17 @@ def test_without_its_target_nothing_is_late_any_more() -> None:
         next_gap(engine)
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, 0.00001, float("nan"), float("inf"), "50ms"])
-def test_no_target_but_a_positive_one(seconds: float) -> None:
-    engine = fake_engine("target:80")
+@pytest.mark.parametrize("seconds", [0, -1.0, 0.00001, float("nan"), float("inf"), "50", 50])
+def test_no_target_but_a_positive_one(seconds: float | str) -> None:
+    engine = fake_engine("target:80ms")
     with pytest.raises(InvalidConfig, match="tbt_target="):
         engine.set_target(seconds)
-    assert str(engine.policy) == "target:80"
+    assert str(engine.policy) == "target:80ms"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_recording_with_changes_of_target_can_be_planned_again(depth: int, tmp_path: Path) -> None:
-    engine = busy_engine("target:100", depth=depth, record=tmp_path / "steps.jsonl")
+    engine = busy_engine("target:100ms", depth=depth, record=tmp_path / "steps.jsonl")
     for seconds in (0.05, 0.2):
         engine.set_target(seconds)
         for _ in range(5):
@@ -137,7 +149,7 @@ def test_llm_and_async_llm_say_which_policy_holds() -> None:
         assert len(output.token_ids) == 2
 
     async def main() -> list[str]:
-        engine = fake_engine("target:100,paced")
+        engine = fake_engine("target:100ms,paced")
         async with fake_async_llm(engine) as llm:
             policies = [llm.policy]
             for paced in (None, False):
@@ -149,4 +161,4 @@ def test_llm_and_async_llm_say_which_policy_holds() -> None:
                 llm.set_target(0.0)
         return policies
 
-    assert asyncio.run(main()) == ["target:100,paced", "target:40ms,paced", "target:40ms"]
+    assert asyncio.run(main()) == ["target:100ms,paced", "target:40ms,paced", "target:40ms"]

@@ -23,7 +23,7 @@ def cost(shape: StepShape) -> float:
 
 
 def chatting_engine(
-    policy: str = "target:40",
+    policy: str = "target:40ms",
     *,
     cost: Callable[[StepShape], float] = cost,
     disturb: Callable[[StepPlan], None] = lambda plan: None,
@@ -133,7 +133,7 @@ def test_the_timer_hears_of_real_collections_while_it_is_held() -> None:
 
 
 def test_a_stream_without_a_block_waits_for_memory() -> None:
-    engine = fake_engine("target:40", cost=cost, num_blocks=13, max_model_len=200)
+    engine = fake_engine("target:40ms", cost=cost, num_blocks=13, max_model_len=200)
     for number in range(3):
         engine.add(prepare(engine, [number] * 20, SamplingParams(max_tokens=100)))
     stalls = []

@@ -154,6 +154,7 @@ def test_min_tokens_hold_an_end_back_only_where_the_grammar_can_go_on(llm: LLM) 
     [output] = llm.generate([[1]], SamplingParams(min_tokens=12, max_tokens=12, grammar=Grammar.regex("[ab]{4}")))
     assert re.fullmatch("[ab]{4}", output.text)
     assert output.finish_reason == "stop"
+    assert len(output.token_ids) <= 5  # before, the end came again and again until there were 12
 
 
 def test_stop_strings_and_max_tokens_cut_an_answer_short(llm: LLM) -> None:

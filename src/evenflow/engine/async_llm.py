@@ -6,6 +6,7 @@ Tokenising and hashing happen on the caller's side, so that a long prompt delays
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -36,14 +37,17 @@ class AsyncLLM(LoadedModel):
             async for delta in llm.stream("Once upon a time"):
                 print(delta.text, end="")
 
-    Leaving the `async for`, or cancelling the task, aborts the request. Settings are those of LLM.
+    Leaving the `async for`, or cancelling the task, aborts the request. It serves one event loop at a time. Settings
+    are those of LLM.
     """
 
     def _start(self, engine: Engine, intake: Intake) -> None:
         super()._start(engine, intake)
         self._commands: Commands = Commands()
         self._client = EngineClient(intake.codec, self._commands.put)
+        self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
+        self._binding = threading.Lock()
         self._failure: EvenflowError | None = None
         self._is_hung = False
         arguments = (lambda: engine, self._commands, self._deliver)
@@ -76,11 +80,14 @@ class AsyncLLM(LoadedModel):
                 yield delta
 
     async def run(self, request: Request) -> AsyncGenerator[Delta]:
-        """The output of a prepared request, which is queued at once."""
-        self._bind_loop()
+        """The output of a prepared request. Its id may be used again as soon as its stream has ended or was left."""
+        self._check_process()
         if self._failure is not None:
             raise self._failure
-        stream = self._client.submit(request)
+        with self._binding:
+            self._bind_loop()
+            # What the engine still says of a request that was left is not of the next one with its id.
+            stream = self._client.submit(request, engine_id=f"{request.id}#{next(self._numbers)}")
         try:
             async for delta in stream:
                 yield delta
@@ -88,9 +95,11 @@ class AsyncLLM(LoadedModel):
             self._client.abort(stream)
 
     def _bind_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop and self._client.num_open and self._loop is not None and not self._loop.is_closed():
-            raise EngineFailed("this AsyncLLM has open requests on another event loop")
+        loop, before = asyncio.get_running_loop(), self._loop
+        if before is not None and before is not loop:
+            if not before.is_closed() and (before.is_running() or self._client.num_open):
+                raise EngineFailed("this AsyncLLM is in use on another event loop: give each loop one of its own")
+            self._client.fail_all(EngineFailed("the event loop of this request was closed"))
         self._loop = loop
 
     async def generate(
@@ -112,10 +121,12 @@ class AsyncLLM(LoadedModel):
 
     def _set_policy(self, policy: PolicySpec) -> None:
         self._policy = policy
-        self._commands.put(SetPolicy.of(policy))
+        self._commands.put(SetPolicy(policy))
 
     async def close(self) -> None:
-        """End every request and the engine's thread, unless that hangs."""
+        """End every request and the engine's thread, unless that hangs. In a fork of the process there is none."""
+        if not self._is_here:
+            return
         self._commands.put(Stop())
         while self._thread.is_alive() and not self._is_hung:
             await asyncio.to_thread(self._thread.join, _JOIN_S)

@@ -17,6 +17,7 @@ from evenflow.core.default_target import default_target, target_reason
 from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
+from evenflow.duration import MAX_TARGET_S, format_duration
 from evenflow.engine.calibration import LARGEST_CHUNK, MAX_SECONDS, Calibration
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake, Limits
@@ -77,7 +78,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
         if config.chosen_policy is None:
             now = step_time if is_new else calibration.check(step_time)
             target_s = default_target(now, executor.caps, config.max_num_seqs)
-            policy = PolicySpec.for_target(least_target(path, target_s))
+            policy = PolicySpec.for_target(format_duration(min(least_target(path, target_s), MAX_TARGET_S)))
     scheduler_config = _scheduler_config(config, policy, placement.num_blocks)
     if placement.blocks is not None and (config.kv_offload_memory or config.cache_dir is not None):
         tier, tier_config = build_tier(config, model.config, model_path, placement.blocks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from evenflow.core.report import StepReport
 from evenflow.core.request import FinishReason, Request
@@ -21,9 +22,10 @@ _STREAMS_AT_ONCE = 8  # get their tokens before the loop may write them out
 class Stream:
     """An async iterator of deltas. Deltas not awaited yet are merged."""
 
-    def __init__(self, request: Request, output: RequestOutput, is_shown: bool = True) -> None:
+    def __init__(self, request: Request, output: RequestOutput, engine_id: str, is_shown: bool = True) -> None:
         self.request = request
         self.output = output
+        self.engine_id = engine_id  # the request's name in what the engine and its client send each other
         self.is_shown = is_shown  # token by token; else nobody sees it before it is whole
         self.was_restarted = False
         self._delta: Delta | None = None  # pushed, but not awaited yet
@@ -51,8 +53,9 @@ class Stream:
         self.output, self._delta, self.was_restarted = output, None, True
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+            waiter.set_result(None)
 
     def __aiter__(self) -> Stream:
         return self
@@ -94,26 +97,29 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: Request, is_shown: bool = True) -> Stream:
+    def submit(self, request: Request, is_shown: bool = True, engine_id: str | None = None) -> Stream:
+        """Send a request, under a name that the engine has not heard before: its own, or this one."""
         if request.id in self._streams:  # its stream must not be taken over
             raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
-        self._send(Add(request.record()))  # fails before anything is registered, if it cannot be sent
-        stream = self._streams[request.id] = Stream(request, self._outputs.add(request), is_shown)
+        engine_id = engine_id or request.id
+        self._send(_add(request, engine_id))  # fails before anything is registered, if it cannot be sent
+        output = self._outputs.add(request, engine_id)
+        stream = self._streams[request.id] = Stream(request, output, engine_id, is_shown)
         return stream
 
     def abort(self, stream: Stream) -> None:
         """End a request whose output is no longer wanted; does nothing if it has ended."""
-        delta = self._outputs.finish(stream.request.id, FinishReason.ABORT)
+        delta = self._outputs.finish(stream.engine_id, FinishReason.ABORT)
         if delta is not None:
-            self._send(Abort(stream.request.id))
+            self._send(Abort(stream.engine_id))
             self._end(stream, delta)
 
     def fail_all(self, failure: EvenflowError) -> None:
         """End every open request with this error, after the last step's tokens."""
         self._drain_backlog()
         for stream in list(self._streams.values()):
-            self._send(Abort(stream.request.id))
-            self._fail(stream, failure)
+            self._send(Abort(stream.engine_id))
+            self._fail(stream.engine_id, failure)
 
     def lose_engine(self, failure: EvenflowError) -> list[Stream]:
         """The engine is gone. Requests that showed no token wait for the next one, once; others end with this error.
@@ -124,26 +130,25 @@ class EngineClient:
         waiting = []
         for stream in list(self._streams.values()):
             if stream.was_restarted or (stream.is_shown and stream.output.token_ids):
-                self._fail(stream, failure)
+                self._fail(stream.engine_id, failure)
             else:
-                stream.restart(self._outputs.add(stream.request))
+                stream.restart(self._outputs.add(stream.request, stream.engine_id))
                 waiting.append(stream)
         return waiting
 
     def resend(self) -> None:
         """Give the open requests to an engine that has just started."""
         for stream in self._streams.values():
-            self._send(Add(stream.request.record()))
+            self._send(_add(stream.request, stream.engine_id))
 
     def take(self, event: Stepped | Refused) -> None:
         if isinstance(event, Stepped):
             self._drain_backlog()
             self._backlog = self._hand_out(event.report)
             self._continue()
-        elif event.id in self._streams:
+        else:
             self._drain_backlog()  # which may have its last tokens
-            if (stream := self._streams.get(event.id)) is not None:
-                self._fail(stream, event.error())
+            self._fail(event.id, event.error())
 
     def _continue(self) -> None:
         """Hand out a few streams' tokens; the rest follows after the loop has written these out."""
@@ -165,13 +170,18 @@ class EngineClient:
             if row % _STREAMS_AT_ONCE == 0 and row < len(report.ids):
                 yield
 
-    def _fail(self, stream: Stream, failure: EvenflowError) -> None:
-        delta = self._outputs.finish(stream.request.id, FinishReason.ERROR, str(failure))
-        assert delta is not None
-        stream.fail(failure)
-        self._end(stream, delta)
+    def _fail(self, engine_id: str, failure: EvenflowError) -> None:
+        delta = self._outputs.finish(engine_id, FinishReason.ERROR, str(failure))
+        if delta is not None:  # else it has ended already
+            stream = self._streams[delta.request_id]
+            stream.fail(failure)
+            self._end(stream, delta)
 
     def _end(self, stream: Stream, delta: Delta) -> None:
         del self._streams[stream.request.id]
         stream.push(delta)
         self._on_end(stream)
+
+
+def _add(request: Request, engine_id: str) -> Add:
+    return Add(replace(request.record(), id=engine_id))

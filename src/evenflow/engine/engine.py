@@ -9,8 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
+from evenflow.best_effort import BestEffort
 from evenflow.core.outcome import Committed
 from evenflow.core.plan import NO_TIER_RESULT, StepPlan, StepResult, TierResult
 from evenflow.core.policies import PolicySpec
@@ -66,6 +68,7 @@ class Engine:
     _admission_failure: str | None = None
     _moved: TierReport = NOTHING_MOVED  # not reported yet
     _num_recomputed: int = 0  # at the last commit
+    _best_effort: BestEffort = field(default_factory=lambda: BestEffort(logger))
 
     def __post_init__(self) -> None:
         self.gc_timer = GcTimer(self.clock)
@@ -116,9 +119,9 @@ class Engine:
         if self.recorder is not None:
             self.recorder.policy_set(policy)
 
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+    def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""
-        self.set_policy(self.policy.with_target(seconds, paced))
+        self.set_policy(self.policy.with_target(target, paced))
 
     # ---- the loop ----
 
@@ -138,7 +141,7 @@ class Engine:
         self.pulse.extend(self.scheduler.upper_seconds_in_flight)
         report = self._commit(self._wait())
         if not self.has_work:
-            self.stats.idle()
+            self._best_effort.run("the line of figures", self.stats.idle, None)
         return report
 
     def _schedule(self) -> StepPlan | None:
@@ -178,7 +181,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.committed(committed.plan, result, now)
         if self.keeper is not None:
-            self.keeper.after_step(now)
+            self._best_effort.run("keeping step times", partial(self.keeper.after_step, now), None)
         if result.out_of_memory and committed.retried:
             scheduler = self.scheduler
             logger.warning(
@@ -189,7 +192,7 @@ class Engine:
         self._count_moves(result.tier)
         report = self._report(committed, now)
         if not report.is_empty:
-            self.stats.observe(report)
+            self._best_effort.run("the line of figures", partial(self.stats.observe, report), None)
             self._moved = NOTHING_MOVED
         return report
 
@@ -277,7 +280,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.close()
         if self.keeper is not None:
-            self.keeper.save()
+            self._best_effort.run("keeping step times", self.keeper.save, None)
 
     def _store_prefixes(self) -> None:
         """End what is open, and give the tier a few seconds for what it has not stored yet."""

@@ -1,19 +1,27 @@
-"""`LLM`: a model in this process, on the caller's thread."""
+"""`LLM`: a model in this process, for callers that wait.
+
+Steps run when a caller asks for more of its output, and serve all requests that are open: each caller finds its own
+deltas in an inbox, whoever asked for the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import TypeVar, cast
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Pooling, Request, SamplingParams
 from evenflow.engine.engine import Engine
+from evenflow.engine.engine_thread import EngineThread
 from evenflow.engine.intake import Intake
 from evenflow.engine.loaded_model import GREEDY, Conversation, LoadedModel, Prompt
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput
-from evenflow.errors import InvalidRequest
+from evenflow.errors import EngineFailed, InvalidRequest
 
 Kind = TypeVar("Kind")
+Inbox = deque[Delta]
 
 
 class LLM(LoadedModel):
@@ -23,16 +31,23 @@ class LLM(LoadedModel):
         [answer] = llm.chat([[{"role": "user", "content": "What is a token?"}]])
         print(answer.text)
 
+    Calls and streams may overlap, also on several threads: their requests share steps. Ctrl-C ends the call that waits
+    and aborts its requests; the object serves on. In a fork of the process it does not: load the model there.
+
     Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line.
     """
 
     def _start(self, engine: Engine, intake: Intake) -> None:
         super()._start(engine, intake)
-        self.engine = engine
+        self.engine = engine  # for those who run it themselves; else only its thread touches it, and what follows
+        self._thread = EngineThread()
         self._outputs = Outputs(intake.codec, engine.stop)
+        self._inboxes: dict[str, Inbox] = {}  # of the open requests
+        self._added: Inbox = deque()  # the inbox of requests that `add` queued
+        self._is_closed = False
 
     def _set_policy(self, policy: PolicySpec) -> None:
-        self.engine.set_policy(policy)
+        self._call(lambda: self.engine.set_policy(policy))
         self._policy = policy
 
     def generate(
@@ -56,7 +71,7 @@ class LLM(LoadedModel):
             self.prepare(prompt, sampling, priority=urgency)
             for prompt, sampling, urgency in zip(batch, params, priorities, strict=True)
         ]
-        outputs = self._run(requests, on_delta)
+        outputs = self._complete(requests, on_delta)
         for prompt, output in zip(batch, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
@@ -81,55 +96,111 @@ class LLM(LoadedModel):
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
         """One output as it is generated. Closing the iterator early aborts the request."""
-        request = self.prepare(prompt, sampling_params)
-        self.add(request)
-        try:
-            while not request.is_finished:
-                yield from [delta for delta in self.step() if delta.request_id == request.id]
-        finally:
-            self.abort(request.id)
+        yield from self._run([self.prepare(prompt, sampling_params)])
 
     # ---- step by step ----
 
     def add(self, request: Request) -> None:
-        """Queue a prepared request, to be run by `step`."""
-        self.engine.add(request)
-        self._outputs.add(request)
+        """Queue a prepared request, to be run by `step`. One that has ended runs again from its start."""
+        new = request if request.finish_reason is None else request.record().request()
+        self._call(lambda: self._add([new], self._added))
 
     def step(self) -> list[Delta]:
-        """Run one step, and return what it added to each request; those whose deadlines have passed end before it."""
-        expired = [
-            self._outputs.finish(request_id, FinishReason.ERROR, str(error))
-            for request_id, error in self.engine.expire().items()
-        ]
-        report = self.engine.step()
-        return [*filter(None, expired), *(() if report is None else self._outputs.take(report))]
+        """Run one step, and return what requests that were added have got; expired ones end before it."""
+        self._call(self._step)
+        deltas: list[Delta] = []
+        with suppress(IndexError):  # empty: other threads may take some too
+            while True:
+                deltas.append(self._added.popleft())
+        return deltas
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment; None if it has ended already."""
-        self.engine.abort(request_id)
-        delta = self._outputs.finish(request_id, FinishReason.ABORT)
-        return None if delta is None else delta.output
+        return self._call(lambda: self._abort(request_id))
 
-    def _run(self, requests: list[Request], on_delta: Callable[[Delta], None] | None) -> list[RequestOutput]:
+    # ---- what callers wait for ----
+
+    def _complete(self, requests: list[Request], on_delta: Callable[[Delta], None] | None) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for request in requests:
-                self.add(request)
-            while len(outputs) < len(requests):
-                for delta in self.step():
-                    if on_delta is not None:
-                        on_delta(delta)
-                    if delta.finish_reason is not None:
-                        outputs[delta.request_id] = delta.output
-        except BaseException:
-            for request in requests:
-                self.abort(request.id)
-            raise
+        with closing(self._run(requests)) as deltas:
+            for delta in deltas:
+                if on_delta is not None:
+                    on_delta(delta)
+                outputs[delta.request_id] = delta.output
         return [outputs[request.id] for request in requests]
 
+    def _run(self, requests: list[Request]) -> Generator[Delta]:
+        """What steps add to these requests until all have ended. Closing it early aborts the rest."""
+        inbox: Inbox = deque()
+        num_open = len(requests)
+        try:
+            self._call(lambda: self._add(requests, inbox))
+            while num_open:
+                if not inbox:
+                    self._call(lambda: None if inbox else self._step())  # another caller's step may have filled it
+                while inbox:
+                    delta = inbox.popleft()
+                    num_open -= delta.finish_reason is not None
+                    yield delta
+        finally:
+            if num_open:
+                self._thread.send(lambda: self._abandon(requests, inbox))
+
+    def _call(self, function: Callable[[], Kind]) -> Kind:
+        def run() -> Kind:
+            if self._is_closed:
+                raise EngineFailed("the engine was closed")
+            return function()
+
+        self._check_process()
+        return self._thread.call(run)
+
+    # ---- on the engine's thread ----
+
+    def _add(self, requests: list[Request], inbox: Inbox) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self._outputs.add(request)
+            self._inboxes[request.id] = inbox
+
+    def _step(self) -> None:
+        for request_id, error in self.engine.expire().items():
+            self._finish(request_id, FinishReason.ERROR, str(error))
+        report = self.engine.step()
+        if report is not None:
+            for delta in self._outputs.take(report):
+                self._deliver(delta)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
+        self.engine.abort(request_id)
+        return self._finish(request_id, FinishReason.ABORT)
+
+    def _abandon(self, requests: list[Request], inbox: Inbox) -> None:
+        for request in requests:
+            if self._inboxes.get(request.id) is inbox:  # else it was never added, and another may have its id
+                self._abort(request.id)
+
+    def _finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> RequestOutput | None:
+        delta = self._outputs.finish(request_id, reason, error)
+        if delta is None:
+            return None
+        self._deliver(delta)
+        return delta.output
+
+    def _deliver(self, delta: Delta) -> None:
+        self._inboxes[delta.request_id].append(delta)
+        if delta.finish_reason is not None:
+            del self._inboxes[delta.request_id]
+
     def close(self) -> None:
-        self.engine.close()
+        """End the engine. In a fork of the process there is none."""
+        if self._is_here:
+            self._thread.call(self._close)
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
-from evenflow.errors import InvalidRequest
+from evenflow.errors import EngineFailed, InvalidRequest
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -42,6 +43,19 @@ class LoadedModel(ABC):
     def _start(self, engine: Engine, intake: Intake) -> None:
         self._intake = intake
         self._policy = engine.policy
+        self._process_id = os.getpid()
+
+    @property
+    def _is_here(self) -> bool:
+        """Not so in a copy of the process that `os.fork` made: that has only the thread which called it."""
+        return os.getpid() == self._process_id
+
+    def _check_process(self) -> None:
+        if not self._is_here:
+            raise EngineFailed(
+                f"this model was loaded by process {self._process_id} and does not run in a fork of it: load it in "
+                "the new process, which multiprocessing should start by 'spawn'"
+            )
 
     @property
     def policy(self) -> str:
@@ -54,11 +68,12 @@ class LoadedModel(ABC):
 
     def set_policy(self, policy: str | PolicySpec) -> None:
         """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
-        self._set_policy(self.config.with_policy(policy).resolve_policy(self.max_model_len))
+        spec = self.config.with_policy(policy).resolve_policy(self.max_model_len)
+        self._set_policy(spec.bounded(self.config.max_num_batched_tokens))
 
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+    def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""
-        self._set_policy(self._policy.with_target(seconds, paced))
+        self._set_policy(self._policy.with_target(target, paced))
 
     @abstractmethod
     def _set_policy(self, policy: PolicySpec) -> None: ...

@@ -52,7 +52,7 @@ def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[
 def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
     limits, config = engine.limits, engine.scheduler.config
     sizes = config.block_size, config.num_blocks, config.max_num_seqs
-    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, SetPolicy.of(config.policy), config.classes))
+    send(Ready(limits.max_model_len, limits.vocab_size, *sizes, config.policy, config.classes))
     while _drain_commands(engine, commands, send):
         for request_id, error in engine.expire().items():
             send(Refused.because(request_id, error))
@@ -78,8 +78,8 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
                 engine.abort(request_id)
             case StopAfter(request_id, num_tokens):
                 engine.stop(request_id, num_tokens)
-            case SetPolicy():
-                engine.set_policy(command.spec())
+            case SetPolicy(policy):
+                engine.set_policy(policy)
             case Stop():
                 return False
     return True

@@ -32,15 +32,7 @@ class StopAfter(msgspec.Struct, frozen=True, array_like=True, tag="stop_after"):
 
 
 class SetPolicy(msgspec.Struct, frozen=True, array_like=True, tag="set_policy"):
-    policy: str
-    budget: int
-
-    @classmethod
-    def of(cls, policy: PolicySpec) -> SetPolicy:
-        return cls(str(policy), policy.budget)
-
-    def spec(self) -> PolicySpec:
-        return PolicySpec.parse(self.policy).bounded(self.budget)
+    policy: PolicySpec
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -55,7 +47,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     block_size: int
     num_blocks: int
     max_num_seqs: int
-    policy: SetPolicy
+    policy: PolicySpec
     classes: Classes = DEFAULT_CLASSES
 
 
@@ -68,14 +60,15 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
     id: str
     message: str
-    late: tuple[float, float, bool] | None = None  # arguments of a LateRequest
+    late: tuple[float, float, bool, float] | None = None  # arguments of a LateRequest
     expired: tuple[float, int] | None = None  # arguments of a DeadlineExceeded
 
     @classmethod
     def because(cls, request_id: str, error: errors.EvenflowError) -> Refused:
         match error:
             case errors.LateRequest():
-                return cls(request_id, str(error), late=(error.expected_s, error.target_s, error.is_deadline))
+                late = error.expected_s, error.target_s, error.is_deadline, error.retry_after_s
+                return cls(request_id, str(error), late=late)
             case errors.DeadlineExceeded():
                 return cls(request_id, str(error), expired=(error.deadline_s, error.num_tokens))
         return cls(request_id, str(error))

@@ -34,8 +34,8 @@ def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: Blo
             f"Got kv_offload_memory={config.kv_offload_memory} but the host cannot give that much memory to the GPU "
             f"({reason}): lower it."
         ) from error
-    plan = tier.config(disk_bytes=config.cache_dir_size)
-    if plan.num_blocks < 1:
+    plan = tier.config()
+    if plan.num_blocks < 1 or (files is not None and files.capacity(codec.most_bytes(layout)) < 1):
         tier.close()
         name = "kv_offload_memory" if files is None else "cache_dir_size"
         raise InvalidConfig(

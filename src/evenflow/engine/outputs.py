@@ -146,13 +146,19 @@ class StopFinder:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
+        self._num_early = 0  # characters of it
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that is certain now, and the stop string that was met, if any: the text then ends before it."""
+    def push(self, text: str, *, is_early: bool = False) -> tuple[str, str | None]:
+        """Text that is certain now, and the stop string that was met, if any: the text then ends before it.
+
+        No stop string may end in early text, but one that ends later may begin there.
+        """
         if not self._stops:
             return text, None
         self._held += text
-        found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if is_early:
+            self._num_early = len(self._held)
+        found = [(index, stop) for stop in self._stops if (index := self._held.find(stop, self._first(stop))) >= 0]
         if found:
             first, met = min(found, key=lambda one: one[0])
             certain, self._held = self._held[:first], ""
@@ -160,7 +166,12 @@ class StopFinder:
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         certain, self._held = self._held[:cut], self._held[cut:]
+        self._num_early = max(0, self._num_early - cut)
         return certain, None
+
+    def _first(self, stop: str) -> int:
+        """The first place at which this one ends after the early text."""
+        return max(0, self._num_early - len(stop) + 1)
 
     def flush(self) -> str:
         held, self._held = self._held, ""
@@ -179,18 +190,26 @@ class OutputBuilder:
         self.output = RequestOutput(request.id, request.tokens[: request.num_prompt_tokens])
         self._decoder = decoder
         self._stop_finder = StopFinder(request.sampling.stop)
+        self._min_tokens = request.sampling.min_tokens
         self._stop_token_ids = request.stop_token_ids
         self._arrival = request.arrival_time
 
-    def take_chunk(self, chunk: ChunkReport, prompt_logprobs: tuple[RowLogprobs, ...] | None) -> None:
-        """Keep the chunks that lead to the first token. A preemption before it starts over."""
+    def admit(self, num_cached_tokens: int) -> None:
+        """It starts, or starts again after a preemption: keep the chunks of its own that it found in the cache."""
         output = self.output
         if output.token_ids:
             return
-        if output.chunks and chunk.start < output.chunks[-1].start + output.chunks[-1].length:
-            output.chunks.clear()
-            output.prompt_logprobs = None
-        output.chunks.append(chunk)
+        kept = [chunk for chunk in output.chunks if chunk.start < num_cached_tokens]
+        output.chunks = [chunk._replace(length=min(chunk.length, num_cached_tokens - chunk.start)) for chunk in kept]
+        output.num_cached_tokens = num_cached_tokens - sum(chunk.length for chunk in output.chunks)
+        output.prompt_logprobs = None
+
+    def take_chunk(self, chunk: ChunkReport, prompt_logprobs: tuple[RowLogprobs, ...] | None) -> None:
+        """Keep the chunks that lead to the first token."""
+        output = self.output
+        if output.token_ids:
+            return
+        output.chunks.append(chunk._replace(request_id=output.request_id))
         if prompt_logprobs is not None:
             output.prompt_logprobs = [*(output.prompt_logprobs or ()), *prompt_logprobs]
 
@@ -199,6 +218,7 @@ class OutputBuilder:
     ) -> Delta:
         """Add what a step gave. The output may end here by a stop string that the engine has not seen."""
         output = self.output
+        num_early = max(0, self._min_tokens - len(output.token_ids))
         output.token_ids += tokens
         for _ in tokens:
             output.token_times_s.append(now - self._arrival)
@@ -210,7 +230,11 @@ class OutputBuilder:
             shown = tokens
             if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is no part of the text
                 shown = tuple(token for token in tokens if token not in self._stop_token_ids)
-            text, met = self._stop_finder.push("".join(map(self._decoder.push, shown)))
+            if num_early:
+                text, _ = self._stop_finder.push("".join(map(self._decoder.push, shown[:num_early])), is_early=True)
+                shown = shown[num_early:]
+            certain, met = self._stop_finder.push("".join(map(self._decoder.push, shown)))
+            text += certain
             output.text += text
         if met is not None:
             self._decoder = None  # what it holds comes after the stop string
@@ -226,7 +250,8 @@ class OutputBuilder:
         self.output.error = error
         rest = ""
         if self._decoder is not None:
-            certain, self.output.stop_reason = self._stop_finder.push(self._decoder.flush())
+            is_early = len(self.output.token_ids) <= self._min_tokens
+            certain, self.output.stop_reason = self._stop_finder.push(self._decoder.flush(), is_early=is_early)
             rest = certain + self._stop_finder.flush()
         self.output.text += rest
         return rest
@@ -240,24 +265,25 @@ class Outputs:
         self._stop = stop  # ends a request after this many tokens, in the engine
         self._builders: dict[str, OutputBuilder] = {}
 
-    def add(self, request: Request) -> RequestOutput:
+    def add(self, request: Request, engine_id: str | None = None) -> RequestOutput:
+        """`engine_id`: the engine's name for it; None: its own."""
         decoder = None if self._codec is None else self._codec.stream_decoder(request.tokens)
-        builder = self._builders[request.id] = OutputBuilder(request, decoder)
+        builder = self._builders[engine_id or request.id] = OutputBuilder(request, decoder)
         return builder.output
 
-    def finish(self, request_id: str, reason: str, error: str | None = None) -> Delta | None:
+    def finish(self, engine_id: str, reason: str, error: str | None = None) -> Delta | None:
         """End an output from outside, by an abort or a failure; None if it has ended already."""
-        builder = self._builders.pop(request_id, None)
+        builder = self._builders.pop(engine_id, None)
         if builder is None:
             return None
-        return Delta(request_id, (), builder.finish(reason, error), reason, builder.output)
+        return Delta(builder.output.request_id, (), builder.finish(reason, error), reason, builder.output)
 
     def take(self, report: StepReport) -> Iterator[Delta]:
         """What a step added to each output, one by one: the caller may do other work in between."""
         builders = self._builders
         for admission in report.admissions:
-            if (builder := builders.get(admission.request_id)) is not None and not builder.output.token_ids:
-                builder.output.num_cached_tokens = admission.num_cached_tokens
+            if (builder := builders.get(admission.request_id)) is not None:
+                builder.admit(admission.num_cached_tokens)
         for place, chunk in enumerate(report.chunks):
             if (builder := builders.get(chunk.request_id)) is not None:
                 builder.take_chunk(chunk, report.prompt_logprobs.get(place))
@@ -265,13 +291,13 @@ class Outputs:
             if (builder := builders.get(report.ids[row])) is not None:
                 builder.output.embedding = array("f", values)
         ended, logprobs, now = report.ended, report.logprobs, report.at
-        for row, (request_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
-            builder = builders.get(request_id)
+        for row, (engine_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
+            builder = builders.get(engine_id)
             if builder is None:  # it has ended here, and the engine does not know yet
                 continue
             delta = builder.take(tokens, logprobs.get(row), ended.get(row), now)
             if delta.finish_reason is not None:
-                del builders[request_id]
+                del builders[engine_id]
                 if row not in ended:
-                    self._stop(request_id, len(delta.output.token_ids))
+                    self._stop(engine_id, len(delta.output.token_ids))
             yield delta

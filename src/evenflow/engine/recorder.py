@@ -63,10 +63,12 @@ class Recorder:
             return
         try:
             self._file.write(write_line(record))
-        except OSError as error:  # the disk is full, for example: serving goes on
+        except Exception as error:  # the disk is full, for example: serving goes on
             self._has_failed = True
             num_bytes = self._file.num_bytes
-            logger.error("Recording to %s stops after %d bytes: %s.", self._path, num_bytes, error.strerror)
+            logger.error(
+                "Recording to %s stops after %d bytes: %s.", self._path, num_bytes, getattr(error, "strerror", error)
+            )
 
 
 def next_recording(path: Path) -> Path:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from evenflow.host import check_private, private_folder
+
 _FORMAT = 2  # of packages, manifests, and the options that packages are made with
 _SAMPLED_VALUES = 1024
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -40,8 +42,11 @@ class ArtifactStore:
         self.folder = folder
 
     def find(self, key: str) -> Artifact | None:
-        """The package stored under a key, after checking its hash; None if there is none."""
+        """The package stored under a key, after checking its hash; None if there is none. OSError if other users may
+        write to the folder."""
         package, manifest = self._paths(key)
+        if self.folder.is_dir():
+            check_private(self.folder)
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
             digest, notes = content["sha256"], content["notes"]
@@ -60,7 +65,7 @@ class ArtifactStore:
     def put(self, key: str, package: Path, notes: dict[str, Any]) -> Artifact:
         """Copy a package in. OSError if the folder cannot be written."""
         target, manifest = self._paths(key)
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # packages are code: keep other users out
+        private_folder(self.folder)  # packages are code
         scratch = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self.folder))
         try:
             shutil.copyfile(package, scratch / target.name)

@@ -42,24 +42,28 @@ def run_in_chunks(model: Model, call: Mapping[str, Any], sizer: ChunkSizer) -> A
     rows = _LogitRows(call.get("logits_to_keep"), total, "logits_to_keep" in forward_parameters(model))
     chunk_call = {name: value for name, value in call.items() if name not in ("logits_to_keep", "return_dict")}
     chunk_call |= {"use_cache": True, "return_dict": True}
+    config = hugging_face_module(model).config
+    has_cache = call.get("past_key_values") is not None
+    keep_cache = call.get("use_cache", getattr(config, "use_cache", True))
     parts: list[dict[str, Any]] = []
     start = 0
     while start < total:
         end = start + min(max(1, sizer.choose_length(num_cached + start, total - start)), total - start)
         arguments = {**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end)}
+        if has_cache and end == total:  # some models return a given cache whether or not they are to use one
+            arguments["use_cache"] = keep_cache
         started = time.perf_counter()
         output = attempt(model, (), arguments, partial(sizer.why_not_smaller, end - start))
         if isinstance(output, RanOut):
             sizer.ran_out_of_memory(end - start, output.message)
             continue
         sizer.ran(num_cached + start, end - start, time.perf_counter() - started)
-        if output.past_key_values is None:
+        if output.past_key_values is None and arguments["use_cache"]:
             raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
         chunk_call["past_key_values"] = output.past_key_values
         parts.append(_kept(output, rows, start, end))
         start = end
-    config = hugging_face_module(model).config
-    joined = _joined(output, parts, rows, keep_cache=call.get("use_cache", getattr(config, "use_cache", True)))
+    joined = _joined(output, parts, rows, keep_cache or has_cache)
     return joined if call.get("return_dict", config.return_dict) else joined.to_tuple()
 
 
