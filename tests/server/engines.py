@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from evenflow.config import EngineConfig
@@ -57,6 +58,48 @@ class ScriptedExecutor(FakeExecutor):
             if given
         }
         return StepResult(plan.step_id, tokens, result.seconds, errors=errors, logprobs=rows)
+
+
+class ScoringExecutor(ScriptedExecutor):
+    """Scores every token with the longest tokens and figures that there are: responses are as large as they can be."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, (_LONGEST,), None)
+        self._num_top: dict[int, int] = {}
+        self._is_scored: dict[int, bool] = {}
+
+    def wait(self) -> StepResult:
+        plan: StepPlan = self._queue[0][0]
+        for admission in plan.admissions:
+            self._num_top[admission.slot] = admission.sampling.prompt_logprobs or 0
+            self._is_scored[admission.slot] = admission.sampling.logprobs is not None
+        slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
+        result = super().wait()
+        logprobs = {
+            row: (_worst_row(20),)
+            for row, (slot, given) in enumerate(zip(slots, result.tokens, strict=True))
+            if given and self._is_scored[slot]
+        }
+        prompts = {
+            number: (_worst_row(self._num_top[chunk.slot]),) * (chunk.length - chunk.samples)
+            for number, chunk in enumerate(plan.chunks, len(plan.decodes))
+            if chunk.prompt_logprobs
+        }
+        return replace(result, logprobs=logprobs, prompt_logprobs=prompts)
+
+
+_LONGEST = 494  # of the tokens in tests/server/serving.py
+
+
+def _worst_row(num_top: int) -> RowLogprobs:
+    one = TokenLogprob(_LONGEST, -1.2345678901234567e-05)
+    return RowLogprobs(one, tuple(TokenLogprob(VOCAB_SIZE - 1 - rank, one.logprob) for rank in range(num_top)))
+
+
+def scoring_engine() -> Engine:
+    executor = ScoringExecutor()
+    config = SchedulerConfig(num_blocks=8000, max_num_seqs=64, policy=PolicySpec.parse("fixed:256"))
+    return Engine(Scheduler(config, executor.caps), executor, Limits(MAX_MODEL_LEN, VOCAB_SIZE))
 
 
 def scripted_engine(

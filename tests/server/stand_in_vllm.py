@@ -25,7 +25,7 @@ from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.hosts.settings import read_settings
-from evenflow.hosts.steering import Host, HostLoad, HostRequest, Steering
+from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 
 TOKEN_S = 0.01
 METRICS = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 0.0\n'
@@ -73,10 +73,10 @@ class Scheduler:
         if chunk is not None:
             step.chunks = [(request_id, *chunk)]
             step.reasons = {request_id: ChunkReason.END_OF_PROMPT} if gives_token else {}
-            self._steering.scheduled(step, 0, 0, int(gives_token))
+            self._steering.scheduled(step, [], int(gives_token))
         else:
             step.decode_ids = {request_id}
-            self._steering.scheduled(step, 1, 1, 0)
+            self._steering.scheduled(step, [Decode(request_id, 1, 1)], 0)
         step = self._steering.ended(step.key)
         tokens = {request_id: [1]} if gives_token else {}
         self._steering.emitted(step, tokens, self._requests, HostLoad(self.num_running, 0, 0.25))
@@ -87,10 +87,14 @@ def make_app(names: list[str], budget: int) -> FastAPI:
     scheduler = Scheduler(budget)
     num_requests = 0
     frozen_after: list[int] = []
+    bodies: list[dict[str, Any]] = []  # of requests that generate
+    responses: dict[str, dict[str, Any]] = {}
+    effects: list[str] = []
 
     def new_id(body: dict[str, Any]) -> str:
         nonlocal num_requests
         num_requests += 1
+        bodies.append(body)
         return f"cmpl-{body.get('request_id', num_requests)}"
 
     async def tokens(response_id: str, body: dict[str, Any]) -> AsyncGenerator[str, None]:
@@ -132,7 +136,7 @@ def make_app(names: list[str], budget: int) -> FastAPI:
         frozen_after.append(num_requests)
         return Response()
 
-    @app.get("/seen")
+    @app.post("/seen")
     async def seen(request: Request) -> dict[str, Any]:
         """What arrived, for tests to look at."""
         return {
@@ -144,9 +148,45 @@ def make_app(names: list[str], budget: int) -> FastAPI:
             "num_requests": num_requests,
             "policy": scheduler.policy,
             "frozen_after": frozen_after,  # this many requests
+            "bodies": bodies,
+            "effects": effects,
             "plugins": [entry.value for entry in entry_points(group="sglang.srt.plugins")],
             "evenflow": str(Path(str(sys.modules["evenflow"].__file__)).parent),
         }
+
+    @app.get("/release_memory_occupation")
+    @app.post("/release_memory_occupation")
+    async def release() -> Response:
+        effects.append("release")
+        return Response()
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        bodies.append(body)
+        response = {
+            "id": body.get("request_id", "resp_0"),
+            "object": "response",
+            "of": body.get("previous_response_id"),
+        }
+        responses[response["id"]] = response
+        return response
+
+    @app.get("/v1/responses/{response_id}")
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def stored(response_id: str) -> dict[str, Any]:
+        return responses[response_id]
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> dict[str, Any]:
+        return responses.pop(response_id)
+
+    @app.put("/generate")
+    @app.post("/generate")
+    async def generate(request: Request) -> dict[str, Any]:
+        bodies.append(await request.json())
+        await asyncio.sleep(TOKEN_S)
+        return {"text": "token 0"}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

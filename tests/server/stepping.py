@@ -89,7 +89,7 @@ class ObservedEngine(SteppedEngine):
 
 def samples() -> dict[str, set[str]]:
     """The name of every sample that a server shows after a request and a refusal, with its labels."""
-    observed = ObservedEngine("target:40")
+    observed = ObservedEngine("target:40ms")
     observed.add("one", 30, tenant="someone")
     observed.run()
     observed.observer.on_request_rejected("queue_full")

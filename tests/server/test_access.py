@@ -13,8 +13,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from evenflow.core.service_classes import ServiceClass
 from evenflow.errors import InvalidConfig
-from evenflow.server.access import ApiKeys, read_key_file
+from evenflow.server.access import ApiKeys, Caller, check_own_target, read_key_file
 from evenflow.server.errors import ApiError
 from evenflow.server.gate import ServerLimits
 from tests.server.serving import MODEL, RunningServer, scripted_server
@@ -202,6 +203,17 @@ def test_only_an_admin_changes_the_target(shared: RunningServer) -> None:
     assert httpx.put(shared.url + "/v1/target", json=body, headers=with_key("boss")).json()["tbt_target"] == 0.08
 
 
+def test_a_class_may_have_a_lower_target() -> None:
+    caller, admin = Caller("k", "key-1", "", is_admin=False), Caller("k", "boss", "", is_admin=True)
+    plain, quick = (ServiceClass(name="one", rank=0, share=1, tbt_target=target) for target in (None, 0.02))
+    check_own_target(caller, 0.02, 0.05, quick, "tbt_target")
+    check_own_target(caller, 0.001, None, plain, "tbt_target")  # there is no target: the engine says so
+    check_own_target(admin, 0.001, 0.05, plain, "tbt_target")
+    for of_class, asked in ((quick, 0.019), (plain, 0.02)):
+        with pytest.raises(ApiError, match="or more"):
+            check_own_target(caller, asked, 0.05, of_class, "tbt_target")
+
+
 def test_a_key_sees_its_own_tenants_only(shared: RunningServer) -> None:
     """Before, every key saw all, and those of the same name were counted together."""
     for key, tenant in (("first", "docs"), ("second", "docs"), ("second", "secret project")):
@@ -217,3 +229,15 @@ def test_a_key_sees_its_own_tenants_only(shared: RunningServer) -> None:
     assert tenants("second") == {("key-2", "docs"), ("key-2", "secret project")}
     assert tenants("boss") == tenants("first") | tenants("second")
     assert "vllm:num_requests_running" in shared.get("/metrics", headers=with_key("first")).text
+
+
+def test_only_an_admins_stream_has_a_target_below_the_servers(shared: RunningServer) -> None:
+    """Before, one key's stream at 1 ms had the prompts of all others cut into chunks of a few tokens."""
+    httpx.put(shared.url + "/v1/target", json={"tbt_target": "50ms"}, headers=with_key("boss"))
+    body = {"prompt": [5, 6], "max_tokens": 1, "tenant": "docs"}
+    for key, target, status in (("first", 0.001, 403), ("first", "50ms", 200), ("first", 2, 200), ("boss", 0.001, 200)):
+        answer = shared.post("/v1/completions", body | {"tbt_target": target}, headers=with_key(key))
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["param"] == "tbt_target"
+            assert "may ask for 50ms or more" in answer.json()["error"]["message"]

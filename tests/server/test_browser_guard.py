@@ -56,6 +56,23 @@ def test_only_its_own_pages_may_ask(server: RunningServer) -> None:
     assert server.get("/v1/models", headers={"Origin": server.url}).status_code == 200
 
 
+def test_images_of_other_pages_are_not_served(server: RunningServer) -> None:
+    """They are fetched by GET and without an Origin; browsers say which site the page is of."""
+
+    def status(**headers: str) -> int:
+        return server.get(
+            "/v1/models", headers={name.replace("_", "-"): value for name, value in headers.items()}
+        ).status_code
+
+    for site in ("cross-site", "same-site"):
+        assert status(Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors", Sec_Fetch_Dest="image") == 403
+        assert status(Sec_Fetch_Site=site) == 403
+        assert status(Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="iframe") == 403
+        assert status(Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="document") == 200
+    for site in ("same-origin", "none"):
+        assert status(Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors") == 200
+
+
 def test_names_and_pages_can_be_allowed(open_server: RunningServer) -> None:
     for host in ("gpu.example.org", "GPU.example.org.:8000"):
         assert open_server.get("/v1/models", headers={"Host": host}).status_code == 200

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import struct
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from evenflow.server import connections
-from tests.server.serving import RunningServer, scripted_server
+from evenflow.server import connections, held
+from evenflow.server.live import feed
+from tests.server.engines import scoring_engine
+from tests.server.serving import RunningServer, running_server, scripted_server
 
 POST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -74,7 +80,7 @@ def test_errors_of_the_connection_have_the_shape_of_all_others(server: RunningSe
 def test_unfinished_requests_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, they stayed open for ever."""
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(connections, "BODY_GRACE_S", 0.2)
+    monkeypatch.setattr(connections, "GRACE_S", 0.2)
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with scripted_server() as server:
         assert send(server, b"GET /health HTTP/1.1\r\nHos").startswith(b"HTTP/1.1 408 ")
@@ -91,22 +97,22 @@ def test_unfinished_requests_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_new_clients_are_served_while_others_hold_unfinished_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_UNFINISHED", 20)
+    monkeypatch.setattr(held, "MAX_WAITING", 20)
     with scripted_server() as server:
-        held = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(60)]
-        for connection in held:
+        opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(60)]
+        for connection in opened:
             connection.sendall(b"GET /health HTTP/1.1\r\nHos")
         assert server.get("/health").status_code == 200
         server.until(lambda: len(server.server.server_state.connections) <= 21)
-        assert held[0].recv(100).startswith(b"HTTP/1.1 408 "), "the oldest went first"
-        for connection in held:
+        assert opened[0].recv(100).startswith(b"HTTP/1.1 503 "), "the oldest went first"
+        for connection in opened:
             connection.close()
 
 
 def test_a_long_pipeline_is_cut(server: RunningServer) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    replies = send(server, request * 20 + request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-    assert replies.count(b"HTTP/1.1 200 ") == 21
+    replies = send(server, request * 15 + request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert replies.count(b"HTTP/1.1 200 ") == 16
     replies = send(server, request * 5_000)
     assert replies.count(b"HTTP/1.1 ") < 5_000
 
@@ -130,3 +136,192 @@ def test_a_client_that_closes_before_the_answer_drops_its_request() -> None:
             connection.sendall(POST % len(content) + content)
             server.until(lambda: server.client.num_open == 1)
         server.until(lambda: server.client.num_open == 0, seconds=15)
+
+
+def connect(server: RunningServer) -> socket.socket:
+    """With little room for what is not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+GET_SCHEMA = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+STREAM = b'{"prompt": "a", "max_tokens": 900, "n": 8, "logprobs": 20, "ignore_eos": true, "stream": %s}'
+
+
+def test_who_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, such connections took all descriptors without a key, and streams held the queue, for ever."""
+    monkeypatch.setattr(connections, "GRACE_S", 0.3)
+    with running_server(scoring_engine) as server:
+        bodies = [STREAM % kind for kind in (b"true", b"false")]
+        requests = [GET_SCHEMA * 16, *(POST % len(body) + body for body in bodies)]
+        held_open = [connect(server) for _ in requests]
+        for connection, request in zip(held_open, requests, strict=True):
+            connection.sendall(request)
+        server.until(lambda: server.server.service.gate.num_inside == 16)
+        server.until(lambda: not server.server.server_state.connections)
+        server.until(lambda: server.server.service.gate.num_inside == 0)
+        assert server.get("/health").status_code == 200
+        for connection in held_open:
+            connection.close()
+
+
+def test_who_does_not_read_a_feed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "GRACE_S", 0.3)
+    monkeypatch.setattr(feed, "BATCH_S", 0.001)
+    with scripted_server() as server, connect(server) as connection:
+        connection.sendall(b"GET /live/feed HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        server.until(lambda: server.server.num_pages == 1)
+        server.until(lambda: server.server.num_pages == 0)
+
+
+def test_the_system_holds_little_for_who_reads_nothing() -> None:
+    """Before, it took megabytes of responses for each such connection, and the server wrote them."""
+    with scripted_server() as server, connect(server) as connection:
+        connection.sendall(GET_SCHEMA * 16)
+        server.until(lambda: any(one.flow.write_paused for one in server.server.server_state.connections))
+        [one] = server.server.server_state.connections
+        assert one.transport.num_bytes - one.transport.num_unread < 1 << 19
+
+
+def test_a_whole_response_counts_until_it_is_read() -> None:
+    """Before, it left the gate when it was handed to the connection."""
+    body = STREAM % b"false"
+    with running_server(scoring_engine, limits={"max_tenant_requests": 8}) as server:
+        with connect(server) as connection:
+            connection.sendall(POST % len(body) + body)
+            server.until(lambda: server.client.num_open == 8)
+            server.until(lambda: server.client.num_open == 0)
+            for _ in range(3):
+                assert server.post("/v1/completions", {"prompt": "a"}).status_code == 429
+            connection.settimeout(30)
+            size = 0
+            while not (data := connection.recv(1 << 16)).endswith(b"0\r\n\r\n"):
+                size += len(data)
+        server.until(lambda: server.server.service.gate.num_inside == 0)
+        assert size > 1 << 20
+
+
+def test_new_clients_are_served_while_others_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MAX_WAITING", 20)
+    with scripted_server() as server:
+        held_open = [connect(server) for _ in range(60)]
+        for connection in held_open:
+            connection.sendall(GET_SCHEMA * 16)
+        server.until(lambda: len(server.server.server_state.connections) <= 21)
+        assert server.get("/health").status_code == 200
+        for connection in held_open:
+            connection.close()
+
+
+def test_a_slow_body_must_be_the_faster_the_larger_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "GRACE_S", 0.2)
+    monkeypatch.setattr(connections, "MIN_BYTES", 1)
+    with scripted_server() as server, connect(server) as connection:
+        connection.settimeout(30)
+        connection.sendall(POST % 8_000_000 + b'{"prompt": "')
+        connection.sendall(b"a" * 100_000)
+        server.until(lambda: any(one._request_bytes for one in server.server.server_state.connections))
+        connection.setblocking(False)
+        reply = b""
+        while not reply:
+            try:
+                reply = connection.recv(1000)
+            except BlockingIOError:
+                with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                    connection.send(b"a")
+                time.sleep(0.05)
+        assert reply.startswith(b"HTTP/1.1 408 ")
+
+
+def test_slow_bodies_of_some_keys_delay_no_other_key() -> None:
+    """Before, two keys with two bodies each blocked all large bodies, for hours."""
+    keys = ["first", "second", "third"]
+    with scripted_server(settings={"api_keys": keys}) as server:
+        slow = []
+        for key in ("first", "second"):
+            for _ in range(3):
+                head = (POST % 8_000_000).replace(b"Host:", b"Authorization: Bearer %s\r\nHost:" % key.encode())
+                slow.append(connect(server))
+                slow[-1].sendall(head + b'{"prompt": "' + b"a" * 17_000)
+        bodies = server.server.service.large_work._bodies
+        server.until(lambda: sum(bodies._running.values()) == 4)
+        body = {"prompt": "a", "max_tokens": 1, "user": "b" * 70_000}
+        response = server.post("/v1/completions", body, headers={"Authorization": "Bearer third"})
+        assert response.status_code == 200
+        for connection in slow:
+            connection.close()
+
+
+class Client:
+    def __init__(self, owner: str, lost: list[object]) -> None:
+        self.owner = owner
+        self._lost = lost
+
+    def lose(self, reason: str) -> None:
+        self._lost.append(self)
+
+
+def test_who_holds_most_loses_its_largest_or_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MAX_WAITING", 4)
+    monkeypatch.setattr(held, "MAX_HELD_BYTES", 100)
+    lost: list[object] = []
+    flood, (honest,) = [Client("many", lost) for _ in range(6)], [Client("one", lost)]
+    server = held.Held()
+    server.wait(honest)
+    for one in flood:
+        server.wait(one)
+    assert lost == flood[:3]
+    lost.clear()
+    server.hold(honest, 40)
+    for one, size in zip(flood, (10, 30, 15, 5, 10), strict=False):
+        server.hold(one, size)
+    assert lost == [flood[1]]
+    server.hold(honest, 60)
+    assert lost == [flood[1]]
+    server.discard(honest)
+    server.hold(flood[0], 70)
+    assert lost == [flood[1]]
+
+
+class CountedName(str):
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.num_compared += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_connection_too_many_costs_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each took a millisecond of the event loop where 4,096 waited: a flood of them stopped all requests."""
+    monkeypatch.setattr(held, "MAX_WAITING", 500)
+    server, lost = held.Held(), list[object]()
+    for _ in range(500):
+        server.wait(Client("the same", lost))
+    CountedName.num_compared = 0
+    for _ in range(100):
+        server.wait(Client(CountedName("the same"), lost))
+    assert len(lost) == 100
+    assert CountedName.num_compared < 1000
+
+
+def test_what_clients_do_without_a_key_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, a traceback for each client that closed without reading, and two lines for each upgrade."""
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with scripted_server() as server:
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+        assert b"HTTP/1.1 200 " in send(server, upgrade, half_close=True)
+        assert b"HTTP/1.1 400 " in send(server, b"nonsense\r\n\r\n")
+        for _ in range(5):
+            connection = connect(server)
+            connection.sendall(GET_SCHEMA * 16)
+            server.until(lambda: any(one.flow.write_paused for one in server.server.server_state.connections))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            server.until(lambda: not server.server.server_state.connections)
+        server.until(lambda: not server.server.server_state.tasks)
+    logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert not caplog.messages

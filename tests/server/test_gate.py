@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.server.errors import ApiError
 from evenflow.server.gate import Gate, ServerLimits
 from evenflow.shares_file import QueueLimits, Shares, TenantSettings
-from tests.server.serving import MODEL, scripted_server
+from tests.server.serving import MODEL, RunningServer, scripted_server
 
 SHARES = Shares(
     class_limits={"batch": QueueLimits(max_requests=3, max_tokens=1000)},
@@ -103,11 +105,23 @@ def test_the_bound_holds_over_http() -> None:
             assert server.post("/v1/completions", {**body, "stream": False, "max_tokens": 5}, headers=other).is_success
 
 
+@contextmanager
+def busy_server(**engine: Any) -> Iterator[RunningServer]:
+    """A server that decodes a stream: its step times are known, and it is not idle."""
+    with scripted_server(step_s=0.02, **engine) as server:
+        body = {"prompt": [5] * 10, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as held:
+            events = held.iter_lines()
+            for _ in range(4):
+                next(events)
+            yield server
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_would_be_late_is_refused_with_the_estimate(stream: bool) -> None:
     urgent, *others = DEFAULT_CLASSES
     classes = (replace(urgent, ttft_target=0.001, refuse_late=True), *others)
-    with scripted_server(classes=classes) as server:
+    with busy_server(classes=classes) as server:
         body = {"prompt": [5] * 900, "max_tokens": 2, "stream": stream, "service_class": "interactive"}
         refused = server.post("/v1/completions", body)
         assert refused.status_code == 429
@@ -159,8 +173,17 @@ def test_a_stream_that_passes_its_deadline_ends_with_an_error() -> None:
         assert "deadline of 0.3 s passed after" in events[-2]
 
 
+def test_an_idle_server_refuses_nothing_as_late() -> None:
+    urgent, *others = DEFAULT_CLASSES
+    classes = (replace(urgent, ttft_target=0.001, refuse_late=True), *others)
+    with scripted_server(classes=classes, step_s=0.01) as server:
+        body = {"prompt": [5] * 900, "max_tokens": 2, "service_class": "interactive"}
+        for _ in range(3):
+            assert server.post("/v1/completions", body).status_code == 200
+
+
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
-    with scripted_server() as server:
+    with busy_server() as server:
         refused = server.post("/v1/completions", {"prompt": [5] * 900, "max_tokens": 2, "deadline": "1ms"})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -169,3 +192,15 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         wrong = server.post("/v1/completions", {"prompt": [5], "deadline": "soon"})
         assert wrong.status_code == 400
         assert "expected seconds, or a duration such as 50ms" in wrong.json()["error"]["message"]
+
+
+def test_nobody_can_keep_the_others_out_of_the_queue() -> None:
+    """Before, one key that filled the queue got everybody a 503."""
+    gate, _ = make_gate(max_waiting=8)
+    with gate.enter("many", 6, ""), gate.enter("many", 6, ""):
+        assert refusal(gate, "many", 1, "").status == 503
+        with gate.enter("one", 2, ""):
+            assert refusal(gate, "many", 1, "").status == 503
+            assert refusal(gate, "one", 5, "").status == 503, "more than its share"
+            with gate.enter("another", 3, ""):
+                assert gate.num_inside == 17

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenflow.core.service_classes import ServiceClass
+from evenflow.duration import format_duration
 from evenflow.errors import InvalidConfig
 from evenflow.server.errors import ApiError
 
@@ -108,6 +110,20 @@ def require_admin(caller: Caller) -> None:
     if not caller.is_admin:
         message = "This needs an admin's key. Start the server with --admin-api-key KEY, and use that one."
         raise ApiError(403, message, code="admin_key_required")
+
+
+def check_own_target(
+    caller: Caller, asked: float | None, target: float | None, of_class: ServiceClass, param: str
+) -> None:
+    """Refuse a target between tokens below the server's, or below its class's, unless an admin asks: it would slow the
+    prompts of others."""
+    if caller.is_admin or asked is None or target is None:
+        return
+    least = min(target, of_class.tbt_seconds or target)
+    if asked < least:
+        got, allowed = format_duration(asked), format_duration(least)
+        message = f"Got tbt_target={got} but this key may ask for {allowed} or more: less is for an admin's key."
+        raise ApiError(403, message, code="admin_key_required", param=param)
 
 
 def read_key_file(path: Path) -> list[str]:

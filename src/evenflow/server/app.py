@@ -14,7 +14,7 @@ from evenflow.server.access import ApiKeys
 from evenflow.server.api.embeddings import EmbeddingsBody
 from evenflow.server.api.messages.request import MESSAGES_BODIES
 from evenflow.server.api.messages.routes import messages_routes
-from evenflow.server.api.openapi import add_body_schemas, error_responses
+from evenflow.server.api.openapi import add_openapi, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
 from evenflow.server.api.responses.request import ResponsesBody
@@ -42,14 +42,14 @@ def make_app(
     """evenflow's own routes, then the engine's: evenflow's API, or everything that the host serves."""
     recent = RecentRequests(observer)
     if isinstance(service, ModelService):
-        app = FastAPI(title="evenflow", version=__version__, docs_url=None, redoc_url=None)
-        add_body_schemas(app, (*BODIES, EmbeddingsBody, *MESSAGES_BODIES, ResponsesBody))
+        app = FastAPI(title="evenflow", version=__version__, openapi_url=None)
+        add_openapi(app, (*BODIES, EmbeddingsBody, *MESSAGES_BODIES, ResponsesBody))
         messages = messages_routes(service, needs_key=keys.are_needed)
         model = [generation_routes(service), responses_routes(service), messages, model_routes(service)]
         engine_routes = [*model, metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied
-        engine_routes = [metrics_routes(service, observer), proxy_routes(service, recent)]
+        engine_routes = [metrics_routes(service, observer), proxy_routes(service, may_be_a_page=not keys.are_needed)]
     add_error_handlers(app)
     app.router.redirect_slashes = False  # it would redirect to any host that a client names
     if allowed_origins:

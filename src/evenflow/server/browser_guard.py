@@ -1,4 +1,4 @@
-"""Refuses what a web page of another site sends to a server without keys, by Host and Origin.
+"""Refuses what a web page of another site sends to a server without keys, by Host, Origin and Sec-Fetch-Site.
 
 A page can reach a server on the reader's own machine, either by its address or by a name of the page's own that is
 made to point there (DNS rebinding). Without keys nothing else would stop it.
@@ -18,6 +18,7 @@ from evenflow.server.errors import ApiError
 
 ANY = "*"
 _LOCAL = "localhost"
+_OTHER_SITES = ("cross-site", "same-site")
 
 
 class BrowserGuard:
@@ -41,6 +42,11 @@ class BrowserGuard:
         is_own_page = hosts and origin is not None and urlsplit(origin).netloc.lower() == hosts[0].lower()
         if origin is not None and not is_own_page and not self._origins & {origin.lower(), ANY}:
             return _refused("Origin", origin, "--allow-origin ORIGIN")
+        # Images and scripts of a page are fetched without an Origin. A link that is followed shows its answer to nobody
+        # but the reader.
+        site, is_link = headers.get("sec-fetch-site", ""), headers.get("sec-fetch-mode") == "navigate"
+        if origin is None and site in _OTHER_SITES and not (is_link and headers.get("sec-fetch-dest") == "document"):
+            return _refused("Sec-Fetch-Site", site, "--allow-origin ORIGIN")
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -58,4 +64,4 @@ def _refused(header: str, value: str, option: str) -> ApiError:
         f"Got {header} {value[:100]!r}, which is not this server's: a web page may have sent the request. "
         f"If it is yours, start the server with {option}, or with an API key."
     )
-    return ApiError(403, message, code="forbidden_" + header.lower())
+    return ApiError(403, message, code="forbidden_" + header.lower().replace("-", "_"))

@@ -1,71 +1,98 @@
-"""HTTP connections with limits on heads, time and unfinished requests. uvicorn's protocol has none of these.
+"""HTTP connections with limits on heads, on the time that a client takes, and on what is held for it.
 
-They hold before any key is checked. The app sees only requests whose head is complete and small.
+uvicorn's protocol has none of these. They hold before any key is checked. The app sees only requests whose head is
+complete and small.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from evenflow.server.errors import ApiError
+from evenflow.server.errors import ApiError, overloaded
+from evenflow.server.held import Held
 
 MAX_URL_BYTES = 8 << 10
 MAX_HEAD_BYTES = 64 << 10  # the URL and all headers
 MAX_HEADERS = 128
-MAX_PIPELINED = 64  # requests that wait for the response before theirs
+MAX_PIPELINED = 16  # requests that wait for the response before theirs
 HEADER_TIMEOUT_S = 10.0  # from the first byte, or from the connection if none comes
-BODY_GRACE_S = 20.0  # a body that is slower than the next figure in such a time is given up
-MIN_BODY_BYTES = 16 << 10
-MAX_UNFINISHED = 4096  # requests that are being received, on all connections; the oldest makes room
-MAX_UNFINISHED_BYTES = 16 << 20  # of their heads
+GRACE_S = 20.0  # a client that sends or reads less than the next two figures in such a time is given up
+MIN_BYTES = 16 << 10
+MIN_PART = 4  # of what is held for it: the more, the faster it must be
+PIECE_BYTES = 64 << 10  # of a response that waits to be read; the rest waits in the app
+_CONNECTION_BYTES = 16 << 10  # that a connection takes, about
+_PIPELINED_BYTES = 4 << 10  # that a request takes which waits for the one before it, about
 _MAX_READ_BYTES = 256 << 10  # that an event loop hands over at once
 _PROBE_DELAYS_S = (0.0, 0.1, 1.0)
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Unfinished:
-    """The connections whose request is being received, oldest first."""
+class Written:
+    """A transport that counts what is written to it."""
 
-    def __init__(self) -> None:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(MAX_UNFINISHED, max(1, files // 2)) if files > 0 else MAX_UNFINISHED
-        self._head_bytes: dict[BoundedProtocol, int] = {}
-        self._num_bytes = 0
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.num_bytes = 0
 
-    def update(self, connection: BoundedProtocol, head_bytes: int) -> None:
-        """Count this connection's request with this much of its head; make room if that is too much."""
-        self._num_bytes += head_bytes - self._head_bytes.get(connection, 0)
-        self._head_bytes[connection] = head_bytes
-        while len(self._head_bytes) > self._most or self._num_bytes > MAX_UNFINISHED_BYTES:
-            oldest = next(iter(self._head_bytes))
-            self.discard(oldest)
-            oldest.give_up("The server has too many unfinished requests, and this one is the oldest.")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
-    def discard(self, connection: BoundedProtocol) -> None:
-        self._num_bytes -= self._head_bytes.pop(connection, 0)
+    def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._transport.write(data)
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that the client has no room for yet."""
+        return self._transport.get_write_buffer_size()
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Requests that are no HTTP get a response; a line for each would let anyone fill the log."""
-    return record.msg != "Invalid HTTP request received."
+    """Requests that are no HTTP, or ask for another protocol, get a response; a line for each could fill the log."""
+    message = str(record.msg)
+    is_of_client = message.startswith(("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket"))
+    return not is_of_client
 
 
 def bounded_protocol() -> type[BoundedProtocol]:
     """The protocol for one server, whose connections share what is bounded for all of them."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
-    return type("ServerProtocol", (BoundedProtocol,), {"unfinished": Unfinished()})
+    return type("ServerProtocol", (BoundedProtocol,), {"held": Held()})
+
+
+def in_pieces(app: ASGIApp) -> ASGIApp:
+    """Sends long bodies in pieces, each when those before it are read: the rest is counted as held."""
+
+    async def send_pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_piece(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) <= PIECE_BYTES:
+                await send(message)
+                return
+            connection: BoundedProtocol = scope["state"]["connection"]
+            for first in range(0, len(body), PIECE_BYTES):
+                end = first + PIECE_BYTES
+                connection.unsent_bytes = max(0, len(body) - end)
+                more = end < len(body) or message.get("more_body", False)
+                await send({**message, "body": body[first:end], "more_body": more})
+
+        await app(scope, receive, send_piece if scope["type"] == "http" else send)
+
+    return send_pieces
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
-    unfinished: ClassVar[Unfinished]
+    held: ClassVar[Held]
+    transport: Written  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -76,20 +103,84 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_head_complete = False
         self._is_complete = True  # no request is being received
         self._body_bytes = 0  # since the timer was set
+        self._request_bytes = 0  # of the body in all
+        self.unsent_bytes = 0  # of a response that the app has, and the transport not yet
+        self.app_bytes: Callable[[], int] = int  # what else the app holds for the current request
+        self._unread: tuple[float, int] | None = None  # since when, and the bytes that must have been read in time
+        self._running: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
 
     # ---- the connection ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.unfinished.update(self, 0)
+        super().connection_made(cast("asyncio.Transport", Written(transport)))
+        self.held.wait(self)
         self._set_timer(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
-        self.unfinished.discard(self)
+        self.held.discard(self)
+        if self._running is not None:  # with a pipeline it is not the last one, which is all that uvicorn knows
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+
+    @property
+    def owner(self) -> str:
+        """Whose connection this is: the key of its last request, or its address."""
+        caller = None if self.scope is None else self.scope["state"].get("caller")
+        return (self.client or ("",))[0] if caller is None else caller.client
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that the server holds for it, about."""
+        request = self._received + self._request_bytes + len(self.pipeline) * _PIPELINED_BYTES
+        response = self.transport.num_unread + self.unsent_bytes + self.app_bytes()
+        return _CONNECTION_BYTES + request + response
+
+    def lose(self, reason: str) -> None:
+        is_idle = self.cycle is not None and self.cycle.response_complete and self._is_complete
+        if is_idle or self.transport.is_closing() or self.transport.num_unread:
+            self.transport.abort()
+        else:
+            self._refusal = overloaded(reason)
+            self.send_400_response(reason)
+
+    def check(self, now: float) -> None:
+        """Count what is held, and give up a client that does not read. Called about once a second."""
+        self.held.hold(self, self.num_held)
+        unread = self.transport.num_unread
+        read = self.transport.num_bytes - unread
+        if not unread:
+            self._unread = None
+        elif self._unread is None:
+            self._unread = now, read + self._least_read(unread)
+        elif now - self._unread[0] >= GRACE_S:
+            if read < self._unread[1]:
+                self.transport.abort()
+            self._unread = now, read + self._least_read(unread)
+
+    def _least_read(self, unread: int) -> int:
+        """What a client must read in time, of what it could: all of it if there is little."""
+        return max(MIN_BYTES, self.num_held // MIN_PART) if self.flow.write_paused else min(MIN_BYTES, unread)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.held.wait(self)
+        self.held.hold(self, self.num_held)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_complete and not self.cycle.response_complete:
+            self.held.go_on(self)
+
+    def on_response_complete(self) -> None:
+        self.unsent_bytes = self._request_bytes = 0
+        self.app_bytes = int
+        if not self.pipeline and not self.transport.is_closing():
+            self.held.wait(self)
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -99,18 +190,23 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._is_complete:
             self._end_timer()
-            self.unfinished.discard(self)
+            self._received = 0
+            if not self.flow.write_paused:
+                self.held.go_on(self)
         elif self._is_head_complete:
-            self.unfinished.update(self, 0)
+            self._received = 0
             self._body_bytes += len(data)
+            self._request_bytes += len(data)
+            self.held.hold(self, self.num_held)
             if self._timer is None:
-                self._set_timer(BODY_GRACE_S)
+                self._set_timer(GRACE_S)
         else:
             self._take_part_of_head(len(data))
 
     def _take_part_of_head(self, num_bytes: int) -> None:
         self._received += num_bytes  # perhaps with the end of the request before it
-        self.unfinished.update(self, self._received)
+        self.held.wait(self)
+        self.held.hold(self, self.num_held)
         if self._received > MAX_HEAD_BYTES + _MAX_READ_BYTES:  # in a single header that does not end
             self._head_bytes += self._received
             self._refuse_head()
@@ -141,6 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast("dict[str, Any]", self.scope)["state"]["connection"] = self
         self._is_complete = self._is_head_complete = False
         self._received = self._head_bytes = self._num_headers = 0
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -170,6 +267,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_complete = True
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     # ---- refusals ----
 
     def _refuse_url(self) -> None:
@@ -192,7 +293,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self._is_answering():
             path = self.url.partition(b"?")[0].decode("latin-1")
             self.transport.write(_written(self._refusal.response(path)))
-        self.transport.close()
+            self.transport.close()
+        elif self.flow.write_paused:
+            self.transport.abort()  # nobody reads: it would never close
+        else:
+            self.transport.close()
 
     def _is_answering(self) -> bool:
         """Whether part of a response has been written: nothing else may be written into it."""
@@ -221,11 +326,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.give_up(f"The request's head did not come within {HEADER_TIMEOUT_S:g} s.")
         elif not self._is_complete:
             # What the app is not ready to read is not the client's delay.
-            if self.flow.read_paused or self._body_bytes >= MIN_BODY_BYTES:
+            least = max(MIN_BYTES, self._request_bytes // MIN_PART)
+            if self.flow.read_paused or self._body_bytes >= least:
                 self._body_bytes = 0
-                self._set_timer(BODY_GRACE_S)
+                self._set_timer(GRACE_S)
             else:
-                self.give_up(f"The request's body stopped coming for {BODY_GRACE_S:g} s.")
+                self.give_up(f"The request's body came too slowly: expected {least} bytes or more in {GRACE_S:g} s.")
 
 
 def _written(response: Response) -> bytes:

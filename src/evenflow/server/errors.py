@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,7 +25,7 @@ _RETRY_AFTER_S = 1
 
 UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
 
-_DURATIONS = ("tbt_target", "ttft_target", "deadline")
+_DURATIONS = ("ttft_target", "deadline")
 _UNSUPPORTED = {
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
@@ -85,7 +86,7 @@ def as_api_error(error: EvenflowError | ApiError) -> ApiError:
         return error
     if isinstance(error, LateRequest):
         refusal = overloaded(str(error), status=429)
-        refusal.headers["Retry-After"] = str(max(_RETRY_AFTER_S, math.ceil(error.expected_s - error.target_s)))
+        refusal.headers["Retry-After"] = str(max(_RETRY_AFTER_S, math.ceil(error.retry_after_s)))
         limit = "deadline_s" if error.is_deadline else "ttft_target_s"
         refusal.figures = {"expected_ttft_s": round(error.expected_s, 3), limit: error.target_s}
         return refusal
@@ -126,6 +127,8 @@ def invalid_body(error: ValidationError) -> ApiError:
     elif first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
         problem = f"got {value} but expected {problem.removeprefix('Input should be ')}"
+    elif first["type"] == "value_error" and problem.startswith(f"Got {path}="):
+        return ApiError(400, problem, param=param)
     code = UNSUPPORTED if first["type"] == UNSUPPORTED else None
     return ApiError(400, ": ".join(filter(None, [path, problem])) + ".", param=param, code=code)
 
@@ -147,8 +150,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}."
         headers = dict(error.headers or {})
-        if error.status_code == 405 and (methods := app.openapi()["paths"].get(request.url.path)):
-            headers["Allow"] = ", ".join(method.upper() for method in methods)  # the framework names only one route's
+        if error.status_code == 405:  # the framework names only one route's methods
+            document = await asyncio.to_thread(app.openapi)  # takes a second when it is made
+            if methods := document["paths"].get(request.url.path):
+                headers["Allow"] = ", ".join(method.upper() for method in methods)
         return ApiError(error.status_code, message, headers=headers).response(request.scope["path"])
 
     @app.exception_handler(ClientDisconnect)

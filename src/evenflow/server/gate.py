@@ -19,6 +19,7 @@ class ServerLimits:
     """What is refused before it costs memory. Each choice of an HTTP request counts as one request."""
 
     max_body_bytes: int = 8 << 20
+    max_response_size: int = 64 << 20  # the most that it may take, known before it is computed
     max_prompt_tokens: int = 0  # besides the model's context; 0: no limit
     max_n: int = 128  # choices per HTTP request: n times its prompts
     max_waiting: int = 1024  # requests beyond those that can run
@@ -26,7 +27,7 @@ class ServerLimits:
     max_tenant_requests: int = 0  # running or waiting; 0: no limit
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_body_bytes", "max_n")
+        at_least_one = ("max_body_bytes", "max_response_size", "max_n")
         for field in fields(self):
             name, low = field.name, int(field.name in at_least_one)
             if getattr(self, name) < low:
@@ -41,6 +42,10 @@ class _Queue(NamedTuple):
     limits: QueueLimits
     refusal: str  # one of the metric's reasons
     status: int
+
+
+def _tenant_queue(tenant: str) -> str:
+    return f"tenant {tenant}"
 
 
 class Room:
@@ -106,7 +111,7 @@ class Gate:
             raise overloaded("The server is shutting down.")
         queues = self._queues(tenant, service_class)
         for queue in queues:
-            self._check_requests(queue, num_requests)
+            self._check_requests(queue, num_requests, tenant)
         return Room(self, queues, num_requests)
 
     def check_num_choices(self, num_choices: int) -> None:
@@ -125,12 +130,23 @@ class Gate:
         return [
             _Queue(_ALL, "The server", for_all, "queue_full", 503),
             _Queue(f"class {service_class}", f"The class {service_class!r}", for_class, "class_limit", 503),
-            _Queue(f"tenant {tenant}", "This tenant", for_tenant, "tenant_limit", 429),
+            _Queue(_tenant_queue(tenant), "This tenant", for_tenant, "tenant_limit", 429),
         ]
 
-    def _check_requests(self, queue: _Queue, num_requests: int) -> None:
+    def _has_room(self, tenant: str, num_requests: int) -> bool:
+        """Whether a tenant has less than its equal share of a full queue: nobody can keep the others out."""
+        own = _tenant_queue(tenant)
+        tenants = {name for name in self._requests if name.startswith(_tenant_queue(""))} | {own}
+        limit = self._max_running() + self.limits.max_waiting
+        return len(tenants) > 1 and (self._requests[own] + num_requests) * len(tenants) <= limit
+
+    def _check_requests(self, queue: _Queue, num_requests: int, tenant: str) -> None:
         inside, limit = self._requests[queue.name], queue.limits.max_requests
-        if limit and inside + num_requests > limit:
+        if (
+            limit
+            and inside + num_requests > limit
+            and not (queue.name == _ALL and self._has_room(tenant, num_requests))
+        ):
             self._on_refusal(queue.refusal)
             if queue.name == _ALL:
                 raise overloaded(f"The queue is full: {inside} requests are running or waiting.")

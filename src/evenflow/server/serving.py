@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import signal
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import cast
 
 import uvicorn
 
 from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
+from evenflow.host import EXIT_SIGNALS
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
+from evenflow.server.api.response_size import TokenSizes
 from evenflow.server.api.service import ModelService, Service, fingerprint
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
-from evenflow.server.connections import bounded_protocol
+from evenflow.server.connections import BoundedProtocol, bounded_protocol, in_pieces
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.gate import Gate, ServerLimits
@@ -39,10 +44,12 @@ from evenflow.shares_file import Shares
 
 logger = logging.getLogger("evenflow")
 
-_EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
+_ONE_SIGNAL_S = 0.2  # from several senders, or from one to a process and to its group
+_TICKS_PER_CHECK = 5  # of 0.1 s: between looks at what connections hold
 _BACKLOG = 2048  # connections that wait to be accepted
+_UNREAD_BYTES = 128 << 10  # of a connection that the system holds, twice as many on Linux: else it takes megabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise InvalidConfig(f"Got --host {host!r} but it is not an address of this machine: {error}.") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
     try:
         listener.bind(address)
     except OSError as error:
@@ -126,7 +134,7 @@ async def serve(
         await client.start()
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected, settings.shares)
         named = settings.model_names, fingerprint(settings.engine)
-        parts = client, gate, LargeWork(), tokenizer, grammar_gate, templates
+        parts = client, gate, LargeWork(), tokenizer, TokenSizes(tokenizer), grammar_gate, templates
         service = ModelService(*parts, *named, tenants=settings.shares.tenants, pooling=settings.pooling)
         server = Server(service, observer, settings)
         listen(listener)
@@ -153,7 +161,7 @@ async def serve_host(
     """Serve until a signal, and already while the host starts. Raises the error if its first start fails."""
     listen(listener)
     observer = Observer(settings.model_names[0])
-    engine = HostEngine(launch, observer)
+    engine = HostEngine(launch, observer, has_keys=bool(settings.api_keys or settings.admin_api_keys))
     try:
         first_start = engine.start()
         gate = Gate(settings.limits, lambda: max_num_seqs, observer.on_request_rejected)
@@ -181,11 +189,12 @@ class Server(uvicorn.Server):
         self.service: Service = service
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
+        self._exit_asked_at = -math.inf
         hosts = (settings.host, *settings.allowed_hosts)
         keys = ApiKeys(settings.api_keys, settings.admin_api_keys)
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            app,
+            in_pieces(app),
             http=bounded_protocol(),
             ws="none",
             access_log=False,
@@ -201,6 +210,13 @@ class Server(uvicorn.Server):
     def num_pages(self) -> int:
         """Live pages that are open."""
         return self._feed.num_readers
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_CHECK == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                cast("BoundedProtocol", connection).check(now)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
@@ -224,17 +240,25 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_DRAIN_CHECK_S)  # for the last bytes to be sent
         self.force_exit = True
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, quit at the second. `timeout` sends its signal twice and means one."""
+        now = time.monotonic()
+        if not self.should_exit:
+            self.should_exit, self._exit_asked_at = True, now
+        elif now - self._exit_asked_at > _ONE_SIGNAL_S:
+            self.force_exit = True
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain at the first signal, exit at a second interrupt. uvicorn would raise them again at the end."""
+        """As uvicorn's, which would raise them again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in _EXIT_SIGNALS:
+        for number in EXIT_SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for number in _EXIT_SIGNALS:
+            for number in EXIT_SIGNALS:
                 loop.remove_signal_handler(number)

@@ -71,6 +71,15 @@ def test_a_stop_string_over_several_tokens_ends_the_text_before_it(server: Runni
     server.until(lambda: server.client.num_open == 0)
 
 
+def test_min_tokens_hold_a_stop_string_back(server: RunningServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", chat)):
+        answer = server.post(path, {**prompt, "max_tokens": 100, "stop": SCRIPT[1:3], "min_tokens": 8}).json()
+        assert answer["usage"]["completion_tokens"] > 8
+        choice = answer["choices"][0]
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]).startswith(SCRIPT[:3])
+
+
 def test_a_stop_token_ends_the_answer_and_is_no_text(server: RunningServer) -> None:
     token = small_tokenizer().encode(SCRIPT, add_special_tokens=False)[3]
     body = {"prompt": "hi", "max_tokens": 100, "stop_token_ids": [token]}
@@ -176,6 +185,25 @@ def test_a_seed_repeats_and_gives_each_answer_its_own(llama: RunningServer) -> N
     first, second = (llama.post("/v1/completions", body).json()["choices"] for _ in range(2))
     assert [choice["text"] for choice in first] == [choice["text"] for choice in second]
     assert first[0]["text"] != first[1]["text"]
+
+
+def test_a_large_echo_is_not_lost_in_the_stream_that_goes_on(llama: RunningServer) -> None:
+    """It is written on a thread, one at a time, while the engine adds tokens to the outputs."""
+    prompt = [5 + number % 200 for number in range(150)]
+    body = {"prompt": prompt, "n": 6, "seed": 3, "max_tokens": 20, "echo": True, "logprobs": 20, "ignore_eos": True}
+    body["return_token_ids"] = True
+    whole = llama.post("/v1/completions", body).json()["choices"]
+    found: list[dict[str, Any]] = [{"text": "", "prompt_token_ids": [], "token_logprobs": []} for _ in whole]
+    for event in llama.events("/v1/completions", body):
+        for choice in event["choices"]:
+            one = found[choice["index"]]
+            one["text"] += choice["text"]
+            one["prompt_token_ids"] += choice.get("prompt_token_ids", [])
+            one["token_logprobs"] += (choice["logprobs"] or {}).get("token_logprobs", [])
+    for one, expected in zip(found, whole, strict=True):
+        assert one["text"] == expected["text"]
+        assert one["prompt_token_ids"] == prompt
+        assert len(one["token_logprobs"]) == len(prompt) + 20
 
 
 def test_min_tokens_and_ignore_eos_keep_an_answer_going(llama: RunningServer) -> None:

@@ -6,6 +6,7 @@ import base64
 import math
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -109,10 +110,13 @@ def test_a_client_that_leaves_ends_its_batch(server: RunningServer) -> None:
 
 
 def test_a_response_is_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenflow.server.api.embeddings._MAX_VALUES", 2 * HIDDEN_SIZE)
+    gate = server.server.service.gate
+    monkeypatch.setattr(gate, "limits", replace(gate.limits, max_response_size=2 * HIDDEN_SIZE * 24))
     response = server.post(PATH, {"input": [[5], [6], [7]]})
     assert response.status_code == 400
-    assert "Got inputs for 192 numbers but expected at most 128" in response.json()["error"]["message"]
+    assert "may take 4608 bytes but this server allows 3072: send fewer" in response.json()["error"]["message"]
+    response = server.post(PATH, {"input": [[5]] * 9, "encoding_format": "base64"})
+    assert response.json()["error"]["code"] == "response_too_large"
     assert len(embed(server, [[5], [6]])) == 2
     assert len(embed(server, [[5], [6], [7]], encoding_format="base64")) == 3
     assert len(embed(server, [[5], [6], [7]], dimensions=40)) == 3

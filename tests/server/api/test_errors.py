@@ -97,7 +97,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
         CHAT,
         {"messages": MESSAGES, "tbt_target": "soon"},
         400,
-        "tbt_target: expected seconds, or a duration such as 50ms",
+        "Got tbt_target='soon' but expected a duration such as 50ms",
     ),
     (CHAT, {"messages": MESSAGES, "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),

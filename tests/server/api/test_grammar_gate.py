@@ -14,7 +14,7 @@ import pytest
 from evenflow import Grammar
 from evenflow.errors import EngineFailed, InvalidRequest
 from evenflow.model.loader import load_model
-from evenflow.server.api.grammar_gate import GrammarGate
+from evenflow.server.api.grammar_gate import GrammarGate, _why_killed
 from evenflow.server.errors import ApiError
 from tests.models import tiny_llama
 from tests.server.serving import scripted_server
@@ -87,6 +87,26 @@ def test_a_process_that_dies_is_replaced() -> None:
         await gate.check(Grammar.regex("d"))
         with pytest.raises(EngineFailed, match="shutting down"):
             await gate.check(Grammar.regex("e"))
+
+    run(use)
+
+
+def test_a_busy_machine_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert b"takes too long" in _why_killed("regex", signal.SIGPROF)
+    assert b"too much memory" in _why_killed("regex", 1 << 8)
+    answers = [_why_killed("regex", signal.SIGKILL), b""]  # its first fork got no time
+
+    async def ask(question: bytes) -> bytes:
+        return answers.pop(0)
+
+    async def use(gate: GrammarGate) -> None:
+        monkeypatch.setattr(gate._helper, "ask", ask)
+        with pytest.raises(ApiError, match="too busy to check") as raised:
+            await gate.check(Grammar.regex("a"))
+        assert (raised.value.status, raised.value.headers) == (503, {"Retry-After": "1"})
+        for _ in range(2):
+            await gate.check(Grammar.regex("a"))
+        assert answers == []
 
     run(use)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenflow.model import tokenizer
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.api import json_size
+from evenflow.server.api import json_size, service
 from evenflow.server.api.json_size import count_values
 from tests.server.engines import MAX_MODEL_LEN
 from tests.server.serving import RunningServer, scripted_server, small_tokenizer
@@ -55,6 +56,31 @@ ATTACKS = {
     "depth": (COMPLETION, b'{"metadata":%s}' % (b"[" * 7_000_000)),
     "backslashes": (COMPLETION, b'{"prompt":"%s"}' % (b"\\\\" * 3_900_000)),
 }  # fmt: skip
+
+
+def test_a_text_is_not_tokenized_far_beyond_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 8 MB of short words took 2 GB and 20 s where the context has room for as many bytes."""
+    monkeypatch.setattr(service, "_ENCODED_AT_ONCE", 2000)
+    monkeypatch.setattr(tokenizer, "_PIECE_CHARACTERS", 500)
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **options: encoded.append(len(text)) or encode(self, text, **options)
+    )
+    text = "a b " * 2900
+    with scripted_server() as server:
+        assert len(text) < MAX_MODEL_LEN * small_tokenizer().longest_token_bytes
+        chat = {"messages": [{"role": "user", "content": text}]}
+        truncated = {"prompt": text, "truncate_prompt_tokens": 10, "max_tokens": 1}
+        for path, body in ((COMPLETION, {"prompt": text}), (CHAT, chat), ("/tokenize", chat), (COMPLETION, truncated)):
+            encoded.clear()
+            error = server.post(path, body).json()["error"]
+            assert "more than 2000 tokens" in error["message"]
+            assert error["code"] == "context_length_exceeded"
+            assert max(encoded) == 500
+            assert sum(encoded) < 3000
+        kept = server.post(COMPLETION, truncated | {"prompt": "a b " * 450}).json()
+        assert kept["usage"]["prompt_tokens"] == 10
 
 
 @pytest.fixture(scope="module")

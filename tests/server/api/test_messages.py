@@ -115,6 +115,15 @@ def test_a_stream_is_the_same_message(server: RunningServer) -> None:
     assert streamed["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+@pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"stop_sequences": ["I", "t"]}], ids=["length", "stop"])
+def test_a_stream_that_ends_with_its_first_token_begins_without_an_end(
+    server: RunningServer, changes: dict[str, Any]
+) -> None:
+    start, *_, delta, _ = events(server, {**BODY, **changes})
+    assert (start["message"]["stop_reason"], start["message"]["stop_sequence"]) == (None, None)
+    assert delta["delta"] == {name: message(server, **changes)[name] for name in ("stop_reason", "stop_sequence")}
+
+
 def test_the_stop_sequence_that_ended_it_is_named(server: RunningServer) -> None:
     changes = {"stop_sequences": ["never", "they", "Zürich, th"], "max_tokens": 100}
     whole, streamed = message(server, **changes), put_together(events(server, {**BODY, **changes}))

@@ -115,7 +115,7 @@ def test_sampling_and_formats() -> None:
     )
     sampling = chat.sampling(max_tokens=5, index=0, grammar=None)
     assert sampling.stop == ("a", "b")
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.tbt_target) == (0.5, 0.9, 7, 0.05)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.tbt_seconds) == (0.5, 0.9, 7, 0.05)
     assert (chat.streaming is not None, chat.tenant) == (True, "docs")
     assert chat.template_variables == {"enable_thinking": False, "reasoning_effort": "low"}
     assert chat.grammar is not None

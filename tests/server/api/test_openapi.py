@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from evenflow.server.api import openapi
 from evenflow.server.api import response_models as models
 from evenflow.server.api.messages.models import InputTokens, Message, MessageErrorBody
 from evenflow.server.api.responses.models import ResponseObject
@@ -20,6 +22,20 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def server() -> Iterator[RunningServer]:
     with scripted_server(policy="target:50ms") as running:
         yield running
+
+
+def test_the_document_is_made_once_and_beside_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the event loop made it, in a second, and wrote its 100 kB anew for anyone who asked."""
+    makers, written = [], []
+    make, write = openapi.get_openapi, openapi.encode_json
+    monkeypatch.setattr(openapi, "get_openapi", lambda **options: makers.append(get_ident()) or make(**options))
+    monkeypatch.setattr(openapi, "encode_json", lambda value: written.append(get_ident()) or write(value))
+    with scripted_server() as server:
+        for _ in range(3):
+            assert server.get("/openapi.json").status_code == 200
+        assert server.post("/health").headers["Allow"] == "GET"
+    assert len(makers) == len(written) == 1
+    assert makers != written, "on a thread of its own"
 
 
 RESPONSES: list[tuple[str, str, Any, type[BaseModel]]] = [

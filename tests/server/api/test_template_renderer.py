@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.api.template_renderer import TemplateRenderer
+from evenflow.server.engine import helper_process
 from tests.server.engines import scripted_engine
 from tests.server.serving import running_server, small_tokenizer
 
@@ -86,3 +89,26 @@ def test_numbers_that_no_message_between_processes_holds() -> None:
         assert server.post("/v1/chat/completions", body).status_code == 200
         body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 10**4000}}
         assert server.post("/tokenize", body).status_code == 200
+
+
+def test_a_renderer_may_be_closed_while_its_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal to a server that is loading. Before, it failed at the process that was not there yet."""
+    begun, released = threading.Event(), threading.Event()
+
+    def start(process: SpawnProcess) -> None:
+        begun.set()
+        assert released.wait(20)
+
+    async def main() -> None:
+        monkeypatch.setattr(helper_process, "start_shielded", start)
+        renderer = TemplateRenderer(small_tokenizer())
+        starting = asyncio.create_task(renderer.start())
+        await asyncio.to_thread(begun.wait, 20)
+        starting.cancel()
+        await asyncio.wait([starting])
+        try:
+            await renderer.close()
+        finally:
+            released.set()
+
+    asyncio.run(main())

@@ -125,7 +125,7 @@ def test_a_request_that_comes_as_the_engine_dies_begins_again(tmp_path: Path) ->
 )
 def test_a_hung_engine_is_replaced(moment: Moment, tmp_path: Path) -> None:
     """The last rows of the fault table; what had not been shown begins again."""
-    after = {"prefill": 1, "decode": 70, "restore": 0, "commit": 70}[moment]
+    after = {"admission": 1, "prefill": 1, "decode": 70, "restore": 0, "commit": 70}[moment]
     prompt = list(range(40))
     hang = Fault("hang", moment, after=after)
     # A busy machine's steps end within five seconds.

@@ -95,7 +95,7 @@ def test_a_slow_reader_misses_steps_but_none_pile_up(monkeypatch: pytest.MonkeyP
 
 
 def test_figures_are_those_of_the_last_seconds() -> None:
-    observed = ObservedEngine("target:40", max_num_seqs=2)
+    observed = ObservedEngine("target:40ms", max_num_seqs=2)
     feed = LiveFeed(observed.observer)
     for number in range(3):
         observed.add(f"chat-{number}", 40, max_tokens=100)
@@ -103,7 +103,7 @@ def test_figures_are_those_of_the_last_seconds() -> None:
         event = observed.step()
     figures = read_one(feed, "figures")
     assert (figures["running"], figures["waiting"], figures["up"]) == (2, 1, True)
-    assert (figures["target"], figures["policy"]) == (0.04, "target:40")
+    assert (figures["target"], figures["policy"]) == (0.04, "target:40ms")
     assert figures["kv"] == event.kv_cache_usage
     assert figures["tbt"][0] == pytest.approx(0.011, rel=0.02)
     assert figures["hits"] == pytest.approx(32 / 80)
@@ -169,13 +169,14 @@ def test_a_target_that_was_changed_is_told_before_a_step_runs() -> None:
 
 def test_the_worst_stalls_come_first_and_the_old_are_forgotten() -> None:
     seconds = [0.0]
-    observed = ObservedEngine("target:40", cost=lambda shape: seconds[0] or step_seconds(shape))
+    observed = ObservedEngine("target:40ms", cost=lambda shape: seconds[0] or step_seconds(shape))
     feed = LiveFeed(observed.observer)
     observed.add("chat", 10, max_tokens=300)
     for slow in (0.0, 0.0, 0.5, 0.9, 0.0, 0.2, *[0.1] * 20):
         seconds[0] = slow
         observed.step()
-    stalls = read_one(feed, "figures")["stalls"]
+    admin = Caller("", "", "", is_admin=True)
+    stalls = read_one(feed, "figures", admin)["stalls"]
     assert [stall["gap"] for stall in stalls] == pytest.approx([0.9, 0.5, 0.2, 0.1, 0.1, 0.1])
     assert (stalls[0]["request"], stalls[0]["id"], stalls[0]["streams"]) == (1, "chat", 1)
     assert sum(cause[1] for cause in stalls[0]["causes"]) == pytest.approx(0.9)
@@ -184,6 +185,37 @@ def test_the_worst_stalls_come_first_and_the_old_are_forgotten() -> None:
     gaps = [stall["gap"] for stall in read_one(feed, "figures")["stalls"]]
     assert gaps[0] == pytest.approx(299.5)
     assert 0.9 not in gaps
+
+
+def test_a_stall_names_a_request_to_its_own_key_alone() -> None:
+    """Before, every key was told the id of every request that stalled."""
+    seconds = [0.0]
+    observed = ObservedEngine("target:40ms", cost=lambda shape: seconds[0] or step_seconds(shape))
+    feed = LiveFeed(observed.observer)
+    observed.add("chat", 10, max_tokens=300, key="acme")
+    for slow in (0.0, 0.0, 0.5):
+        seconds[0] = slow
+        observed.step()
+    callers = [None, *(Caller("digest", name, "", is_admin=name == "admin") for name in ("acme", "other", "admin"))]
+    stalls = [read_one(feed, "figures", caller)["stalls"][0] for caller in callers]
+    assert [stall.get("id") for stall in stalls] == [None, "chat", None, "chat"]
+    assert not any("key" in stall for stall in stalls)
+
+
+def test_one_client_leaves_feeds_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, one key could hold all of them."""
+    monkeypatch.setattr(live, "MAX_OWN_READERS", 2)
+    feed = LiveFeed(ObservedEngine().observer)
+    flood, other = (Caller(name, name, "", is_admin=False) for name in ("flood", "other"))
+
+    async def reading() -> None:
+        opened = [feed.stream(flood) for _ in range(3)]
+        assert [(await read(one))[0] for one in opened] == ["hello", "hello", "full"]
+        assert (await read(feed.stream(other)))[0] == "hello"
+        await opened[0].aclose()
+        assert (await read(feed.stream(flood)))[0] == "hello"
+
+    asyncio.run(reading())
 
 
 def test_readers_are_limited_and_can_be_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

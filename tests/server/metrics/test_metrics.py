@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi import Depends, FastAPI, Request
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenflow.core.blocks import Content
@@ -24,7 +25,7 @@ from evenflow.server.metrics.observer import (
     RequestRecord,
     router,
 )
-from evenflow.server.metrics.tenants import MAX_TENANTS, OTHER_TENANTS
+from evenflow.server.metrics.tenants import MAX_TENANTS, OTHER_TENANTS, TenantFigures
 from tests.engine.fakes import fake_engine, prepare
 from tests.server.stepping import ObservedEngine, step_seconds
 
@@ -151,7 +152,7 @@ def test_the_queue_is_shown_while_it_lasts() -> None:
 
 def test_late_tokens_stalls_and_the_target() -> None:
     slow: list[int] = []
-    observed = ObservedEngine("target:40", cost=lambda shape: 0.9 if slow else step_seconds(shape))
+    observed = ObservedEngine("target:40ms", cost=lambda shape: 0.9 if slow else step_seconds(shape))
     observed.add("one", 10, max_tokens=29)
     observed.add("two", 10, max_tokens=29, token=2)
     for _ in range(20):
@@ -200,6 +201,29 @@ def test_made_up_tenants_share_one_label_and_displace_no_real_one() -> None:
     observed.add("long", 3, max_tokens=2, tenant="x" * 1000)
     observed.run()
     assert observed.figure("evenflow:tenant_requests_total", tenant="x" * 64, key="") == 1
+
+
+def test_a_tenants_name_cannot_harm_the_figures_of_others() -> None:
+    figures = TenantFigures({})
+    for number in range(MAX_TENANTS):
+        figures.count("", f"tenant-{number}", 5, 5, 0.0)
+    names = {
+        OTHER_TENANTS: rf"\{OTHER_TENANTS}",
+        "a\nb\r": r"a\nb\r",
+        "\x00\x1b[2J\u2028": r"\x00\x1b[2J\u2028",
+        "\ud800": r"\ud800",
+        "Zoë 🙂": "Zoë 🙂",
+    }
+    for name in names:
+        figures.count("", name, 100, 100, 0.0)
+    requests = next(figures.collect())
+    found = {sample.labels["tenant"]: sample.value for sample in requests.samples}
+    assert {label: found[label] for label in names.values()} == dict.fromkeys(names.values(), 1)
+    assert found[OTHER_TENANTS] == len(names)
+    collectors = CollectorRegistry()
+    collectors.register(figures)
+    lines = generate_latest(collectors).decode().splitlines()
+    assert all(line.startswith(("#", "evenflow:")) for line in lines)
 
 
 def test_an_engine_that_dies_is_seen() -> None:

@@ -151,6 +151,17 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         RequestLog(tmp_path / "missing" / "log", Observer("a-model"))
 
 
+def test_a_log_that_another_server_writes_is_refused_and_kept(tmp_path: Path) -> None:
+    """Before, the accounts took the requests of the one for ended when the other started."""
+    path = tmp_path / "log"
+    first = RequestLog(path, Observer("a-model"))
+    with pytest.raises(InvalidInput, match="another server or engine is writing to it"):
+        RequestLog(path, Observer("a-model"))
+    first.close()
+    RequestLog(path, Observer("a-model")).close()
+    assert len(events(path, "opened")) == len(events(path, "closed")) == 2
+
+
 def test_the_longest_gap_is_the_one_beside_a_long_prompt(tmp_path: Path) -> None:
     run = ObservedEngine("unchunked")
     log = RequestLog(tmp_path / "log", run.observer)

@@ -61,7 +61,7 @@ def front(
 
 
 def seen(server: RunningServer, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = server.get("/seen", **options).json()
+    found: dict[str, Any] = server.post("/seen", {}, **options).json()
     return found
 
 

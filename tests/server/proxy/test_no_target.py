@@ -91,7 +91,7 @@ def test_whole_prompts_and_no_target(python: str) -> None:
         assert [chunk["length"] for chunk in chunks_of(server, 3000)] == [3000]
         refused = server.request("PUT", "/v1/target", {"tbt_target": "50ms"})
         assert refused.status_code == 400
-        message = "Got tbt_target=0.05 but vLLM cannot keep a target: chunked prefill is off."
+        message = "Got tbt_target=50ms but vLLM cannot keep a target: chunked prefill is off."
         assert refused.json()["error"]["message"] == message
         for body in (server.request("PUT", "/v1/target", {"tbt_target": None}), server.get("/v1/target")):
             assert body.json()["policy"] == "unchunked"
@@ -101,7 +101,7 @@ def test_the_hosts_own_settings(python: str) -> None:
     with front(python, policy=None) as server:
         assert server.get("/v1/target").json()["policy"] == "none"
         assert [chunk["length"] for chunk in chunks_of(server, 3000)] == [2048, 952]
-        assert server.get("/requests/chunks").json() == {"detail": "Not Found"}  # vLLM's own answer
+        assert server.post("/requests/chunks").json() == {"detail": "Not Found"}  # vLLM's own answer
         missing = server.get("/v1/requests/cmpl-other/chunks")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.model.chat_template import ToolStyle
 from evenflow.server.access import Caller
-from evenflow.server.api.logprobs import chat_logprobs
+from evenflow.server.api.json_pieces import Rows, encode_json
+from evenflow.server.api.logprobs import chat_row
 from evenflow.server.api.request_models import ChatBody, ChatMessage
-from evenflow.server.api.response_writer import ResponseWriter, encode_json
+from evenflow.server.api.response_size import CALL_BYTES
+from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.api.tool_stream import whole_message
 
@@ -41,7 +45,7 @@ def template_question(
 
 
 def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
-    service.check_text([text], param)
+    service.check_prompt(text, param)
     return service.tokenizer.encode_rendered(text)
 
 
@@ -81,7 +85,20 @@ class ChatWriter(ResponseWriter[ChatBody]):
         """Of the output, after a check that there is room for them."""
         asked = self.body.max_output_tokens
         self._service.check_length(num_prompt_tokens, asked, self._PROMPT_PARAM)
-        return asked or self._service.client.limits.max_model_len - num_prompt_tokens
+        if asked is None:
+            return self._tokens_that_fit(num_prompt_tokens)
+        self._check_size([num_prompt_tokens], asked)
+        return asked
+
+    def _prompt_bytes(self, num_tokens: int) -> int:
+        """Said once. Each choice of a stream has the ids."""
+        times = self.body.num_choices if self.body.stream else 1
+        return num_tokens * (self._prompt_row_bytes() + times * self._sizes.token_id * bool(self.body.return_token_ids))
+
+    def _token_bytes(self) -> int:
+        row = 0 if self._num_logprobs is None else self._sizes.chat_row(self._num_logprobs)
+        calls = CALL_BYTES if self._tool_use.tools else 0
+        return self._sizes.plain + row + calls + self._sizes.token_id * bool(self.body.return_token_ids)
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         response = super().response(outputs, usage)
@@ -113,9 +130,11 @@ class ChatWriter(ResponseWriter[ChatBody]):
             return b'{"content":' + encode_json(delta.text) + b"}" if delta.text else b"{}"
         return encode_json(stream.push(delta.text, is_last=delta.finish_reason is not None))
 
-    def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
-        rows = (output.logprobs or [])[-len(token_ids) :]
-        return chat_logprobs(self._service.tokenizer, rows, self.body.top_logprobs or 0)
+    def _logprobs(
+        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+    ) -> dict[str, Any]:
+        make = partial(chat_row, self._service.tokenizer, self.body.top_logprobs or 0)
+        return {"content": Rows(rows, make), "refusal": None}
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         stream = self._tool_streams[index]

@@ -11,9 +11,11 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.model.infill import InfillTokens
 from evenflow.model.tokenizer import StreamDecoder
 from evenflow.server.access import Caller
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
 from evenflow.server.api.request_models import CompletionBody, as_batch
-from evenflow.server.api.response_writer import ResponseWriter, encode_json
+from evenflow.server.api.response_size import held_row
+from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
@@ -34,20 +36,38 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._is_text_changed = body.echo or not self._max_tokens
         self._echoed_prompts: list[str] = []
+        self._scored: list[RequestOutput] = []  # the first of each prompt's, of a whole response
+        self._prompt_rows: dict[int, object] = {}  # by prompt, for all its choices
         self._text_offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()  # choices whose first event is written: outputs grow meanwhile, and cannot say
 
     def prepare(self, rendered: str) -> list[Request]:
         body, service = self.body, self._service
-        requests: list[Request] = []
+        prompts: list[list[int]] = []
         for prompt in self._prompts:
             whole = self._prompt(prompt)
             token_ids = self._truncated(whole, body.max_tokens)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
-            requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
+            prompts.append(token_ids)
             if body.echo:
                 text = prompt if isinstance(prompt, str) and token_ids is whole else service.tokenizer.decode(token_ids)
                 self._echoed_prompts.append(text)
+        self._check_size([len(token_ids) for token_ids in prompts], self._max_tokens)
+        requests: list[Request] = []
+        for token_ids in prompts:
+            requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
         return requests
+
+    def _prompt_bytes(self, num_tokens: int) -> int:
+        """Each choice repeats what is asked for."""
+        per_token = self._prompt_row_bytes() + self._sizes.token_id * bool(self.body.return_token_ids)
+        if self.body.echo:
+            per_token += self._token_bytes()
+        return num_tokens * per_token * self.body.num_choices
+
+    def _token_bytes(self) -> int:
+        row = 0 if self.body.logprobs is None else self._sizes.completion_row(self.body.logprobs)
+        return self._sizes.plain + row + self._sizes.token_id * bool(self.body.return_token_ids)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
         if self.body.suffix:
@@ -59,7 +79,9 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         if (tokens := InfillTokens.of(tokenizer)) is None:
             message = "suffix: this model was not trained to fill in text before one; leave it out."
             raise ApiError(400, message, param="suffix", code="unsupported_parameter")
-        service.check_text([prompt, suffix] if isinstance(prompt, str) else [suffix], "prompt")
+        for text in (prompt, suffix):
+            if isinstance(text, str):
+                service.check_prompt(text, "prompt")
         before = tokenizer.encode_inside(prompt) if isinstance(prompt, str) else prompt
         starts = tokenizer.encode("")[:1] if self.body.add_special_tokens is not False else []
         first = [token for token in starts if token == tokenizer.bos_token_id]
@@ -74,26 +96,50 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         best_first = [sorted(indexes, key=lambda index: -_mean_logprob(outputs[index])) for indexes in prompts]
         return [index for indexes in best_first for index in indexes[:num_returned]]
 
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        self._scored = list(outputs[:: self.body.num_choices])
+        return super().response(outputs, usage)
+
     def num_completion_tokens(self, output: RequestOutput) -> int:
         return min(len(output.token_ids), self._max_tokens)
 
     def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
         content: dict[str, Any] = {"text": self._text(index, output.text, is_first=True)}
         if self.body.prompt_logprobs is not None:
-            content["prompt_logprobs"] = self._prompt_logprobs(output, self.body.prompt_logprobs)
+            content["prompt_logprobs"] = self._shared_prompt_logprobs(index, self.body.prompt_logprobs)
         if self.body.return_token_ids:
             content["prompt_token_ids"] = output.prompt_token_ids
         return content
 
+    def _shared_prompt_logprobs(self, index: int, num_top: int) -> object:
+        number = index // self.body.num_choices
+        if number not in self._prompt_rows:
+            self._prompt_rows[number] = self._prompt_logprobs(self._scored[number], num_top, self.body.num_returned)
+        return self._prompt_rows[number]
+
+    def event_bytes(self, delta: Delta, rows: Sequence[RowLogprobs]) -> int:
+        """The first one of an echo has the prompt's too."""
+        num_rows = len(rows) + len(delta.output.prompt_logprobs or ()) * (len(rows) == len(delta.output.token_ids))
+        return num_rows * held_row(self.body.logprobs or 0)
+
+    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+        event = super().event(index, delta, rows, usage)
+        if delta.token_ids:
+            self._begun.add(index)
+        return event
+
+    def _is_first(self, index: int, delta: Delta) -> bool:
+        return bool(delta.token_ids) and index not in self._begun
+
     def _delta_content(self, index: int, delta: Delta) -> bytes:
         text = delta.text
         if self._is_text_changed:
-            text = self._text(index, text, is_first=_is_first(delta))
+            text = self._text(index, text, is_first=self._is_first(index, delta))
         return encode_json(text)
 
     def _token_ids(self, index: int, delta: Delta) -> bytes:
         fields = b',"token_ids":' + encode_json(delta.token_ids if self._max_tokens else ())
-        if _is_first(delta):
+        if self._is_first(index, delta):
             fields += b',"prompt_token_ids":' + encode_json(delta.output.prompt_token_ids)
         return fields
 
@@ -104,28 +150,27 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return reason if self._max_tokens else "length"
 
-    def _logprobs(self, index: int, output: RequestOutput, token_ids: Sequence[int]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+    ) -> dict[str, Any]:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""
         tokenizer, prompt_ids = self._service.tokenizer, output.prompt_token_ids
         all_ids: list[int] = []
-        rows: list[RowLogprobs | None] = []
+        all_rows: list[RowLogprobs | None] = []
         text_offsets: list[int] = []
-        if self.body.echo and len(token_ids) == len(output.token_ids):
+        if self.body.echo and index not in self._begun:
+            scored = self._scored[index // self.body.num_choices] if self._scored else output
             all_ids += prompt_ids
-            rows += [None, *(output.prompt_logprobs or [])]
+            all_rows += [None, *(scored.prompt_logprobs or [])]
             text_offsets += TextOffsets(StreamDecoder(tokenizer)).take(prompt_ids)
         if self._max_tokens:
             all_ids += token_ids
-            rows += (output.logprobs or [])[-len(token_ids) :]
+            all_rows += rows
             if index not in self._text_offsets:
                 start = len(self._text(index, "", is_first=True))
                 self._text_offsets[index] = TextOffsets(tokenizer.stream_decoder(prompt_ids), start)
             text_offsets += self._text_offsets[index].take(token_ids)
-        return completion_logprobs(tokenizer, all_ids, rows, self.body.logprobs or 0, text_offsets)
-
-
-def _is_first(delta: Delta) -> bool:
-    return 0 < len(delta.token_ids) == len(delta.output.token_ids)
+        return completion_logprobs(tokenizer, all_ids, all_rows, self.body.logprobs or 0, text_offsets)
 
 
 def _mean_logprob(output: RequestOutput) -> float:

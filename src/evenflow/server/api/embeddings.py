@@ -17,14 +17,16 @@ from pydantic import Field
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.outputs import RequestOutput
 from evenflow.server.access import Caller
+from evenflow.server.api.json_pieces import Rows, encode_json
 from evenflow.server.api.request_models import MAX_INT, EngineBody, Text, TokenIds, as_batch
 from evenflow.server.api.request_writer import RequestWriter
-from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
 MAX_INPUTS = 2048  # as with OpenAI
-_MAX_VALUES = 1 << 21  # numbers written as text in one response: 40 MB
+# The most that a number takes in a response.
+_TEXT_BYTES = 24
+_BASE64_BYTES = 6
 _MANY = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 
 
@@ -58,10 +60,6 @@ class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
         super().__init__(service, body, caller, min(len(self._prompts), most))
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, **body.targets)
 
-    @property
-    def is_slow_to_write(self) -> bool:
-        return True
-
     def prepare(self, rendered: str) -> list[Request]:
         requests = []
         for index, prompt in enumerate(self._prompts):
@@ -73,14 +71,18 @@ class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         embeddings = [self._embedding(output) for output in outputs]
         num_values = sum(map(len, embeddings))
-        if num_values > _MAX_VALUES and self.body.encoding_format != "base64":
-            limit = f"but expected at most {_MAX_VALUES}: send fewer inputs, or set encoding_format to base64"
-            raise ApiError(400, f"Got inputs for {num_values} numbers {limit}.", param="input")
-        encode = _as_base64 if self.body.encoding_format == "base64" else _as_numbers
-        data = [
-            {"object": "embedding", "index": index, "embedding": encode(embedding)}
-            for index, embedding in enumerate(embeddings)
-        ]
+        is_text = self.body.encoding_format != "base64"
+        size = num_values * (_TEXT_BYTES if is_text else _BASE64_BYTES)
+        allowed = self._service.gate.limits.max_response_size
+        if size > allowed:  # no setting says how many numbers the model gives
+            advice = "send fewer inputs" + ", or set encoding_format to base64" * is_text
+            message = f"The response may take {size} bytes but this server allows {allowed}: {advice}."
+            raise ApiError(400, message, code="response_too_large", param="input")
+        encode = _as_numbers if is_text else _as_base64
+        data = Rows(
+            list(enumerate(embeddings)),
+            lambda one: {"object": "embedding", "index": one[0], "embedding": encode(one[1])},
+        )
         counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
         return {"object": "list", "data": data, "model": self.model, "usage": counts}
 

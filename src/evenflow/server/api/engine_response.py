@@ -18,12 +18,15 @@ from evenflow.core.request import FinishReason, Request
 from evenflow.engine.client import Stream
 from evenflow.engine.outputs import Delta
 from evenflow.server.access import Caller
+from evenflow.server.api.json_pieces import encode_json, json_pieces
 from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_body import read_body
 from evenflow.server.api.request_writer import RequestWriter
-from evenflow.server.api.response_writer import encode_json
+from evenflow.server.api.response_size import held_bytes
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
+
+_WRITTEN_AT_ONCE = 1 << 18  # bytes of outputs in memory: writing them takes a millisecond
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 MakeWriter = Callable[[ModelService, BodyType, Caller], RequestWriter[Any]]
@@ -61,6 +64,7 @@ class EngineResponse(Response):
                 await self._service.grammar_gate.check(writer.grammar, writer.caller.client)
             requests = await self._prepare()
             room.take_tokens(sum(request.max_known_tokens for request in requests))
+            scope["state"]["connection"].app_bytes = self._held_bytes
             watch = asyncio.create_task(self._abort_on_disconnect(receive))
             try:
                 await self._respond(requests, scope, receive, send)
@@ -77,6 +81,9 @@ class EngineResponse(Response):
             if any(stream.output.finish_reason == FinishReason.ABORT for stream in self._streams[first:]):
                 return  # the client is gone
         await self._send_whole(scope, receive, send)
+
+    def _held_bytes(self) -> int:
+        return held_bytes(stream.output for stream in self._streams)
 
     async def _prepare(self) -> list[Request]:
         writer, service, client = self._writer, self._service, self._writer.caller.client
@@ -105,12 +112,22 @@ class EngineResponse(Response):
             self._service.client.abort(stream)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await asyncio.to_thread(self._whole_body) if self._writer.is_slow_to_write else self._whole_body()
-        await Response(body, headers=self._writer.headers, media_type="application/json")(scope, receive, send)
-
-    def _whole_body(self) -> bytes:
-        outputs = [stream.output for stream in self._streams]
-        return encode_json(self._writer.response(outputs, self._usage()))
+        """A long one in pieces, each made on a thread when the client has read those before it."""
+        writer, work, client = self._writer, self._service.large_work, self._writer.caller.client
+        outputs, usage = [stream.output for stream in self._streams], self._usage()
+        num_bytes = held_bytes(outputs)
+        if num_bytes <= _WRITTEN_AT_ONCE:
+            body = encode_json(writer.response(outputs, usage))
+            await Response(body, headers=writer.headers, media_type="application/json")(scope, receive, send)
+            return
+        response = await work.run(num_bytes, client, writer.response, outputs, usage)
+        pieces = json_pieces(response)
+        head = Response(headers=writer.headers | {"Content-Type": "application/json"}).raw_headers
+        headers = [header for header in head if header[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while piece := await work.run(num_bytes, client, next, pieces, b""):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     def _usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt's tokens count once, however many choices it has."""

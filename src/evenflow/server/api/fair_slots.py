@@ -44,6 +44,10 @@ class FairSlots:
         except asyncio.CancelledError:
             if not turn.cancelled():  # its turn came at the same moment
                 self._leave(client)
+            elif turn in queue:
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[client]
             raise
 
     def _start(self, client: str) -> None:

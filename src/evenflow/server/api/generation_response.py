@@ -12,10 +12,12 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from evenflow.core.request import Request
+from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
 from evenflow.server.api.engine_response import EngineResponse, check
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import ResponseWriter, encode_json
+from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError, as_api_error
 
@@ -65,7 +67,11 @@ class GenerationResponse(EngineResponse):
             check(delta)
             if with_usage:
                 usage = encode_json(self._usage())
-            part = event(index, delta, usage)
+            part = (
+                event(index, delta, (), usage)
+                if delta.output.logprobs is None
+                else await self._scored(index, delta, usage)
+            )
             if first:
                 part, first = first + part, b""
             if delta.finish_reason is not None:
@@ -75,6 +81,15 @@ class GenerationResponse(EngineResponse):
                     await self._start(send)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         return b""
+
+    async def _scored(self, index: int, delta: Delta, usage: bytes) -> bytes:
+        """The events for a delta with its logprobs, which are not kept: nobody asks for them again."""
+        writer, output = self._writer, delta.output
+        rows, output.logprobs = output.logprobs or [], None
+        num_bytes = writer.event_bytes(delta, rows)
+        return await self._service.large_work.run(
+            num_bytes, writer.caller.client, writer.event, index, delta, rows, usage
+        )
 
     async def _start(self, send: Send) -> None:
         """With the first token: until then, an error can have a status of its own."""

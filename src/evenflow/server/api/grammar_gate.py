@@ -27,6 +27,7 @@ from evenflow.model.grammar import Grammars
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.api.fair_slots import FairSlots
 from evenflow.server.engine.helper_process import HelperProcess, Numbered, quiet_main, read_numbered
+from evenflow.server.errors import overloaded
 
 _AT_ONCE = 2
 _MAX_WAITING = 64  # grammars of one client
@@ -36,6 +37,7 @@ _MAX_WALL_S = 20.0  # for a very busy machine
 _MAX_BYTES = 512 << 20  # besides what the process has before
 _NICENESS = 5
 _RECEIVE_BYTES = 1 << 18
+_UNDECIDED = b"\0"  # an answer that is no problem's text
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Grammar).decode
@@ -51,7 +53,10 @@ class GrammarGate:
         self._pending: dict[bytes, asyncio.Task[str]] = {}
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Raise InvalidRequest if a grammar cannot be used. Each is compiled once, whatever the result."""
+        """Raise InvalidRequest if a grammar cannot be used. Each is compiled once, whatever the result.
+
+        A machine too busy to tell is no result: the request may be sent again.
+        """
         digest = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
         if (problem := self._known.get(digest)) is None:
             task = self._pending.get(digest)
@@ -75,7 +80,10 @@ class GrammarGate:
 
     async def _compile(self, digest: bytes, grammar: Grammar, client: str) -> str:
         async with self._slots.slot(client):
-            problem = (await self._helper.ask(_encode(grammar))).decode()
+            answer = await self._helper.ask(_encode(grammar))
+        if answer == _UNDECIDED:
+            raise overloaded("This machine is too busy to check the request's grammar now.")
+        problem = answer.decode()
         self._known[digest] = problem
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
@@ -155,8 +163,8 @@ class _Forks:
         os.close(reader)
         del self._forks[reader]
         _, status = os.waitpid(fork.pid, 0)
-        problem = fork.reply if status == 0 else _why_killed(fork.kind, status).encode()
-        self._connection.sendall(frame(Numbered(fork.number, problem)))
+        answer = fork.reply if status == 0 else _why_killed(fork.kind, status)
+        self._connection.sendall(frame(Numbered(fork.number, answer)))
 
 
 def _compile_and_exit(grammars: Grammars, grammar: Grammar, writer: int, connection: socket.socket) -> None:
@@ -177,8 +185,9 @@ def _compile_and_exit(grammars: Grammars, grammar: Grammar, writer: int, connect
         os._exit(exit_code)
 
 
-def _why_killed(kind: str, status: int) -> str:
+def _why_killed(kind: str, status: int) -> bytes:
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    too_long = ended_by in (signal.SIGPROF, signal.SIGKILL)
-    reason = "it takes too long to compile" if too_long else "it takes too much memory to compile"
-    return f"the {kind} cannot be used: {reason}"
+    if ended_by == signal.SIGKILL:  # at the limit of wall time, or for want of the machine's memory: others' doing
+        return _UNDECIDED
+    reason = "it takes too long to compile" if ended_by == signal.SIGPROF else "it takes too much memory to compile"
+    return f"the {kind} cannot be used: {reason}".encode()

@@ -6,6 +6,7 @@ Small requests never wait for it, and its cost is bounded before it starts.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -15,8 +16,7 @@ from evenflow.server.api.fair_slots import FairSlots
 
 SMALL_BYTES = 1 << 16  # parsing or tokenizing more on the event loop would delay other streams
 
-_BODIES_AT_ONCE = 4  # received and parsed
-_BODIES_PER_CLIENT = 2
+_BODIES_PER_CLIENT = 2  # received and parsed at once
 _MAX_WAITING = 64  # bodies or prompts of one client
 _NUM_THREADS = 2
 
@@ -28,12 +28,13 @@ class LargeWork:
     """Large bodies and prompts of all clients."""
 
     def __init__(self) -> None:
-        self._bodies = FairSlots(_BODIES_AT_ONCE, _BODIES_PER_CLIENT, _MAX_WAITING, "their bodies to be read")
+        # For each client alone: a slow one delays no other, and what all send is bounded by `Held`.
+        self._bodies = FairSlots(sys.maxsize, _BODIES_PER_CLIENT, _MAX_WAITING, "their bodies to be read")
         self._jobs = FairSlots(_NUM_THREADS, 1, _MAX_WAITING, "their prompts to be prepared")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "evenflow-large-work")
 
     def body(self, client: str) -> AbstractAsyncContextManager[None]:
-        """Held while a large body is received and parsed: this bounds the memory of all of them."""
+        """Held while a large body is received and parsed."""
         return self._bodies.slot(client)
 
     async def run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from evenflow.core.plan import RowLogprobs, TokenLogprob
 from evenflow.core.request import ALL_LOGPROBS
 from evenflow.engine.outputs import TextDecoder
 from evenflow.model.tokenizer import Tokenizer
+from evenflow.server.api.json_pieces import Rows
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -41,9 +43,9 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """One list per figure. A row is None for the first token of a prompt, which nothing predicts."""
     return {
-        "tokens": [token_text(tokenizer, token_id) for token_id in token_ids],
-        "token_logprobs": [None if row is None else row.chosen.logprob for row in rows],
-        "top_logprobs": [None if row is None else _by_text(tokenizer, row, num_top) for row in rows],
+        "tokens": Rows(token_ids, partial(token_text, tokenizer)),
+        "token_logprobs": Rows(rows, lambda row: None if row is None else row.chosen.logprob),
+        "top_logprobs": Rows(rows, lambda row: None if row is None else _by_text(tokenizer, row, num_top)),
         "text_offset": text_offsets,
     }
 
@@ -56,24 +58,31 @@ def _by_text(tokenizer: Tokenizer, row: RowLogprobs, num_top: int) -> dict[str, 
     return found
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int) -> dict[str, Any]:
+def chat_row(tokenizer: Tokenizer, num_top: int, row: RowLogprobs) -> dict[str, Any]:
+    """The logprobs of one token of a chat."""
+
     def entry(token: TokenLogprob) -> dict[str, Any]:
         token_bytes = tokenizer.token_bytes(token.token_id)
         return {"token": token_bytes.decode(errors="replace"), "logprob": token.logprob, "bytes": list(token_bytes)}
 
-    content = [entry(row.chosen) | {"top_logprobs": [entry(token) for token in row.top[:num_top]]} for row in rows]
-    return {"content": content, "refusal": None}
+    return entry(row.chosen) | {"top_logprobs": [entry(token) for token in row.top[:num_top]]}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """By token id, for each token of the prompt but the first. Only the top tokens have a rank."""
-    found: list[dict[str, Any] | None] = [None]
+def prompt_logprobs(
+    tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int, *, is_shared: bool
+) -> Rows[RowLogprobs | None]:
+    """By token id, for each token of the prompt but the first."""
+    return Rows([None, *rows], partial(_by_id, tokenizer, num_top), is_shared=is_shared)
+
+
+def _by_id(tokenizer: Tokenizer, num_top: int, row: RowLogprobs | None) -> dict[str, Any] | None:
+    """The top tokens and the prompt's own. Only the top tokens have a rank."""
+    if row is None:
+        return None
     most = None if num_top == ALL_LOGPROBS else num_top
-    for row in rows:
-        ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:most], 1)]
-        entries: dict[str, Any] = {}
-        for (token_id, logprob), rank in (*ranks, (row.chosen, None)):
-            entry = {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
-            entries.setdefault(str(token_id), entry)
-        found.append(entries)
-    return found
+    ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:most], 1)]
+    entries: dict[str, Any] = {}
+    for (token_id, logprob), rank in (*ranks, (row.chosen, None)):
+        entry = {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+        entries.setdefault(str(token_id), entry)
+    return entries

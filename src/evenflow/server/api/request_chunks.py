@@ -6,7 +6,7 @@ It reads what the Observer recorded, so it is the same for evenflow's own engine
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from itertools import chain
 from typing import Any
 
@@ -14,14 +14,13 @@ from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
 from evenflow.server.api import response_models as models
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
-from evenflow.server.api.response_writer import encode_json
 from evenflow.server.errors import ApiError
 from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_FINISHED = 1024  # requests that are kept after their end
 _MAX_CHUNKS = 1 << 16  # of all of them: a long prompt beside many streams may have thousands
-_MAX_OWNERS = 4 * MAX_FINISHED
 # What engines add to a response's id to name its requests: the number of the choice or prompt, before the id for the
 # choices in vLLM, and a random end in vLLM.
 _REQUEST_ID = r"(?:(\d{{1,9}})_)?{}(?:[-_](\d{{1,9}}))?(?:-[0-9a-f]{{8}})?"
@@ -34,7 +33,6 @@ class RecentRequests(Listener):
         self._open = observer.requests
         self._finished: deque[RequestRecord] = deque()
         self._num_chunks = 0
-        self._owners: OrderedDict[str, str] = OrderedDict()  # keys of responses that a host engine made
         observer.listen(self)
 
     def on_request_finished(self, record: RequestRecord) -> None:
@@ -43,21 +41,14 @@ class RecentRequests(Listener):
         while len(self._finished) > MAX_FINISHED or self._num_chunks > _MAX_CHUNKS:
             self._num_chunks -= len(self._finished.popleft().chunks)
 
-    def claim(self, response_id: str, caller: Caller) -> None:
-        """Remember whose response this is. The first claim counts: clients can choose ids."""
-        self._owners.setdefault(response_id, caller.name)
-        if len(self._owners) > _MAX_OWNERS:
-            self._owners.popitem(last=False)
-
     def find(self, response_id: str, caller: Caller) -> list[RequestRecord]:
         """The requests of this caller's response, one per choice, in the order of the choices."""
-        owner = self._owners.get(response_id)
         pattern = re.compile(_REQUEST_ID.format(re.escape(response_id)))
         found = [
             (int(match[2] or 0), int(match[1] or 0), record)
             for record in chain(self._finished, self._open.values())
             if (match := pattern.fullmatch(record.request_id)) is not None
-            and (caller.is_admin or caller.name == (record.key if owner is None else owner))
+            and (caller.is_admin or caller.name == record.key)
         ]
         return [record for *_, record in sorted(found, key=lambda one: one[:2])]
 

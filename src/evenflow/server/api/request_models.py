@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from evenflow.core.grammar import Grammar
-from evenflow.core.policies import MAX_TARGET_S
 from evenflow.core.request import ALL_LOGPROBS, MAX_TOP_K, SamplingParams
-from evenflow.duration import DURATION_PATTERN, parse_duration
+from evenflow.duration import DURATION_PATTERN, MAX_TARGET_S, MIN_TARGET_S, NEEDS_UNIT_S, parse_target
 from evenflow.errors import InvalidRequest
 from evenflow.model.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
@@ -52,6 +51,16 @@ def as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
 Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
+
+
+def _checked(target: float | str) -> float | str:
+    parse_target(target)
+    return target
+
+
+_TARGET_NUMBER = WithJsonSchema({"type": "number", "minimum": MIN_TARGET_S, "exclusiveMaximum": NEEDS_UNIT_S})
+_TARGET_TEXT = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
+Target = Annotated[Annotated[float, _TARGET_NUMBER] | Annotated[str, _TARGET_TEXT], AfterValidator(_checked)]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -71,11 +80,6 @@ OnlyTrue = Annotated[bool, _only(True), WithJsonSchema({"type": "boolean", "cons
 OnlyFalse = Annotated[bool, _only(False), WithJsonSchema({"type": "boolean", "const": False})]
 
 
-def _seconds(duration: float | str | None) -> float | None:
-    """A number is in seconds; text has a unit."""
-    return parse_duration(duration) if isinstance(duration, str) else duration
-
-
 class StreamOptions(StrictModel):
     include_usage: bool | None = Field(default=None, description="Send the usage in a last chunk.")
     continuous_usage_stats: bool | None = Field(default=None, description="Send the usage so far with every chunk.")
@@ -85,9 +89,7 @@ class StreamOptions(StrictModel):
 class ServiceFields(BaseModel):
     """How a request is to be served: the same fields in every API."""
 
-    tbt_target: Duration | None = Field(
-        None, description="Target time between this stream's tokens: seconds or '50ms'."
-    )
+    tbt_target: Target | None = Field(None, description="Target time between this stream's tokens: seconds or '50ms'.")
     ttft_target: Duration | None = Field(None, description="Target time to the first token.")
     deadline: Duration | None = Field(
         None, description="Time after its arrival at which the request ends if its answer is not complete."
@@ -104,9 +106,13 @@ class ServiceFields(BaseModel):
     )
 
     @property
+    def tbt_seconds(self) -> float | None:
+        return None if self.tbt_target is None else parse_target(self.tbt_target)
+
+    @property
     def targets(self) -> dict[str, Any]:
-        """In seconds, for `SamplingParams`."""
-        return {name: _seconds(getattr(self, name)) for name in ("tbt_target", "ttft_target", "deadline")}
+        """For `SamplingParams`."""
+        return {name: getattr(self, name) for name in ("tbt_target", "ttft_target", "deadline")}
 
 
 class EngineBody(StrictModel, ServiceFields):
@@ -167,6 +173,8 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
     def _check_stream_options(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not allowed with stream=true: events do not have them")
         return self
 
     @property
@@ -197,14 +205,16 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def sampling(self, *, max_tokens: int, index: int, grammar: Grammar | None) -> SamplingParams:
+    def sampling(
+        self, *, max_tokens: int, index: int, grammar: Grammar | None, scores_prompt: bool = True
+    ) -> SamplingParams:
         """For the choice of this index: each has its own seed."""
         stop = self.stop or ()
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
             "top_k": None if self.top_k is None else min(max(self.top_k, 0), MAX_TOP_K),
             "seed": None if self.seed is None else (self.seed + index) & MAX_INT,
-            "prompt_logprobs": self.num_prompt_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs if scores_prompt else None,
             **self.targets,
         }
         return SamplingParams(
@@ -387,14 +397,10 @@ class DetokenizeBody(StrictModel):
 class TargetBody(StrictModel):
     """PUT /v1/target"""
 
-    tbt_target: Duration | None = Field(
+    tbt_target: Target | None = Field(
         description="Time between a stream's tokens: seconds or '50ms'; at least 0.1 ms. null: keep no target."
     )
     paced: bool | None = Field(None, description="Streams that are ahead lend their slack; null: unchanged.")
-
-    @property
-    def target_s(self) -> float | None:
-        return _seconds(self.tbt_target)
 
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TargetBody)

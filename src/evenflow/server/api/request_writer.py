@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from evenflow.core.grammar import Grammar
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.outputs import RequestOutput
-from evenflow.server.access import Caller, cache_salt
+from evenflow.server.access import Caller, cache_salt, check_own_target
 from evenflow.server.api.class_choice import chosen_class
 from evenflow.server.api.request_models import EngineBody
 from evenflow.server.api.service import ModelService
@@ -33,16 +33,13 @@ class RequestWriter(ABC, Generic[EngineBodyType]):
         self.share = caller.limited_as(self.tenant)  # whose limits and whose share of the engine count
         self.cache_salt = cache_salt(caller.key, self.tenant, body.cache_salt)
         tenant = service.tenants.get(self.share, TenantSettings())
-        self.service_class = chosen_class(body, service.client.classes, tenant.most_urgent).name
+        of_class = chosen_class(body, service.client.classes, tenant.most_urgent)
+        check_own_target(caller, body.tbt_seconds, service.client.policy.target, of_class, "tbt_target")
+        self.service_class = of_class.name
         self.headers: dict[str, str] = {}  # of the response
         self.model = service.model_name(body.model)
         self._service = service
         self._id = f"{self._ID_PREFIX}{secrets.token_hex(12)}"
-
-    @property
-    def is_slow_to_write(self) -> bool:
-        """Whether a whole response takes too long for the event loop."""
-        return False
 
     def template_question(self) -> bytes | None:
         """What to ask the template renderer first, if anything."""
@@ -62,7 +59,7 @@ class RequestWriter(ABC, Generic[EngineBodyType]):
     def _encode(self, prompt: str | list[int], param: str, add_special_tokens: bool | None) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        self._service.check_text([prompt], param)
+        self._service.check_prompt(prompt, param)
         return self._service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
 
     def _truncated(self, token_ids: list[int], max_tokens: int | None) -> list[int]:

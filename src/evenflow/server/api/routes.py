@@ -15,11 +15,11 @@ from evenflow.server.api.completions import CompletionWriter
 from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter
 from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
 from evenflow.server.api.request_models import ChatBody, CompletionBody, DetokenizeBody, TargetBody, TokenizeBody
-from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.service import ModelService, Service
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError, overloaded
@@ -162,7 +162,7 @@ def target_routes(service: Service) -> APIRouter:
     async def put_target(request: Request) -> Response:
         require_admin(request.state.caller)
         body, _ = await read_body(request, TargetBody, _MAX_TARGET_BYTES, work)
-        client.set_target(body.target_s, body.paced)
+        client.set_target(body.tbt_target, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)
         return _json(_target(client))
 
@@ -174,7 +174,7 @@ def _target(client: SupervisedEngine) -> dict[str, object]:
     return {
         "policy": NO_TARGET if policy is None else str(policy),
         "tbt_target": None if policy is None else policy.target,
-        "paced": policy is not None and policy.is_paced,
+        "paced": policy is not None and policy.target is not None and policy.is_paced,
         "feasible_target": client.feasible_target_s,
     }
 
@@ -196,7 +196,7 @@ def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Respo
         tokens = encode_rendered(service, rendered)
     else:
         assert body.prompt is not None
-        service.check_text([body.prompt], "prompt")
+        service.check_prompt(body.prompt, "prompt")
         tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     response: dict[str, object] = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
     if body.return_token_strs:

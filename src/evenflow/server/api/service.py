@@ -18,12 +18,15 @@ from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.access import Caller
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
+from evenflow.server.api.response_size import TokenSizes
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
 from evenflow.server.gate import Gate
 from evenflow.shares_file import TenantSettings
+
+_ENCODED_AT_ONCE = 1 << 18  # tokens of a text: the tokenizer takes about 70 MB for them
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -53,6 +56,7 @@ class ModelService(Service):
 
     client: ServedEngine
     tokenizer: Tokenizer
+    token_sizes: TokenSizes
     grammar_gate: GrammarGate
     templates: TemplateRenderer
     model_names: tuple[str, ...]
@@ -92,7 +96,7 @@ class ModelService(Service):
 
     def check_text(self, texts: Iterable[str], param: str) -> None:
         """Refuse a text that no tokenizer could fit into the context, before it is tokenized."""
-        num_tokens = min(self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens or sys.maxsize)
+        num_tokens = self._max_prompt_tokens
         max_bytes = num_tokens * self.tokenizer.longest_token_bytes
         num_bytes = 0
         for text in texts:
@@ -102,6 +106,19 @@ class ModelService(Service):
                 limit = f"This model's maximum context length is {num_tokens} tokens, at most {max_bytes} bytes."
                 message = f"{limit} Got a prompt of {num_bytes} bytes or more; shorten it."
                 raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+    def check_prompt(self, text: str, param: str) -> None:
+        """Refuse a text that is far too long before all of it is tokenized, which would take memory for each token."""
+        self.check_text([text], param)
+        most = max(self._max_prompt_tokens, _ENCODED_AT_ONCE)
+        if len(text.encode(errors="replace")) > most and self.tokenizer.surely_exceeds(text, most):
+            limit = f"This model's maximum context length is {self._max_prompt_tokens} tokens."
+            message = f"{limit} Got a prompt of more than {most} tokens; shorten it."
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return min(self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens or sys.maxsize)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or together with the requested output."""

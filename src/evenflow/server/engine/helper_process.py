@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from evenflow.errors import EngineFailed
-from evenflow.host import start_without_interrupts
+from evenflow.host import start_shielded
 from evenflow.server.engine.link import Link
 
 _ANSWER_TIMEOUT_S = 60.0  # for its start and a queue: each helper bounds its own work far below this
@@ -83,7 +83,7 @@ class HelperProcess:
         await self._kill()
 
     async def _kill(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._process.pid is not None:  # else its start was cancelled
             self._process.kill()
         if self._link is not None:
             self._link.close()
@@ -104,7 +104,11 @@ class HelperProcess:
             context = multiprocessing.get_context("spawn")
             arguments = (theirs, *self._arguments)
             self._process = context.Process(target=self._main, args=arguments, name=self._name, daemon=True)
-            await asyncio.to_thread(start_without_interrupts, self._process)
+            try:
+                await asyncio.to_thread(start_shielded, self._process)
+            except BaseException:  # cancelled, too: the process then ends for want of the socket
+                ours.close()
+                raise
         link = Link(self._on_answer)
         await link.connect(ours)
         link.lost.add_done_callback(lambda lost: self._fail_all())

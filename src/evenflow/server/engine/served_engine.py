@@ -21,7 +21,7 @@ from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy,
 from evenflow.engine.outputs import TextCodec
 from evenflow.engine.watchdog import Cell, is_overdue
 from evenflow.errors import EngineFailed, EvenflowError
-from evenflow.host import start_without_interrupts
+from evenflow.host import start_shielded
 from evenflow.server.access import Caller
 from evenflow.server.engine.link import Link
 from evenflow.server.engine.process import EngineFactory, run_engine_process
@@ -132,9 +132,9 @@ class ServedEngine(SupervisedEngine):
         """End a request whose output nobody wants any more; does nothing if it has ended."""
         self._client.abort(stream)
 
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
-        self.policy = self.policy.with_target(seconds, paced)
-        self._send(SetPolicy.of(self.policy))
+    def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
+        self.policy = self.policy.with_target(target, paced)
+        self._send(SetPolicy(self.policy))
         self._publish_state()
 
     def fail_all(self, failure: EvenflowError) -> None:
@@ -152,7 +152,7 @@ class ServedEngine(SupervisedEngine):
         pulse = context.Value("d", math.inf, lock=False)
         arguments = (theirs, self._factory, pulse)
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
-        start_without_interrupts(process)
+        start_shielded(process)
         theirs.close()
         logger.info("The engine starts in process %d.", process.pid)
         self._exit_error = None
@@ -207,10 +207,10 @@ class ServedEngine(SupervisedEngine):
             self._intake = Intake(
                 limits, ready.block_size, self._codec, check_grammar=_checked_before, classes=ready.classes
             )
-            self.policy = ready.policy.spec()
+            self.policy = ready.policy
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
-        if self.policy != ready.policy.spec():  # it was changed before this restart
-            self._send(SetPolicy.of(self.policy))
+        if self.policy != ready.policy:  # it was changed before this restart
+            self._send(SetPolicy(self.policy))
         self._client.resend()
 
     def _on_end(self, stream: Stream) -> None:

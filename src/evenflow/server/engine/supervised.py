@@ -47,7 +47,7 @@ class SupervisedEngine(ABC):
         return self._observer.admission_failure
 
     @abstractmethod
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+    def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         """Keep another target from the next step on, paced as before unless stated; None: keep none."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ The feed is server-sent events, ten batches a second, as columns. A slow reader 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from evenflow.server.metrics.by_class import busiest
 from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
 
 MAX_READERS = 64
+MAX_OWN_READERS = 8  # of one client, a key or an address
 BATCH_S = 0.1
 _BATCHES_PER_FIGURES = 5
 _MAX_STEPS = 4096  # kept for readers: twenty seconds of the fastest engines
@@ -74,9 +75,13 @@ class LiveFeed(Listener):
         self._next_numbers = count(1)
         self._lookups: deque[tuple[float, int, int]] = deque(maxlen=_MAX_STEPS)  # time, tokens, cached tokens
         self._stalls: list[dict[str, Any]] = []  # worst first
-        self.num_readers = 0
+        self._readers: Counter[str] = Counter()  # by client
         self._is_closed = False
         observer.listen(self)
+
+    @property
+    def num_readers(self) -> int:
+        return self._readers.total()
 
     def close(self) -> None:
         """End all feeds: an open one would delay the server's shutdown."""
@@ -124,6 +129,7 @@ class LiveFeed(Listener):
             "step": report.step_id,
             "request": self._number(stall.request_id),
             "id": stall.request_id,
+            "key": record.key if (record := self._observer.requests.get(stall.request_id)) is not None else "",
             "gap": stall.gap_s,
             "late": stall.late_s,
             "streams": len(report.late),
@@ -140,12 +146,13 @@ class LiveFeed(Listener):
     async def stream(self, caller: Caller | None = None) -> AsyncIterator[bytes]:
         """One reader's feed: the model, then steps and figures until one side disconnects.
 
-        A caller sees its own key's tenants; an admin all of them.
+        A caller sees its own key's tenants and request ids; an admin all of them.
         """
-        if self.num_readers >= MAX_READERS:
-            yield _message("full", {"max_readers": MAX_READERS})
+        client = "" if caller is None else caller.client
+        if self.num_readers >= MAX_READERS or self._readers[client] >= MAX_OWN_READERS:
+            yield _message("full", {"max_readers": min(MAX_READERS, MAX_OWN_READERS)})
             return
-        self.num_readers += 1
+        self._readers[client] += 1
         try:
             yield _message("hello", {"model": self._observer.model_name})
             num_sent = max(0, self._num_steps - _STEPS_AT_ONCE)
@@ -156,10 +163,12 @@ class LiveFeed(Listener):
                 if num_new:
                     yield _message("steps", self._columns(num_new))
                 if batch % _BATCHES_PER_FIGURES == 0:
-                    yield _message("figures", self._figures() | {"tenants": self._tenants(caller)})
+                    yield _message("figures", self._figures(caller))
                 await asyncio.sleep(BATCH_S)
         finally:
-            self.num_readers -= 1
+            self._readers[client] -= 1
+            if not self._readers[client]:
+                del self._readers[client]
 
     def _columns(self, num_steps: int) -> dict[str, Any]:
         """The last steps, at most what one message holds, as columns: that is how the page stores them."""
@@ -168,7 +177,7 @@ class LiveFeed(Listener):
         columns = zip(*rows, strict=True)
         return {**dict(zip(StepRow._fields, columns, strict=True)), "now": self._observer.clock()}
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self, caller: Caller | None) -> dict[str, Any]:
         observer, now = self._observer, self._observer.clock()
         report = observer.last_report
         tbt = observer.recent_tbt.quantiles((0.5, 0.99), now, _TBT_WINDOW_S)
@@ -189,7 +198,8 @@ class LiveFeed(Listener):
             "kv": report.kv_cache_usage if report is not None else 0.0,
             "classes": list(observer.classes.rows(now, _TBT_WINDOW_S, _TTFT_WINDOW_S)),
             "hits": sum(cached for _, cached in lookups) / looked_up if looked_up else None,
-            "stalls": [stall for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
+            "stalls": [_seen_by(caller, stall) for stall in self._stalls if stall["at"] > now - _STALL_WINDOW_S],
+            "tenants": self._tenants(caller),
         }
 
     def _tenants(self, caller: Caller | None) -> list[dict[str, Any]]:
@@ -199,6 +209,12 @@ class LiveFeed(Listener):
         seen = [one for one in records if caller.is_admin or one.key == caller.name]
         named = [("/".join(filter(None, (one.key, one.tenant))), one.admitted_at is not None) for one in seen]
         return busiest([(name, has_begun) for name, has_begun in named if name], _NUM_TENANTS)
+
+
+def _seen_by(caller: Caller | None, stall: dict[str, Any]) -> dict[str, Any]:
+    """Ids are their keys' own: clients may choose them."""
+    is_own = caller is not None and (caller.is_admin or caller.name == stall["key"])
+    return {name: value for name, value in stall.items() if name != "key" and (is_own or name != "id")}
 
 
 def _message(event: str, data: object) -> bytes:

@@ -5,11 +5,13 @@ The server notifies `Observer`, always on the same thread; the live page and tra
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, Histogram
@@ -17,7 +19,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from evenflow.core.report import ChunkReport, StepReport, TierReport
+from evenflow.best_effort import BestEffort
+from evenflow.core.report import ChunkReport, StepReport
 from evenflow.server.access import Caller
 from evenflow.server.metrics.by_class import ClassFigures
 from evenflow.server.metrics.distributions import RecentQuantiles
@@ -30,7 +33,10 @@ from evenflow.server.metrics.instruments import (
     token_histograms,
 )
 
+logger = logging.getLogger("evenflow.server")
+
 WINDOW_S = 60  # of the recent quantiles
+MAX_CHUNKS = 4096  # kept of an open request: one that is preempted again and again may have any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class RequestRecord:
     num_prompt_tokens: int
     max_tokens: int
     started_at: float
-    key: str = ""  # the name of the API key that sent it; "" if there are none, or a host reported it
+    key: str = ""  # the name of the API key that sent it; "" if there are none
     endpoint: str = ""  # the path that it was sent to; "" if a host reported it
     model: str = ""  # as the response names it; likewise
     service_class: str = ""  # likewise
@@ -65,7 +71,9 @@ class RequestRecord:
     num_cached_tokens: int = 0  # at its first admission
     num_preemptions: int = 0
     num_retries: int = 0  # after faults
-    chunks: list[tuple[float, ChunkReport]] = field(default_factory=list)  # each with the time of its commit
+    chunks: deque[tuple[float, ChunkReport]] = field(  # the last ones, each with the time of its commit
+        default_factory=lambda: deque(maxlen=MAX_CHUNKS)
+    )
     num_output_tokens: int = 0
     finish_reason: str = ""
     error: str | None = None
@@ -120,6 +128,7 @@ class Observer:
         self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
         self.tenants = self._factory.tenant_figures()
         self._listeners: list[Listener] = []
+        self._best_effort = BestEffort(logger)
         self._connect_gauges()
         self.collectors.register(PROCESS_COLLECTOR)
 
@@ -147,15 +156,12 @@ class Observer:
         self.policy, self.target_s, self.feasible_target_s = report.policy, report.target_s, report.feasible_target_s
         if self.requests:  # else all were aborted while this step ran
             self.last_report = report
-        self._record_faults(report)
-        self._record_admissions(report)
-        self._record_tokens(report)
-        self._observe_step(report)
-        self._count_late_tokens(report)
-        if report.tier is not None:
-            self._count_moves(report.tier)
-        for listener in self._listeners:
-            listener.on_step(report)
+        for count in (
+            *(self._record_faults, self._record_admissions, self._record_tokens, self._observe_step),
+            *(self._count_late_tokens, self._count_moves),
+        ):
+            self._best_effort.run("metrics", partial(count, report), None)
+        self._tell(Listener.on_step, report)
 
     # ---- requests ----
 
@@ -165,11 +171,8 @@ class Observer:
         An API call for several choices is several requests: the first has their number, the others None.
         """
         self.requests[record.request_id] = record
-        self.classes.on_started(record.service_class)
-        if num_choices is not None:
-            self._vllm.params_n.observe(num_choices)
-        for listener in self._listeners:
-            listener.on_request_started(record)
+        self._best_effort.run("metrics", partial(self._count_request, record, num_choices), None)
+        self._tell(Listener.on_request_started, record)
 
     def on_request_finished(
         self, request_id: str, reason: str, num_tokens: int, now: float | None = None, error: str | None = None
@@ -179,11 +182,10 @@ class Observer:
         record.last_token_at = self._last_token_at.pop(request_id, None)
         record.finish_reason, record.num_output_tokens, record.error = reason, num_tokens, error
         record.finished_at = self.clock() if now is None else now
-        self._observe_request(record)
+        self._best_effort.run("metrics", partial(self._observe_request, record), None)
         if not self.requests:  # no further step may come
             self.last_report = None
-        for listener in self._listeners:
-            listener.on_request_finished(record)
+        self._tell(Listener.on_request_finished, record)
 
     def on_request_retried(self, request_id: str) -> None:
         """The engine died before anybody saw a token of this request: the next one computes it from the start."""
@@ -192,12 +194,22 @@ class Observer:
         record.first_token_at = None
         self._last_token_at.pop(request_id, None)
         self._own.retries("engine").inc()
-        for listener in self._listeners:
-            listener.on_request_retried(record)
+        self._tell(Listener.on_request_retried, record)
 
     def on_request_rejected(self, reason: str) -> None:
         """A request was refused for lack of capacity; `reason` is one of REFUSALS."""
         self._own.rejected(reason).inc()
+
+    def _count_request(self, record: RequestRecord, num_choices: int | None) -> None:
+        self.classes.on_started(record.service_class)
+        if num_choices is not None:
+            self._vllm.params_n.observe(num_choices)
+
+    def _tell(self, event: Callable[..., None], what: StepReport | RequestRecord) -> None:
+        """A listener that fails costs itself this event: no request, and no other listener."""
+        for listener in self._listeners:
+            call = partial(getattr(listener, event.__name__), what)
+            self._best_effort.run(f"{type(listener).__name__}.{event.__name__}", call, None)
 
     # ---- steps ----
 
@@ -207,10 +219,11 @@ class Observer:
             self._own.retries("step").inc()
             if (record := self.requests.get(request_id)) is not None:
                 record.num_retries += 1
-                for listener in self._listeners:
-                    listener.on_request_retried(record)
+                self._tell(Listener.on_request_retried, record)
 
-    def _count_moves(self, tier: TierReport) -> None:
+    def _count_moves(self, report: StepReport) -> None:
+        if (tier := report.tier) is None:
+            return
         own = self._own
         own.tier_stored.set(tier.num_stored)
         counts = tier.num_saved, tier.num_restored, tier.num_lost, tier.num_recomputed
@@ -255,8 +268,7 @@ class Observer:
 
     def _record_first_token(self, record: RequestRecord, now: float) -> None:
         record.first_token_at = self._last_token_at[record.request_id] = now
-        for listener in self._listeners:
-            listener.on_first_token(record)
+        self._tell(Listener.on_first_token, record)
         ttft = now - record.started_at
         self._vllm.ttft.observe(ttft)
         self.classes.on_first_token(record.service_class, ttft, now)

@@ -28,7 +28,7 @@ class TenantFigures(Collector):
 
     def count(self, key: str, tenant: str, num_prompt_tokens: int, num_output_tokens: int, queue_s: float) -> None:
         figures = self._by_key.setdefault(key, {})
-        label = tenant[:MAX_TENANT_CHARACTERS]
+        label = _label(tenant)
         if label not in figures and len(figures) - (OTHER_TENANTS in figures) >= MAX_TENANTS:
             smallest = min((one for one in figures if one != OTHER_TENANTS), key=lambda one: sum(figures[one][1:3]))
             _add(figures.setdefault(OTHER_TENANTS, [0] * len(_FAMILIES)), figures.pop(smallest))
@@ -46,6 +46,11 @@ class TenantFigures(Collector):
                 for tenant, counts in figures.items():
                     family.add_metric([*self._labels.values(), key_name, tenant], counts[place])
             yield family
+
+
+def _label(tenant: str) -> str:
+    """Its name on one line, as Python escapes it; never that of the others."""
+    return rf"\{OTHER_TENANTS}" if tenant == OTHER_TENANTS else repr(tenant[:MAX_TENANT_CHARACTERS])[1:-1]
 
 
 def _add(figures: list[float], more: list[float]) -> None:

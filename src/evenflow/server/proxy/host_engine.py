@@ -20,6 +20,7 @@ from evenflow.core.request import FinishReason
 from evenflow.errors import EngineFailed, EvenflowError, InvalidConfig
 from evenflow.hosts.launch import HostLaunch, RunFolder
 from evenflow.hosts.policy_file import PolicyFile
+from evenflow.hosts.settings import classes_by_environment
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.step_receiver import StepReceiver
@@ -37,8 +38,11 @@ _GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 class HostEngine(SupervisedEngine):
     """One host engine's server, which routes reach over `http`."""
 
-    def __init__(self, launch: HostLaunch, observer: Observer) -> None:
+    def __init__(self, launch: HostLaunch, observer: Observer, has_keys: bool) -> None:
         self.name = launch.package.name
+        self.launch_kind = type(launch)
+        self.classes = classes_by_environment()
+        self._has_keys = has_keys
         super().__init__(self.name, launch.policy, observer)
         self._launch = launch
         self._last_target = launch.policy or DEFAULT_POLICY  # the next one is paced as this one
@@ -53,14 +57,14 @@ class HostEngine(SupervisedEngine):
 
     # ---- what routes use ----
 
-    def set_target(self, seconds: float | None, paced: bool | None = None) -> None:
+    def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         started_with = self._launch.policy
-        if seconds is None:
+        if target is None:
             self.policy = None if started_with is None or started_with.target else started_with
         elif (reason := self._launch.why_no_target) is not None:
-            raise InvalidConfig(f"Got tbt_target={seconds:g} but {self.name} cannot keep a target: {reason}.")
+            raise InvalidConfig(f"Got tbt_target={target} but {self.name} cannot keep a target: {reason}.")
         else:
-            self._last_target = self._last_target.with_target(seconds, paced)
+            self._last_target = self._last_target.with_target(target, paced)
             self.policy = self._last_target
         PolicyFile(self._folder.policy_path).write(self.policy)
         self._publish_state()
@@ -128,7 +132,7 @@ class HostEngine(SupervisedEngine):
                 await asyncio.to_thread(guard.communicate)
 
     def _receive_steps(self) -> StepReceiver:
-        return StepReceiver(self._observer)
+        return StepReceiver(self._observer, self._has_keys)
 
     async def _stays_up_while_warming(self, ended: asyncio.Future[int]) -> bool:
         if self._launch.warm_up:

@@ -20,28 +20,42 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from evenflow.bench.live_load import LoadLimits
+from evenflow.core.service_classes import Classes
 from evenflow.errors import EngineFailed, EvenflowError
+from evenflow.hosts.launch import HostLaunch
 from evenflow.server.access import Caller, require_admin
 from evenflow.server.api.engine_response import client_disconnected
 from evenflow.server.api.request_body import may_be_large, read_bytes
-from evenflow.server.api.request_chunks import RecentRequests
 from evenflow.server.api.response_writer import failed_stream
 from evenflow.server.api.service import Service
-from evenflow.server.errors import as_api_error
+from evenflow.server.errors import ApiError, as_api_error
 from evenflow.server.metrics.observer import FiguresFor, Observer
 from evenflow.server.proxy.host_engine import HostEngine
+from evenflow.server.proxy.request_settings import check_settings
+from evenflow.server.proxy.separation import check_stored_response, keep_apart
 
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_READS = ("GET", "HEAD")
+_METHODS = [*_READS, "POST", "PUT", "PATCH", "DELETE"]
 # Headers of one connection, not of the request; and the key, which is evenflow's.
 _HOP_HEADERS = set(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"x-api-key", b"content-length", b"expect"}
-_FOR_ALL = re.compile(
-    rb"/(v1/(?!(un)?load)[\w-]+(/[\w-][\w.:-]*)*|tokenize|detokenize|generate|score|rerank|classify|pooling|openapi\.json)"
+# Hosts can also be told to change weights, to sleep or to run code, on routes that each release adds to. So what a key
+# may reach is listed, and what a web page may reach by itself, which can send a GET from an image.
+_READ_BY_ALL = re.compile(rb"/(v1/models(/[\w-][\w.:-]*)*|v1/responses/[\w.~-]+|openapi\.json)")
+_DELETED_BY_ALL = re.compile(rb"/v1/responses/[\w.~-]+")
+_POSTED_BY_ALL = re.compile(
+    rb"/(v1/(chat/)?completions(/batch|/render|/derender)?"
+    rb"|v1/messages(/count_tokens|/render)?"
+    rb"|v1/responses(/[\w.~-]+/cancel|/render)?"
+    rb"|v1/audio/(transcriptions|translations)"
+    rb"|(v1/)?(score|rerank|classify|pooling|tokenize|detokenize)|v1/embeddings|v2/(embed|rerank)|generate)"
 )
-_RESPONSE_ID = re.compile(rb'"id" ?: ?"([^"\\]{1,200})"')  # of hosts' responses, whole or streamed
-_ID_WITHIN = 300
+_HAS_NO_EFFECT = re.compile(
+    _READ_BY_ALL.pattern + rb"|/(docs|redoc|ping|version|tokenizer_info|kv_event_sources|is_(sleeping|paused)"
+    rb"|weight_info|(get_)?(load|model_info|server_info|weight_version|world_size))"
+)
 _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
 
 
@@ -57,24 +71,48 @@ class HostService(Service):
         return LoadLimits(max_model_len=max_model_len, max_requests=self.gate.max_tenant_running)
 
 
-def proxy_routes(service: HostService, recent: RecentRequests) -> APIRouter:
-    """Proxies every path that has no route before this one."""
+def proxy_routes(service: HostService, may_be_a_page: bool) -> APIRouter:
+    """Proxies every path that has no route before this one. A web page may send requests where there are no keys."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/{path:path}", methods=_METHODS)
     async def proxy(request: Request) -> Response:
-        if not _FOR_ALL.fullmatch(request.scope["raw_path"]):  # hosts can also be told to change weights or to sleep
-            require_admin(request.state.caller)
-        async with service.large_work.body(request.state.caller.client) if may_be_large(request) else nullcontext():
+        method, path, caller = request.method, request.scope["raw_path"], request.state.caller
+        if not _is_for_all(method, path):
+            require_admin(caller)
+        is_read = method in _READS and _HAS_NO_EFFECT.fullmatch(path) is not None
+        if may_be_a_page and method in _READS and not is_read:
+            message = f"Got {method} on a path that may have an effect, and a web page can send it: use POST."
+            raise ApiError(403, message, code="effect_by_get")
+        check_stored_response(request.url.path, caller)
+        async with service.large_work.body(caller.client) if may_be_large(request) else nullcontext():
             content = await read_bytes(request, service.gate.limits.max_body_bytes)
         query = request.scope["query_string"]
-        raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
-        url = service.client.http.base_url.copy_with(raw_path=raw_path)
+        url = service.client.http.base_url.copy_with(raw_path=path + (b"?" + query if query else b""))
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
-        proxied = httpx.Request(request.method, url, headers=headers, content=content)
-        return ProxyResponse(service, proxied, request.state.caller, recent)
+        proxied = httpx.Request(method, url, headers=headers, content=content)
+        if content and _POSTED_BY_ALL.fullmatch(path) is not None:
+            host = service.client.launch_kind
+            policy, classes = service.client.policy, service.client.classes
+            limits = None if policy is None else policy.target, classes
+            proxied = await service.large_work.run(
+                len(content), caller.client, _checked, proxied, host, caller, *limits
+            )
+        return ProxyResponse(service, proxied, caller, is_counted=not is_read)
 
     return routes
+
+
+def _checked(
+    request: httpx.Request, host: type[HostLaunch], caller: Caller, target: float | None, classes: Classes
+) -> httpx.Request:
+    check_settings(request.read(), host.settings_paths, caller, target, classes)
+    return keep_apart(request, host, caller)
+
+
+def _is_for_all(method: str, path: bytes) -> bool:
+    routes = {"POST": _POSTED_BY_ALL, "DELETE": _DELETED_BY_ALL, "GET": _READ_BY_ALL, "HEAD": _READ_BY_ALL}.get(method)
+    return routes is not None and routes.fullmatch(path) is not None
 
 
 def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tuple[bytes, bytes]]:
@@ -84,22 +122,20 @@ def _without(headers: list[tuple[bytes, bytes]], dropped: set[bytes]) -> list[tu
 class ProxyResponse(Response):
     """Sends a request to the host and streams its response to the client."""
 
-    def __init__(self, service: HostService, request: httpx.Request, caller: Caller, recent: RecentRequests) -> None:
+    def __init__(self, service: HostService, request: httpx.Request, caller: Caller, is_counted: bool) -> None:
         super().__init__()
         self._service = service
         self._request = request
         self._caller = caller
-        self._recent = recent
+        self._is_counted = is_counted
         self._relay: asyncio.Task[None] | None = None
         self._failure: EvenflowError | None = None
         self._has_started = False
-        self._is_claimed = False
         self._is_event_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gate, is_counted = self._service.gate, self._request.method == "POST"
         with (
-            gate.enter(self._caller.limited_as(""), 1) if is_counted else nullcontext(),
+            self._service.gate.enter(self._caller.limited_as(""), 1) if self._is_counted else nullcontext(),
             self._service.client.proxying(self.fail),
         ):
             self._relay = asyncio.create_task(self._run(send))
@@ -129,18 +165,10 @@ class ProxyResponse(Response):
                 self._has_started = True
                 await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
                 async for part in response.aiter_raw():
-                    self._claim(part)
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except httpx.TransportError:
             self._failure = EngineFailed(f"{self._service.client.name} broke the connection")
-
-    def _claim(self, part: bytes) -> None:
-        """Remember whose response this is, by the id that its beginning has."""
-        if not self._is_claimed:
-            self._is_claimed = True
-            if self._caller.name and (found := _RESPONSE_ID.search(part, 0, _ID_WITHIN)) is not None:
-                self._recent.claim(found[1].decode(errors="replace"), self._caller)
 
     async def _send_failure(self, failure: EvenflowError, send: Send) -> None:
         if not self._has_started:

@@ -12,6 +12,7 @@ from evenflow.framing import FrameReader
 from evenflow.hosts.messages import HostStep
 from evenflow.server.metrics.observer import Observer, RequestRecord
 from evenflow.server.proxy import warm_up
+from evenflow.server.proxy.separation import owner_of
 
 _decode = msgspec.msgpack.Decoder(HostStep).decode
 
@@ -19,8 +20,9 @@ _decode = msgspec.msgpack.Decoder(HostStep).decode
 class StepReceiver(asyncio.Protocol):
     """The connection to one of the host's engine processes. The warm-up's requests are not observed."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, has_keys: bool) -> None:
         self._observer = observer
+        self._has_keys = has_keys  # else clients choose ids
         self._frames = FrameReader()
 
     def data_received(self, data: bytes) -> None:
@@ -32,7 +34,8 @@ class StepReceiver(asyncio.Protocol):
         for new in step.arrived:
             if not (_is_of_warm_up(new.request_id) or new.request_id in observer.requests):
                 sizes = new.num_prompt_tokens, new.max_tokens
-                observer.on_request_started(RequestRecord(new.request_id, "", *sizes, started_at=new.at))
+                key = owner_of(new.request_id) if self._has_keys else ""
+                observer.on_request_started(RequestRecord(new.request_id, "", *sizes, started_at=new.at, key=key))
         chunk_ids = (chunk.request_id for chunk in step.report.chunks)
         if not all(map(_is_of_warm_up, chain(step.report.ids, chunk_ids))):
             observer.on_step(step.report)
@@ -43,4 +46,4 @@ class StepReceiver(asyncio.Protocol):
 
 
 def _is_of_warm_up(request_id: str) -> bool:
-    return warm_up.REQUEST_ID in request_id
+    return warm_up.REQUEST_ID in request_id and not owner_of(request_id)

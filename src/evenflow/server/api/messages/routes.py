@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request, Response
 from evenflow.server.access import Caller
 from evenflow.server.api.chat import ChatWriter, encode_rendered
 from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.messages import models
 from evenflow.server.api.messages.chat_request import as_chat
 from evenflow.server.api.messages.request import CountTokensBody, MessagesBody
 from evenflow.server.api.messages.writer import MessagesWriter
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
-from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.routes import BUSY_ERRORS
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import MESSAGES_PATH, new_request_id

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
@@ -17,6 +18,8 @@ from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import new_request_id
+
+_NO_END = {"stop_reason": None, "stop_sequence": None}  # of a message that begins, also if its first token is its last
 
 
 class MessagesWriter(ChatWriter):
@@ -39,11 +42,12 @@ class MessagesWriter(ChatWriter):
     def first_event(self, index: int, usage: bytes) -> bytes:
         return b""  # it has figures that are known with the first token only: see `event`
 
-    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
+    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
         parts = []
         if not self._has_begun:
             self._has_begun = True
-            parts += [named_event({"type": "message_start", "message": self._envelope(delta.output, [])}), PING]
+            message = {**self._envelope(delta.output, []), **_NO_END}
+            parts += [named_event({"type": "message_start", "message": message}), PING]
         is_last = delta.finish_reason is not None
         parts += [self._blocks.delta(new) for new in self._deltas(delta.text, is_last)]
         if is_last:
@@ -57,7 +61,7 @@ class MessagesWriter(ChatWriter):
     def _max_tokens(self, num_prompt_tokens: int) -> int:
         """As in Anthropic's API, max_tokens may exceed the context, which then ends the output."""
         self._service.check_length(num_prompt_tokens, None, "messages")
-        return min(self._asked_tokens, self._service.client.limits.max_model_len - num_prompt_tokens)
+        return min(self._asked_tokens, self._tokens_that_fit(num_prompt_tokens))
 
     def _envelope(self, output: RequestOutput, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._head["model"]}

@@ -20,10 +20,10 @@ class OutputItems:
         self._is_open = False  # the last of them
         self._call_index = -1  # in the chat's deltas, of the last call
         self._pieces: list[str] = []  # of the open item's text or arguments
-        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs: list[object] = []  # of the open item
         self._num_sent_logprobs = 0
 
-    def add(self, delta: dict[str, Any], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+    def add(self, delta: dict[str, Any], logprobs: Sequence[object] = ()) -> Iterator[Event]:
         """Take one delta of a chat."""
         self._logprobs += logprobs
         if text := delta.get("content"):
@@ -99,5 +99,5 @@ class OutputItems:
         return {**self._place(), "content_index": 0}
 
 
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _text_part(text: str, logprobs: list[object]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
 from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
-from evenflow.server.api.response_writer import encode_json
 from evenflow.server.api.responses.models import DeletedResponse, InputItemList, ResponseObject
 from evenflow.server.api.responses.request import ResponsesBody
 from evenflow.server.api.responses.store import ResponseStore, StoredResponse

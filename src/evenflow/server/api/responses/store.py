@@ -50,10 +50,13 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._share_of)
 
+    def may_keep(self, num_bytes: int) -> bool:
+        """Whether a response of this size is kept: one that alone is over a share's bound is not."""
+        return num_bytes <= self._bounds.max_bytes
+
     def add(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response; one that alone is over a share's bound is not kept."""
         bounds, share = self._bounds, stored.share
-        if stored.num_bytes > bounds.max_bytes:
+        if not self.may_keep(stored.num_bytes):
             return
         self._shares.setdefault(share, OrderedDict())[response_id] = stored
         self._share_bytes[share] = self._share_bytes.get(share, 0) + stored.num_bytes

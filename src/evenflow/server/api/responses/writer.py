@@ -9,14 +9,18 @@ from typing import Any
 
 import msgspec
 
+from evenflow.core.plan import RowLogprobs
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.server.access import Caller
 from evenflow.server.api.chat import ChatWriter
 from evenflow.server.api.class_choice import served_tier
+from evenflow.server.api.json_pieces import encode_json
+from evenflow.server.api.logprobs import chat_row
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import encode_json, named_event
+from evenflow.server.api.response_size import held_row
+from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.responses.chat_request import chat_request
 from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, as_stored, read_items
 from evenflow.server.api.responses.output import Event, OutputItems
@@ -31,6 +35,7 @@ class ResponsesWriter(ChatWriter):
 
     _ID_PREFIX = "resp_"
     _PROMPT_PARAM = "input"
+    _TIMES_STREAMED = 4  # its last events repeat the text
 
     def __init__(
         self,
@@ -47,15 +52,20 @@ class ResponsesWriter(ChatWriter):
         self._output = OutputItems()
         self._reason: str | None = None  # why the output ended
         self._num_events = 0
+        self._num_logprob_bytes = 0
         self._items = encode_json([as_stored(item) for item in items]) if asked.is_stored else b""
         tier = served_tier(asked.service_tier, self.service_class, service.client.classes)
         self._settings = _settings(asked, tier)
+
+    def _repeated_bytes(self) -> int:
+        """A stream's first events have them twice, its last one again."""
+        return len(encode_json(self._settings)) * (3 if self.body.stream else 1)
 
     # ---- whole ----
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         [output] = outputs
-        for _ in self._take(output.text, self._new_logprobs(output, output.token_ids), output.finish_reason):
+        for _ in self._take(output.text, output.logprobs or (), output.finish_reason):
             pass  # these events are only for streams
         return self._finish(usage)
 
@@ -65,9 +75,13 @@ class ResponsesWriter(ChatWriter):
         response = self._describe("in_progress")
         return self._write({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
 
-    def event(self, index: int, delta: Delta, usage: bytes) -> bytes:
-        logprobs = self._new_logprobs(delta.output, delta.token_ids)
-        return self._write(self._take(delta.text, logprobs, delta.finish_reason))
+    def event_bytes(self, delta: Delta, rows: Sequence[RowLogprobs]) -> int:
+        """The last one repeats all of them."""
+        num_rows = len(rows) if delta.finish_reason is None else len(delta.output.token_ids)
+        return 0 if self._num_logprobs is None else num_rows * held_row(self._num_logprobs)
+
+    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+        return self._write(self._take(delta.text, rows, delta.finish_reason))
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
         if self._reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -92,21 +106,21 @@ class ResponsesWriter(ChatWriter):
 
     # ---- both ----
 
-    def _take(self, text: str, logprobs: Sequence[dict[str, Any]], reason: str | None) -> Iterator[Event]:
-        """Add what the model wrote to the output."""
+    def _take(self, text: str, rows: Sequence[RowLogprobs], reason: str | None) -> Iterator[Event]:
+        """Add what the model wrote to the output. Its logprobs are kept as JSON, which is far smaller than objects."""
         is_last = reason is not None
+        tokenizer, num_top = self._service.tokenizer, self._num_logprobs
+        logprobs: Sequence[msgspec.Raw] = ()
+        if num_top is not None:
+            written = [encode_json(chat_row(tokenizer, num_top, row)) for row in rows]
+            self._num_logprob_bytes += sum(map(len, written))
+            logprobs = list(map(msgspec.Raw, written))
         for delta in self._deltas(text, is_last):
             yield from self._output.add(delta, logprobs)
             logprobs = ()
         if is_last:
             self._reason = reason
             yield from self._output.end(is_complete=reason != FinishReason.LENGTH)
-
-    def _new_logprobs(self, output: RequestOutput, token_ids: Sequence[int]) -> Sequence[dict[str, Any]]:
-        if self._num_logprobs is None or not token_ids:
-            return ()
-        found: list[dict[str, Any]] = self._logprobs(0, output, token_ids)["content"]
-        return found
 
     def _finish(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The response when its output has ended; stored if that was asked for."""
@@ -117,7 +131,7 @@ class ResponsesWriter(ChatWriter):
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage=_usage(usage),
         )
-        if self._asked.is_stored:
+        if self._asked.is_stored and self._store.may_keep(self._num_logprob_bytes):  # else it is not even written
             stored = StoredResponse(
                 owner=self.caller.client,
                 tenant=self.tenant,

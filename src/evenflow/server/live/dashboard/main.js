@@ -91,7 +91,7 @@ function showStalls(stalls) {
       const words = stallInWords(stall);
       gap.textContent = words.gap;
       item.append(gap, words.causes);
-      item.title = stall.id;
+      item.title = stall.id ?? "";
       return item;
     }),
   );

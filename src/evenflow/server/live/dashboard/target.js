@@ -46,7 +46,7 @@ export class TargetControl {
       const response = await fetch("v1/target", {
         method: "PUT",
         headers: { "Content-Type": "application/json", ...authorization() },
-        body: JSON.stringify({ tbt_target: ms / 1000 }),
+        body: JSON.stringify({ tbt_target: `${ms}ms` }),
       });
       this.refusal = response.ok ? "" : await refusal(response);
     } catch {
