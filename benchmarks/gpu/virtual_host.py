@@ -56,7 +56,7 @@ class VirtualSteering(Steering):
 
 
 class VirtualHost:
-    """Runs one load to its end. `policy`: `target:50`, or `fixed:1024` for a budget without steering."""
+    """Runs one load to its end. `policy`: `target:50ms`, or `fixed:1024` for a budget without steering."""
 
     def __init__(self, device: RecordedDevice, load: Load, policy: str) -> None:
         self._device = device
@@ -126,10 +126,10 @@ class VirtualHost:
             self.steering.now = begun
             self.steering.begin_step()
         decodes = [s for s in self._running if not s.is_prefilling and s.num_sampled < s.max_tokens]
-        contexts = [s.num_computed + s.num_sampled for s in decodes]
+        decoding = [Decode(s.id, 1, s.num_computed + s.num_sampled) for s in decodes]
         candidates = self._candidates()
         step = InFlightStep(begun, {stream.id for stream in decodes})
-        chunks = list(self._share(begun, step, decodes, contexts, candidates))
+        chunks = list(self._share(begun, step, decoding, candidates))
         if not decodes and not chunks:
             return False
         samples = list(decodes)
@@ -143,14 +143,15 @@ class VirtualHost:
                 samples.append(stream)
         for stream in samples:
             stream.num_sampled += 1
-        work = StepWork(len(decodes), sum(contexts), tuple((start, length) for _, start, length in step.chunks))
+        chunks_of_work = tuple((start, length) for _, start, length in step.chunks)
+        work = StepWork(len(decodes), sum(one.context for one in decoding), chunks_of_work)
         self.now += _SCHEDULE_S
         begin = max(self._gpu_free_at, self.now)
         self.now += self._device.launch_seconds(work)
         self._gpu_free_at = max(begin + self._device.device_seconds(work), self.now)
         if self.steering is not None:
             step.key = step
-            self.steering.scheduled(step, work.num_decodes, work.decode_context, len(samples) - len(decodes))
+            self.steering.scheduled(step, decoding, len(samples) - len(decodes))
             self.steering.now = self.now
             self.steering.launched(step.key)
         self._in_flight.append(_Flying(step, samples, self.now, self._gpu_free_at))
@@ -162,18 +163,17 @@ class VirtualHost:
         if self.steering is None:
             return prefilling + self._waiting[:free]
         most = self._device.caps.max_prefill_sequences
-        waiting = sorted(self._waiting, key=self._rank)[: min(free, most)]
-        return sorted(prefilling + waiting, key=self._rank)[:most]
-
-    def _rank(self, stream: Stream) -> tuple[object, ...]:
-        assert self.steering is not None
-        return self.steering.rank(stream.id)
+        prompts = {stream.id: stream for stream in prefilling + self._waiting}
+        ordered = self.steering.line_up(self.now, list(prompts), most)
+        waiting = {stream.id for stream in self._waiting}
+        left_out = set([name for name in ordered if name in waiting][free:])
+        return [prompts[name] for name in ordered if name not in left_out][:most]
 
     def _share(
-        self, now: float, step: InFlightStep, decodes: list[Stream], contexts: list[int], candidates: list[Stream]
+        self, now: float, step: InFlightStep, decoding: list[Decode], candidates: list[Stream]
     ) -> Iterator[tuple[Stream, int]]:
         if self.steering is None:
-            left = self._budget - len(decodes)
+            left = self._budget - len(decoding)
             for stream in candidates:
                 if left <= 0:
                     return
@@ -183,7 +183,7 @@ class VirtualHost:
             return
         _, quotas = self.steering.plan(
             now,
-            [Decode(stream.id, 1, context) for stream, context in zip(decodes, contexts, strict=True)],
+            decoding,
             [
                 Candidate(s.id, s.num_computed, s.num_prompt_tokens - s.num_computed, s.num_prompt_tokens)
                 for s in candidates

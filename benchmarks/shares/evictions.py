@@ -16,7 +16,7 @@ from virtual_engine import Device
 
 from evenflow.core.blocks import BlockPool
 from evenflow.core.plan import ExecutorCaps
-from evenflow.core.prices import prefill_price
+from evenflow.core.prices import Prices
 from evenflow.core.step_time import StepTimeModel
 from evenflow.workload.inputs import TraceRequest
 
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 512  # of the trace
 
 def run(requests: Sequence[TraceRequest], num_blocks: int, device: Device, counts_costs: bool) -> tuple[float, float]:
     """The share of prompt blocks that were found, and the seconds that computing the others took."""
-    pool, step_time, caps = BlockPool(num_blocks), StepTimeModel(device.costs), ExecutorCaps()
+    pool, prices = BlockPool(num_blocks), Prices(StepTimeModel(device.costs), ExecutorCaps())
     found = looked_up = 0
     seconds = 0.0
     for request in requests:
@@ -39,8 +39,8 @@ def run(requests: Sequence[TraceRequest], num_blocks: int, device: Device, count
             pool.publish(block, block_hash)
         length = len(hashes) * _BLOCK_SIZE
         start = len(cached) * _BLOCK_SIZE
-        seconds += prefill_price(step_time, caps, start, length - start)
-        cost = prefill_price(step_time, caps, 0, length) / len(hashes) if counts_costs else 0.0
+        seconds += prices.prefill(start, length - start)
+        cost = prices.prefill(0, length) / len(hashes) if counts_costs else 0.0
         pool.release(blocks, None, cost)
         found, looked_up = found + len(cached), looked_up + len(hashes)
     return found / looked_up, seconds

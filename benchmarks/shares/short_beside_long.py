@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 4), help="the first, and the one after the last")
     parser.add_argument("--seconds", type=float, default=40, help="of virtual time, each load")
-    parser.add_argument("--policy", default="target:50")
+    parser.add_argument("--policy", default="target:50ms")
     options = parser.parse_args()
     print("short/s tokens   long   short TTFT p50    p90    p99   mean   long TTFT p50    max (s)")
     for mix in MIXES:

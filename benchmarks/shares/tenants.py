@@ -61,7 +61,7 @@ class Scale:
     backlog_time: float = 1.0  # of the time that the others run
 
 
-GPU = Scale(small=_DRAWN_SMALL, flood=_DRAWN_FLOOD, tokens_per_s=2_500, policy="target:25", seeds=(1, 4))
+GPU = Scale(small=_DRAWN_SMALL, flood=_DRAWN_FLOOD, tokens_per_s=2_500, policy="target:25ms", seeds=(1, 4))
 
 
 def cpu_scale(tokens_per_s: float) -> Scale:
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--flood", type=Path, help="a trace whose lengths the other has")
     parser.add_argument("--tokens-per-s", type=float, help="of the light tenant")
     parser.add_argument("--seconds", type=float, default=30, help="of each run; of virtual time unless --engine cpu")
-    parser.add_argument("--policy", help="target:25; with --engine cpu, fixed:N for steps of 120 ms")
+    parser.add_argument("--policy", help="target:25ms; with --engine cpu, fixed:N for steps of 120 ms")
     parser.add_argument("--no-backlog", action="store_true", help="only the light tenant beside the other")
     options = parser.parse_args()
     run, scale = simulate, GPU

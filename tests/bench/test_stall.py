@@ -95,7 +95,7 @@ def test_chats_are_replaced_and_the_engine_is_left_empty() -> None:
 
 
 def test_the_answers_are_those_of_the_prompts() -> None:
-    run = run_load(engine("target:50"), LOAD)
+    run = run_load(engine("target:50ms"), LOAD)
     assert run.long_answers == [fake_continuation(prompt, 4, VOCAB) for prompt in LOAD.long_prompts]
 
 

@@ -124,7 +124,7 @@ def test_agents_do_not_wait_for_a_prompt_that_nothing_is_cached_of() -> None:
 
     assert all(turn.prompt_tokens - turn.cached_tokens < 520 for turn in agents_load(1).chats[0].turns)
     waits, _ = run_agents(RECORDING, 1, "fixed:8192")
-    turns, misses = run_agents(RECORDING, 1, "target:50")
+    turns, misses = run_agents(RECORDING, 1, "target:50ms")
     assert 5 * sorted(turns)[-2] < sorted(waits)[-2]
     assert len(misses) == 4
 

@@ -33,15 +33,15 @@ def test_jains_index() -> None:
 
 @pytest.mark.slow
 def test_tenants_with_prompts_of_all_lengths_get_their_shares() -> None:
-    fair, _ = backlogged(9001, SECONDS, "target:25", "shares")
-    first_come, _ = backlogged(9001, SECONDS, "target:25", "fcfs")
+    fair, _ = backlogged(9001, SECONDS, "target:25ms", "shares")
+    first_come, _ = backlogged(9001, SECONDS, "target:25ms", "fcfs")
     assert fair >= 0.95
     assert fair > first_come
 
 
 def test_a_flood_hardly_delays_a_light_tenant() -> None:
     sizes = drawn_sizes((500, 4000), (16, 64)), drawn_sizes((2000, 32_000), (16, 64))
-    found = flooded(9002, *sizes, tokens_per_s=3000, seconds=SECONDS, policy="target:25")
+    found = flooded(9002, *sizes, tokens_per_s=3000, seconds=SECONDS, policy="target:25ms")
     assert found.ratio(found.shares, 0.99) < 2 < found.ratio(found.fcfs, 0.99)
 
 

@@ -78,9 +78,9 @@ def read_address(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command on a free port, once it is ready."""
+    """The command on a free port, in a process group of its own, once it is ready."""
     line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, *arguments])
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             yield process, read_address(process)
         finally:

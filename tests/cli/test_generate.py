@@ -48,7 +48,7 @@ def generate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
 
 
 @pytest.mark.parametrize(
-    "policy", ["unchunked", "alternate:7", "fixed:1", "fixed:16", "fixed:50", "load", "adaptive:20", "prompt-length"]
+    "policy", ["unchunked", "alternate:7", "fixed:1", "fixed:16", "fixed:50", "load", "adaptive:20ms", "prompt-length"]
 )
 def test_the_chunks_cover_the_prompt_and_the_tokens_do_not_depend_on_them(
     policy: str, capsys: pytest.CaptureFixture[str]

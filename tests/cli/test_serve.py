@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from evenflow.errors import EngineFailed
-from evenflow.server.serving import bind, listen
+from evenflow.server.serving import _ONE_SIGNAL_S, bind, listen
 from tests.cli.running import long_context_llama, run_cli, serving
 from tests.models import tiny_llama
 
@@ -72,19 +76,53 @@ def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, t
     assert record.read_text().count('"event":"step"') == 5
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_to_the_whole_process_group_lets_open_streams_end(number: signal.Signals) -> None:
+    """`timeout`, supervisors and terminals send it to all: the front alone decides when the others end."""
+    sampling = {"max_tokens": 300, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    messages = [{"role": "user", "content": "hi"}]
+    with serving("--model", long_context_llama(), "--served-model-name", "tiny") as (process, url):
+        body = {"model": "tiny", "messages": messages, **sampling}
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = filter(None, answer.iter_lines())
+            next(lines)
+            os.killpg(process.pid, number)
+            *_, usage, end = lines
+        assert end == "data: [DONE]"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 300
+        assert process.wait(60) == 0
+        wait_for_all(process)
+
+
+def test_when_the_front_is_killed_its_other_processes_end() -> None:
+    with serving() as (process, _):
+        process.kill()
+        wait_for_all(process)
+
+
+def wait_for_all(process: subprocess.Popen[str]) -> None:
+    """Each process of a server has its standard error open."""
+    assert process.stderr is not None
+    process.stderr.read()
+
+
 @pytest.mark.slow
-def test_a_second_interrupt_quits_at_once() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_quits_at_once(number: signal.Signals) -> None:
     with serving("--model", long_context_llama(), "--drain-time", "600s") as (process, url):
         body = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, number)
+            os.killpg(process.pid, number)  # `timeout` sends it twice and means one
             assert process.stderr is not None
             assert "Press Ctrl-C again to quit at once" in process.stderr.readline()
-            process.send_signal(signal.SIGINT)
+            time.sleep(_ONE_SIGNAL_S)
+            os.killpg(process.pid, number)
             assert process.wait(60) == 0
             assert "shutting down" in "".join(lines)
+        wait_for_all(process)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_the_unit_starts_a_command_that_is_accepted(unit: configparser.SectionPr
     words = shlex.split(unit["ExecStart"])
     assert words.pop() == "$EVENFLOW_ARGS"  # without braces: systemd splits it into words
     parsed = served_by([*words, *shlex.split(further)])
-    assert parsed["tbt_target"] == 0.2
+    assert parsed["tbt_target"] == "200ms"
 
 
 def test_the_unit_leaves_time_to_drain(unit: configparser.SectionProxy) -> None:
@@ -223,3 +223,10 @@ def test_a_server_answers_the_probes() -> None:
 def test_a_wrong_option_would_be_seen() -> None:
     with pytest.raises(typer.BadParameter.__base__):  # type: ignore[arg-type]
         served_by(["serve", "--port", "8000", "--no-such-option"])
+
+
+def test_every_alert_waits_before_it_sounds() -> None:
+    """A single scrape during a burst is no alarm."""
+    [rules] = re.findall(r"```yaml\n(groups:.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    groups = yaml.safe_load(rules)["groups"]
+    assert [one["alert"] for group in groups for one in group["rules"] if "for" not in one] == []

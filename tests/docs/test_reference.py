@@ -44,7 +44,7 @@ def test_every_setting_with_its_comment(reference: object, cls: type) -> None:
 
 def test_methods_with_their_signatures(reference: object) -> None:
     text = reference.api("evenflow.LLM")  # type: ignore[attr-defined]
-    assert "set_target(seconds: float | None, paced: bool | None = None)" in text
+    assert "set_target(target: float | str | None, paced: bool | None = None)" in text
     assert "### chat()" in text
     assert "_set_policy" not in text
     assert 'LLM("default", policy="fixed:256")\n' in text.partition("```py")[2]

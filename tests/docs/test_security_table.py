@@ -23,6 +23,14 @@ def test_every_test_that_is_named_exists() -> None:
             assert test in functions, f"{file}::{test}"
 
 
+def test_every_promise_has_a_test() -> None:
+    tables = re.findall(r"^\|[^\n]*\| test \|\n\|[-|]+\|\n((?:\|[^\n]*\n)+)", PAGE, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) >= 50
+    for row in rows:
+        assert "::test_" in row, row
+
+
 def test_every_class_of_hole_has_a_test() -> None:
     table = PAGE.partition("## By class")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]

@@ -20,10 +20,11 @@ from evenflow.bench.plots import pyplot
 from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.completion import complete_model, complete_policy
 from evenflow.cli.interrupts import INTERRUPTED
-from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options
+from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options, target_option
 from evenflow.cli.output import make_table, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, is_policy, open_sides, policy_of
 from evenflow.core.policies import PolicySpec
+from evenflow.duration import parse_target
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
@@ -47,7 +48,7 @@ class AbOptions:
     keep_prompts: bool = option("Reuse prompts across pairs to compare prefix caches.", "--keep-prompts", default=False)
     seed: int = option("Seed for arrival times, the order of rounds and the intervals.", default=0)
     ttft_target: float = duration_option("Longest TTFT of a request that is served well.", default="2s")
-    tbt_target: float | None = duration_option(
+    tbt_target: str | None = target_option(
         "Longest gap between its tokens, at the 99th percentile.", show_default="the target of A or B, else 200ms"
     )
     model: str = option(
@@ -96,7 +97,7 @@ def ab(
 
 def _goals(a: str, b: str, options: AbOptions) -> Goals:
     if options.tbt_target is not None:
-        return Goals(options.ttft_target, options.tbt_target)
+        return Goals(options.ttft_target, parse_target(options.tbt_target))
     targets = {
         seconds: name
         for name, side in (("B", b), ("A", a))

@@ -46,6 +46,15 @@ def _parse_duration(text: str) -> float:
         raise typer.BadParameter(str(error)) from error
 
 
+def _parse_target(text: str) -> str:
+    """A bare number is in seconds, as in Python."""
+    given = float(text) if re.fullmatch(duration.NUMBER_PATTERN, text) else text
+    try:
+        return duration.format_duration(duration.parse_target(given))
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _parse_new_file(text: str) -> Path:
     """Checks that the file can be written before anything is computed for it."""
     path = Path(text)
@@ -66,6 +75,11 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
 def duration_option(help: str, **settings: Any) -> Any:
     """An option whose value is seconds, written as 50ms or 2s."""
     return option(help, parser=_parse_duration, metavar="DURATION", **settings)
+
+
+def target_option(help: str, **settings: Any) -> Any:
+    """A time between tokens, written as 50ms or 0.05."""
+    return option(help, parser=_parse_target, metavar="DURATION", **settings)
 
 
 def file_option(help: str) -> Any:
@@ -137,7 +151,7 @@ class SchedulingOptions:
         show_default="a target that this machine keeps",
         autocompletion=complete_policy,
     )
-    tbt_target: float | None = duration_option("Target time between a stream's tokens (50ms), as --policy target:MS.")
+    tbt_target: str | None = target_option("Target time between a stream's tokens (50ms), as --policy target:50ms.")
     max_num_batched_tokens: int | None = option("Maximum tokens in a step; on its own, fixed:N.")
     enable_chunked_prefill: Switch | None = option("false means --policy unchunked.", show_default="the engine decides")
     enable_prefix_caching: Switch | None = option("Reuse the KV of prompts that start alike.", show_default="true")

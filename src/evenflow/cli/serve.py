@@ -91,6 +91,9 @@ class ServeOptions:
     max_body_bytes: int = option(
         "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
     )
+    max_response_size: int | None = option(
+        "Maximum size that a response may get.", parser=parse_size, metavar="SIZE", show_default="64MiB"
+    )
     max_prompt_tokens: int = option("Maximum tokens of a prompt; 0: the model's context.", default=0)
     max_n: int = option("Maximum choices of one request: n times its prompts.", default=128)
     max_waiting: int = option("Maximum requests in the queue (each choice counts); more are refused.", default=1024)
@@ -135,6 +138,7 @@ class ServeOptions:
         from evenflow.server.gate import ServerLimits
         from evenflow.server.serving import ServerSettings
 
+        limits = {field.name: getattr(self, field.name) for field in fields(ServerLimits)}
         return ServerSettings(
             model_names=tuple(self.served_model_name or (config.model,)),
             host=self.host,
@@ -144,7 +148,7 @@ class ServeOptions:
             allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
             allows_special_tokens=self.allow_special_tokens,
-            limits=ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)}),
+            limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),
             drain_s=self.drain_time,
             otlp_endpoint=self.otlp_endpoint,
             request_log=self.request_log,

@@ -36,8 +36,8 @@ _POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
     *("device", "weights", "load_format", "deterministic", "threads", "kv_cache_memory"),
     *("kv_offload_memory", "kv_offload_format", "cache_dir", "cache_dir_size"),
-    *("max_prompt_tokens", "max_n", "max_open_tokens", "shares", "allow_special_tokens", "pooling"),
-    *("otlp_endpoint", "request_log", "step_timeout", "record"),
+    *("max_response_size", "max_prompt_tokens", "max_n", "max_open_tokens", "shares", "allow_special_tokens"),
+    *("pooling", "otlp_endpoint", "request_log", "step_timeout", "record"),
 )
 
 
@@ -90,7 +90,7 @@ def _policy(config: EngineConfig, engine: str) -> PolicySpec | None:
     policy = config.chosen_policy
     if policy is not None and policy.name not in _POLICIES:
         raise InvalidInput(
-            f"Got policy='{policy}' with {engine} but expected target:MS, fixed:N or unchunked: only evenflow's own "
+            f"Got policy='{policy}' with {engine} but expected target:TIME, fixed:N or unchunked: only evenflow's own "
             "engine has the others."
         )
     if config.max_model_len is not None:
