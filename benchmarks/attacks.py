@@ -359,14 +359,14 @@ PROBES = (ask_health, ask_completion, ask_with_large_body)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--seconds", type=float, default=8.0, help="per attack")
+    parser.add_argument("--seconds", type=float, default=8.0, help="per attack; 0: none alone")
     parser.add_argument("--together", type=float, default=120.0, help="seconds of all attacks together; 0: none")
     parser.add_argument("--clients", type=int, default=8, help="that attack at a time")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.clients} attackers")
     print(f"{'':24} health s  completion s  large body s  most MB  left MB  left files")
-    runs = [(name, [name], options.clients, options.seconds) for name in options.attacks]
+    runs = [(name, [name], options.clients, options.seconds) for name in options.attacks if options.seconds]
     if options.together:
         runs.append((ALL, options.attacks, 1, options.together))
     over = []

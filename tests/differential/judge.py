@@ -7,6 +7,7 @@ what transformers would have generated, whatever near ties there were.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import RequestOutput
 from evenflow.model.grammar import Grammars
@@ -153,7 +154,7 @@ def _check_embedding(request: Request, output: RequestOutput, hidden: Tensor) ->
     require(apart < NEAR, f"{request.id}: its embedding is off by {apart}")
 
 
-def _check_logprobs(name: str, found: list[RowLogprobs], tokens: list[int], rows: Tensor) -> None:
+def _check_logprobs(name: str, found: Sequence[RowLogprobs], tokens: list[int], rows: Tensor) -> None:
     require(len(found) == len(tokens), f"{len(found)} {name} for {len(tokens)} tokens")
     for row, token, expected in zip(found, tokens, rows, strict=False):
         require(row.chosen.token_id == token, f"{name} of token {row.chosen.token_id} in the place of {token}")

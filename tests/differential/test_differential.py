@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from evenflow.core.blocks import BlockPool
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.plan import StepResult
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.seats import Seats
@@ -81,7 +82,7 @@ def wrong_logprob(result: StepResult) -> StepResult | None:
         return None
     number, (row,) = next(iter(result.logprobs.items()))
     wrong = row._replace(chosen=row.chosen._replace(logprob=row.chosen.logprob - 0.01))
-    return replace(result, logprobs={**result.logprobs, number: (wrong,)})
+    return replace(result, logprobs={**result.logprobs, number: LogprobRows.of([wrong])})
 
 
 @pytest.mark.parametrize("parts", [frozenset(PARTS), WITH["paged"], WITH["sampling"]])

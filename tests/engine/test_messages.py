@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from evenflow.core.grammar import Grammar
-from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.logprobs import LogprobRows, RowLogprobs, TokenLogprob
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import Ended
 from evenflow.core.request import Request, SamplingParams
@@ -72,8 +72,8 @@ def test_a_step_is_the_same_on_the_other_side_in_any_pieces() -> None:
         ids=["a", "b"],
         tokens=[(4,), ()],
         ended={1: Ended("error", "it broke")},
-        logprobs={0: (row,)},
-        prompt_logprobs={0: (row, row)},
+        logprobs={0: LogprobRows.of([row])},
+        prompt_logprobs={0: LogprobRows.of([row, row])},
     )
     step = Stepped(report)
     content = frame(step) + frame(step)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from evenflow.core.plan import RowLogprobs, StepResult, TokenLogprob
+from evenflow.core.logprobs import LogprobRows, RowLogprobs, TokenLogprob
+from evenflow.core.plan import StepResult
 from evenflow.core.request import SamplingParams
 from evenflow.engine.recorder import next_recording
 from evenflow.errors import EngineFailed, InvalidInput
@@ -93,7 +94,7 @@ def test_a_recording_that_another_engine_writes_is_refused_and_kept(tmp_path: Pa
 
 def test_a_result_comes_back_as_it_was() -> None:
     row = RowLogprobs(TokenLogprob(3, -0.5), (TokenLogprob(3, -0.5), TokenLogprob(9, -1.25)))
-    result = StepResult(4, ((3,), ()), 0.25, {1: "bad"}, {0: (row,)}, {1: (row, row)})
+    result = StepResult(4, ((3,), ()), 0.25, {1: "bad"}, {0: LogprobRows.of([row])}, {1: LogprobRows.of([row, row])})
     assert read(json.loads(write_line(result)), StepResult) == result
 
 

@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from evenflow.core.plan import RowLogprobs, StepPlan
+from evenflow.core.logprobs import RowLogprobs
+from evenflow.core.plan import StepPlan
 from evenflow.core.request import SamplingParams
 from evenflow.errors import InvalidConfig
 from evenflow.executors.base import Executor

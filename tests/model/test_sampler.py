@@ -160,14 +160,14 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     samples = sample(LOGITS.clone().unsqueeze(0), [row])
     raw = LOGITS.log_softmax(-1)
     assert samples.tokens == [1]
-    assert samples.logprobs[0].chosen == (1, pytest.approx(float(raw[1])))
-    assert samples.logprobs[0].top == ((0, pytest.approx(float(raw[0]))), (1, pytest.approx(float(raw[1]))))
+    assert samples.logprobs[0][0].chosen == (1, pytest.approx(float(raw[1])))
+    assert samples.logprobs[0][0].top == ((0, pytest.approx(float(raw[0]))), (1, pytest.approx(float(raw[1]))))
 
 
 def test_no_alternatives_asked_still_gives_the_chosen_logprob() -> None:
     samples = sample(LOGITS.clone().unsqueeze(0), [sequence(temperature=0.0, logprobs=0)])
-    assert samples.logprobs[0].chosen.token_id == 0
-    assert samples.logprobs[0].top == ()
+    assert samples.logprobs[0][0].chosen.token_id == 0
+    assert samples.logprobs[0][0].top == ()
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

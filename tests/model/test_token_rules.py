@@ -102,8 +102,8 @@ def test_logprobs_are_the_models_own() -> None:
     found = sampled([5], temperature=0, logprobs=2, logit_bias={3: 50.0}, bad_word_ids=[(0,)])
     assert found.tokens == [3]
     expected = LOGITS.log_softmax(-1)
-    assert found.logprobs[0].chosen.logprob == pytest.approx(float(expected[3]))
-    assert [token.token_id for token in found.logprobs[0].top] == [0, 1]
+    assert found.logprobs[0][0].chosen.logprob == pytest.approx(float(expected[3]))
+    assert [token.token_id for token in found.logprobs[0][0].top] == [0, 1]
 
 
 @pytest.mark.parametrize(

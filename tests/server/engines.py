@@ -9,7 +9,8 @@ from pathlib import Path
 
 from evenflow.config import EngineConfig
 from evenflow.core import tier
-from evenflow.core.plan import RowLogprobs, StepPlan, StepResult, TokenLogprob
+from evenflow.core.logprobs import LogprobRows, RowLogprobs, TokenLogprob
+from evenflow.core.plan import StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
@@ -52,12 +53,12 @@ class ScriptedExecutor(FakeExecutor):
         errors = {
             row: "the prompt is poison" for row, slot in enumerate(slots) if self._slots[slot].tokens[0] == self._poison
         }
-        rows = {
-            row: (RowLogprobs(TokenLogprob(given[0], -0.5), (TokenLogprob(given[0], -0.5), TokenLogprob(9, -2.0))),)
-            for row, given in enumerate(tokens)
-            if given
-        }
+        rows = {row: LogprobRows.of([_scripted_row(given[0])]) for row, given in enumerate(tokens) if given}
         return StepResult(plan.step_id, tokens, result.seconds, errors=errors, logprobs=rows)
+
+
+def _scripted_row(token: int) -> RowLogprobs:
+    return RowLogprobs(TokenLogprob(token, -0.5), (TokenLogprob(token, -0.5), TokenLogprob(9, -2.0)))
 
 
 class ScoringExecutor(ScriptedExecutor):
@@ -76,12 +77,12 @@ class ScoringExecutor(ScriptedExecutor):
         slots = [*plan.decodes.slots, *(chunk.slot for chunk in plan.chunks)]
         result = super().wait()
         logprobs = {
-            row: (_worst_row(20),)
+            row: LogprobRows.of([_worst_row(20)])
             for row, (slot, given) in enumerate(zip(slots, result.tokens, strict=True))
             if given and self._is_scored[slot]
         }
         prompts = {
-            number: (_worst_row(self._num_top[chunk.slot]),) * (chunk.length - chunk.samples)
+            number: LogprobRows.of([_worst_row(self._num_top[chunk.slot])] * (chunk.length - chunk.samples))
             for number, chunk in enumerate(plan.chunks, len(plan.decodes))
             if chunk.prompt_logprobs
         }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import SamplingParams
 
 
@@ -280,18 +281,6 @@ class StepPlan:
         )
 
 
-class TokenLogprob(NamedTuple):
-    token_id: int
-    logprob: float
-
-
-class RowLogprobs(NamedTuple):
-    """The sampled token, or that of the prompt, and the likeliest alternatives, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...]
-
-
 class Shed(NamedTuple):
     """What a step computed of a chunk whose last rows it left out."""
 
@@ -307,8 +296,8 @@ class StepResult:
     tokens: tuple[tuple[int, ...], ...]  # new tokens of each sequence: none for a chunk that does not sample
     seconds: float  # end - max(submitted, end of the previous step): the step's own time
     errors: Mapping[int, str] = field(default_factory=dict)  # the request itself cannot go on
-    logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)  # for tokens start+1 .. end
+    logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)  # for tokens start+1 .. end
     embeddings: Mapping[int, bytes] = field(default_factory=dict)  # float32 values, of unit length
     faults: Mapping[int, str] = field(default_factory=dict)  # the machine lost the result: computing it again may help
     out_of_memory: bool = False  # is that why?

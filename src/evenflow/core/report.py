@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from evenflow.core.deadlines import LateToken
-from evenflow.core.plan import ChunkReason, RowLogprobs, StepShape, TierResult
+from evenflow.core.logprobs import LogprobRows
+from evenflow.core.plan import ChunkReason, StepShape, TierResult
 from evenflow.core.step_time import StepTimeModel
 
 LOG_INTERVAL_S = 10.0  # between the lines that sum up steps
@@ -130,8 +131,8 @@ class StepReport(NamedTuple):
     tokens: list[tuple[int, ...]]
     num_decoded: int  # the first rows are decodes
     ended: dict[int, Ended]
-    logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (never changed)
-    prompt_logprobs: dict[int, tuple[RowLogprobs, ...]] = {}  # noqa: RUF012 (by place among the chunks)
+    logprobs: dict[int, LogprobRows] = {}  # noqa: RUF012 (never changed)
+    prompt_logprobs: dict[int, LogprobRows] = {}  # noqa: RUF012 (by place among the chunks)
     embeddings: dict[int, bytes] = {}  # noqa: RUF012 (by row; float32 values, of unit length)
     is_own_time: bool = True  # False: `seconds` may include part of another step's
     retried: tuple[str, ...] = ()  # requests that are computed again after a fault

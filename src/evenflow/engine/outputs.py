@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.report import ChunkReport, Ended, StepReport
 from evenflow.core.request import FinishReason, Request
 
@@ -30,8 +30,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     chunks: list[ChunkReport] = field(default_factory=list)  # with the cached tokens, exactly the prompt
     token_times_s: list[float] = field(default_factory=list)
-    logprobs: list[RowLogprobs] | None = None
-    prompt_logprobs: list[RowLogprobs] | None = None  # for the prompt's tokens from the second on
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None  # for the prompt's tokens from the second on
     embedding: array[float] | None = None  # of the prompt, of unit length; with `pooling`
 
     @property
@@ -93,13 +93,13 @@ class CompletionOutput:
         return self._output.stop_reason
 
     @property
-    def logprobs(self) -> list[RowLogprobs] | None:
+    def logprobs(self) -> LogprobRows | None:
         return self._output.logprobs
 
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum over the tokens; None unless logprobs were asked for."""
-        return None if self.logprobs is None else sum(row.chosen.logprob for row in self.logprobs)
+        return None if self.logprobs is None else sum(self.logprobs.chosen)
 
     def finished(self) -> bool:
         return self._output.finished
@@ -204,18 +204,16 @@ class OutputBuilder:
         output.num_cached_tokens = num_cached_tokens - sum(chunk.length for chunk in output.chunks)
         output.prompt_logprobs = None
 
-    def take_chunk(self, chunk: ChunkReport, prompt_logprobs: tuple[RowLogprobs, ...] | None) -> None:
+    def take_chunk(self, chunk: ChunkReport, prompt_logprobs: LogprobRows | None) -> None:
         """Keep the chunks that lead to the first token."""
         output = self.output
         if output.token_ids:
             return
         output.chunks.append(chunk._replace(request_id=output.request_id))
         if prompt_logprobs is not None:
-            output.prompt_logprobs = [*(output.prompt_logprobs or ()), *prompt_logprobs]
+            output.prompt_logprobs = _extended(output.prompt_logprobs, prompt_logprobs)
 
-    def take(
-        self, tokens: tuple[int, ...], logprobs: tuple[RowLogprobs, ...] | None, ended: Ended | None, now: float
-    ) -> Delta:
+    def take(self, tokens: tuple[int, ...], logprobs: LogprobRows | None, ended: Ended | None, now: float) -> Delta:
         """Add what a step gave. The output may end here by a stop string that the engine has not seen."""
         output = self.output
         num_early = max(0, self._min_tokens - len(output.token_ids))
@@ -223,8 +221,7 @@ class OutputBuilder:
         for _ in tokens:
             output.token_times_s.append(now - self._arrival)
         if logprobs is not None:
-            output.logprobs = output.logprobs or []
-            output.logprobs += logprobs
+            output.logprobs = _extended(output.logprobs, logprobs)
         text, met = "", None
         if self._decoder is not None:
             shown = tokens
@@ -255,6 +252,12 @@ class OutputBuilder:
             rest = certain + self._stop_finder.flush()
         self.output.text += rest
         return rest
+
+
+def _extended(rows: LogprobRows | None, more: LogprobRows) -> LogprobRows:
+    rows = LogprobRows() if rows is None else rows
+    rows.extend(more)
+    return rows
 
 
 class Outputs:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenflow.core.plan import ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.core.logprobs import LogprobRows
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.executors.lost_slots import LostSlots, Remaining
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
@@ -95,9 +96,9 @@ class _Launched:
         rows = tuple(found.tokens), self.timer.seconds, found.errors, found.logprobs
         return StepResult(self.plan.step_id, *rows, prompt_logprobs, embeddings, faults | found.faults)
 
-    def _read_prompts(self) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+    def _read_prompts(self) -> tuple[dict[int, LogprobRows], dict[int, str]]:
         """Prompt logprobs and faults by the part's number."""
-        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        found: dict[int, LogprobRows] = {}
         faults: dict[int, str] = {}
         for number, groups in self.prompt_rows.items():
             num_top = self.parts[number].slot.sampled.params.prompt_logprobs
@@ -105,8 +106,7 @@ class _Launched:
             if unusable:
                 faults[number] = next(iter(unusable.values()))
             else:
-                rows = [row for group in groups for row in group.logprobs.rows([num_top] * len(group.largest))]
-                found[number] = tuple(rows)
+                found[number] = LogprobRows.joined([group.logprobs.rows(num_top) for group in groups])
         return found, faults
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from evenflow.core.plan import Admission, RowLogprobs, StepPlan
+from evenflow.core.logprobs import LogprobRows
+from evenflow.core.plan import Admission, StepPlan
 from evenflow.core.request import Pooling
 from evenflow.errors import OutOfMemory
 from evenflow.model.sampler import SampledSequence, Samples
@@ -80,13 +81,13 @@ class SampledParts:
     tokens: list[tuple[int, ...]]  # none for a part that does not sample, or failed
     errors: dict[int, str] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, tuple[RowLogprobs, ...]] = field(default_factory=dict)
+    logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def take(self, numbers: Sequence[int], samples: Samples) -> None:
         """Rows of samples, for the parts of these numbers."""
         self.errors |= {numbers[row]: message for row, message in samples.errors.items()}
         self.faults |= {numbers[row]: message for row, message in samples.faults.items()}
-        self.logprobs |= {numbers[row]: (found,) for row, found in samples.logprobs.items()}
+        self.logprobs |= {numbers[row]: found for row, found in samples.logprobs.items()}
         for number, token in zip(numbers, samples.tokens, strict=True):
             if number not in self.errors and number not in self.faults:
                 self.tokens[number] = (token,)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from evenflow.core.plan import Admission, ExecutorCaps, RowLogprobs, StepPlan, StepResult
+from evenflow.core.logprobs import LogprobRows
+from evenflow.core.plan import Admission, ExecutorCaps, StepPlan, StepResult
 from evenflow.errors import InvalidConfig
 from evenflow.executors.lost_slots import LostSlots
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
@@ -33,7 +34,7 @@ from evenflow.model.decoder import Decoder, MakeLinear, Remainder
 from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
 from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
 from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
-from evenflow.model.sampler import SampledSequence, logit_faults, row_logprobs, sample
+from evenflow.model.sampler import SampledSequence, logit_faults, logprob_rows, sample
 from evenflow.model.weights import needed_shapes
 from evenflow.native.build import why_unavailable
 
@@ -184,9 +185,9 @@ class TorchExecutor:
 
     def _all_prompt_logprobs(
         self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
-    ) -> tuple[dict[int, tuple[RowLogprobs, ...]], dict[int, str]]:
+    ) -> tuple[dict[int, LogprobRows], dict[int, str]]:
         """Prompt logprobs and faults by the part's number."""
-        found: dict[int, tuple[RowLogprobs, ...]] = {}
+        found: dict[int, LogprobRows] = {}
         faults: dict[int, str] = {}
         for number, part in enumerate(parts):
             if part.prompt_logprobs:
@@ -196,17 +197,16 @@ class TorchExecutor:
                     faults[number] = str(error)
         return found, faults
 
-    def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> tuple[RowLogprobs, ...]:
+    def _prompt_logprobs(self, part: Part[_Slot], hidden: Tensor) -> LogprobRows:
         predicted, num_top = part.predicted, part.slot.sampled.params.prompt_logprobs
-        found: list[RowLogprobs] = []
+        found = []
         for first in range(0, len(predicted), _LOGPROB_ROWS):
             targets = predicted[first : first + _LOGPROB_ROWS]
             logits = self._decoder.logits(hidden[first : first + len(targets)])
             if unusable := logit_faults(logits.amax(-1).tolist()):
                 raise ArithmeticError(next(iter(unusable.values())))
-            logprobs = logits.log_softmax(-1)
-            found += [row_logprobs(row, token, num_top) for row, token in zip(logprobs, targets, strict=True)]
-        return tuple(found)
+            found.append(logprob_rows(logits.log_softmax(-1), targets, num_top))
+        return LogprobRows.joined(found)
 
     def _embedding(self, part: Part[_Slot], hidden: Tensor) -> bytes | None:
         """The prompt's embedding, once its last chunk is computed."""

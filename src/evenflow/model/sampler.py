@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import ALL_LOGPROBS, SamplingParams
 from evenflow.errors import InvalidRequest
 from evenflow.model.token_rules import TokenRules
@@ -57,7 +57,7 @@ class Samples:
     tokens: list[int]
     errors: dict[int, str] = field(default_factory=dict)  # the request's rules leave no token
     faults: dict[int, str] = field(default_factory=dict)  # the logits are not numbers
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
@@ -84,16 +84,26 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence]) -> Samples:
     for number, sequence in enumerate(sequences):
         if sequence.params.temperature > 0 and number not in errors and number not in faults:
             tokens[number] = _draw(rows[number], sequence)
-    logprobs = {row: row_logprobs(logprob, tokens[row], sequences[row].params.logprobs) for row, logprob in raw.items()}
+    logprobs = {
+        row: logprob_rows(logprob.unsqueeze(0), tokens[row : row + 1], sequences[row].params.logprobs)
+        for row, logprob in raw.items()
+    }
     return Samples(tokens, errors, faults, logprobs)
 
 
-def row_logprobs(logprobs: Tensor, token: int, num_top: int | None) -> RowLogprobs:
-    """The token's logprob and the `num_top` likeliest, from a row of log-probabilities."""
-    num_top = len(logprobs) if num_top == ALL_LOGPROBS else min(num_top or 0, len(logprobs))
+def logprob_rows(logprobs: Tensor, tokens: Sequence[int], num_top: int | None) -> LogprobRows:
+    """Each token's logprob and the `num_top` likeliest, from rows of log-probabilities."""
+    vocab_size = logprobs.shape[-1]
+    num_top = vocab_size if num_top == ALL_LOGPROBS else min(num_top or 0, vocab_size)
     values, ids = logprobs.topk(num_top)
-    top = tuple(map(TokenLogprob, ids.tolist(), values.tolist()))
-    return RowLogprobs(TokenLogprob(token, float(logprobs[token])), top)
+    chosen = torch.tensor(tokens).unsqueeze(1)
+    return pack_rows(torch.cat([chosen, ids], 1), torch.cat([logprobs.gather(1, chosen), values], 1))
+
+
+def pack_rows(ids: Tensor, values: Tensor) -> LogprobRows:
+    """From columns on the host, the chosen token's first."""
+    packed = ids.numpy().astype(np.int32).tobytes(), values.numpy().astype(np.float32).tobytes()
+    return LogprobRows(ids.shape[1] - 1, *map(bytearray, packed))
 
 
 def logit_faults(largest: Sequence[float]) -> dict[int, str]:

@@ -59,10 +59,11 @@ def check(sequences: list[SampledSequence], device: str, scale: float = 3.0) -> 
     good = [row for row in range(len(sequences)) if row not in found.errors]
     assert [found.tokens[row] for row in good] == [expected.tokens[row] for row in good]
     assert found.logprobs.keys() == expected.logprobs.keys()
-    for row, logprobs in found.logprobs.items():
-        assert logprobs.chosen.token_id == expected.logprobs[row].chosen.token_id
-        assert logprobs.chosen.logprob == pytest.approx(expected.logprobs[row].chosen.logprob, abs=1e-5)
-        assert [one.token_id for one in logprobs.top] == [one.token_id for one in expected.logprobs[row].top]
+    for row, [logprobs] in found.logprobs.items():
+        [other] = expected.logprobs[row]
+        assert logprobs.chosen.token_id == other.chosen.token_id
+        assert logprobs.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-5)
+        assert [one.token_id for one in logprobs.top] == [one.token_id for one in other.top]
     return found
 
 

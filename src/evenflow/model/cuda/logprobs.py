@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import ALL_LOGPROBS
+from evenflow.model.sampler import pack_rows
 
 
 class Logprobs(NamedTuple):
@@ -24,16 +25,14 @@ class Logprobs(NamedTuple):
         """Starts copies. They can be read once the device has come so far."""
         return Logprobs(*map(start_copy, self))
 
-    def rows(self, num_top: Sequence[int | None]) -> list[RowLogprobs]:
+    def rows(self, num_top: int | None) -> LogprobRows:
         """On the host: for each row the chosen token and as many of the likeliest as asked."""
-        columns = (column.tolist() for column in self)
-        return [
-            RowLogprobs(
-                TokenLogprob(chosen_id, chosen),
-                tuple(map(TokenLogprob, top_ids[: _most(count)], top[: _most(count)])),
-            )
-            for chosen_id, chosen, top_ids, top, count in zip(*columns, num_top, strict=True)
-        ]
+        end = _most(num_top)
+        ids = torch.cat([self.chosen_ids.unsqueeze(1), self.top_ids[:, :end]], 1)
+        return pack_rows(ids, torch.cat([self.chosen.unsqueeze(1), self.top[:, :end]], 1))
+
+    def row(self, number: int, num_top: int | None) -> LogprobRows:
+        return Logprobs(*(column[number : number + 1] for column in self)).rows(num_top)
 
 
 def logprobs_of(logits: Tensor, chosen_ids: Tensor, num_top: Sequence[int | None]) -> Logprobs:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenflow.core.plan import RowLogprobs
 from evenflow.errors import InvalidRequest
 from evenflow.model.cuda.logprobs import Logprobs, logprobs_of, start_copy
 from evenflow.model.sampler import (
@@ -79,11 +78,13 @@ class PendingSamples:
         tokens, bits = self.numbers
         faults = logit_faults(bits.view(torch.float32).tolist())
         failed = faults.keys() | self.errors.keys()
-        found: dict[int, RowLogprobs] = {}
-        for rows, num_top, logprobs in self.logprobs:
-            found |= dict(zip(rows, logprobs.rows(num_top), strict=True))
-        logprobs_of_rows = {row: found[row] for row in found if row not in failed}
-        return Samples(tokens.tolist(), self.errors, faults, logprobs_of_rows)
+        found = {
+            row: logprobs.row(number, count)
+            for rows, num_top, logprobs in self.logprobs
+            for number, (row, count) in enumerate(zip(rows, num_top, strict=True))
+            if row not in failed
+        }
+        return Samples(tokens.tolist(), self.errors, faults, found)
 
 
 class DeviceSampler:

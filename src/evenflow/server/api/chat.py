@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
@@ -131,7 +131,7 @@ class ChatWriter(ResponseWriter[ChatBody]):
         return encode_json(stream.push(delta.text, is_last=delta.finish_reason is not None))
 
     def _logprobs(
-        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: LogprobRows
     ) -> dict[str, Any]:
         make = partial(chat_row, self._service.tokenizer, self.body.top_logprobs or 0)
         return {"content": Rows(rows, make), "refusal": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.model.infill import InfillTokens
@@ -14,7 +14,7 @@ from evenflow.server.access import Caller
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
 from evenflow.server.api.request_models import CompletionBody, as_batch
-from evenflow.server.api.response_size import held_row
+from evenflow.server.api.response_size import written_bytes
 from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
@@ -117,12 +117,12 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
             self._prompt_rows[number] = self._prompt_logprobs(self._scored[number], num_top, self.body.num_returned)
         return self._prompt_rows[number]
 
-    def event_bytes(self, delta: Delta, rows: Sequence[RowLogprobs]) -> int:
+    def event_bytes(self, delta: Delta, rows: LogprobRows) -> int:
         """The first one of an echo has the prompt's too."""
-        num_rows = len(rows) + len(delta.output.prompt_logprobs or ()) * (len(rows) == len(delta.output.token_ids))
-        return num_rows * held_row(self.body.logprobs or 0)
+        is_first = len(rows) == len(delta.output.token_ids)
+        return written_bytes(rows, delta.output.prompt_logprobs if is_first else None)
 
-    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+    def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
         event = super().event(index, delta, rows, usage)
         if delta.token_ids:
             self._begun.add(index)
@@ -151,21 +151,21 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
         return reason if self._max_tokens else "length"
 
     def _logprobs(
-        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: LogprobRows
     ) -> dict[str, Any]:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""
         tokenizer, prompt_ids = self._service.tokenizer, output.prompt_token_ids
         all_ids: list[int] = []
-        all_rows: list[RowLogprobs | None] = []
+        all_rows = LogprobRows()
         text_offsets: list[int] = []
         if self.body.echo and index not in self._begun:
             scored = self._scored[index // self.body.num_choices] if self._scored else output
             all_ids += prompt_ids
-            all_rows += [None, *(scored.prompt_logprobs or [])]
+            all_rows.extend(scored.prompt_logprobs or LogprobRows())
             text_offsets += TextOffsets(StreamDecoder(tokenizer)).take(prompt_ids)
         if self._max_tokens:
             all_ids += token_ids
-            all_rows += rows
+            all_rows.extend(rows)
             if index not in self._text_offsets:
                 start = len(self._text(index, "", is_first=True))
                 self._text_offsets[index] = TextOffsets(tokenizer.stream_decoder(prompt_ids), start)
@@ -174,5 +174,5 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
 
 
 def _mean_logprob(output: RequestOutput) -> float:
-    rows = output.logprobs or []
-    return sum(row.chosen.logprob for row in rows) / max(1, len(rows))
+    chosen = () if output.logprobs is None else output.logprobs.chosen
+    return sum(chosen) / max(1, len(chosen))

@@ -22,7 +22,7 @@ from evenflow.server.api.json_pieces import encode_json, json_pieces
 from evenflow.server.api.large_work import SMALL_BYTES
 from evenflow.server.api.request_body import read_body
 from evenflow.server.api.request_writer import RequestWriter
-from evenflow.server.api.response_size import held_bytes
+from evenflow.server.api.response_size import held_bytes, written_bytes
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
@@ -115,7 +115,7 @@ class EngineResponse(Response):
         """A long one in pieces, each made on a thread when the client has read those before it."""
         writer, work, client = self._writer, self._service.large_work, self._writer.caller.client
         outputs, usage = [stream.output for stream in self._streams], self._usage()
-        num_bytes = held_bytes(outputs)
+        num_bytes = held_bytes(outputs) + sum(written_bytes(one.logprobs, one.prompt_logprobs) for one in outputs)
         if num_bytes <= _WRITTEN_AT_ONCE:
             body = encode_json(writer.response(outputs, usage))
             await Response(body, headers=writer.headers, media_type="application/json")(scope, receive, send)

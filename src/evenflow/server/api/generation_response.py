@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta
 from evenflow.errors import EvenflowError
@@ -21,6 +22,7 @@ from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError, as_api_error
 
+_NO_ROWS = LogprobRows()
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -68,7 +70,7 @@ class GenerationResponse(EngineResponse):
             if with_usage:
                 usage = encode_json(self._usage())
             part = (
-                event(index, delta, (), usage)
+                event(index, delta, _NO_ROWS, usage)
                 if delta.output.logprobs is None
                 else await self._scored(index, delta, usage)
             )
@@ -85,7 +87,7 @@ class GenerationResponse(EngineResponse):
     async def _scored(self, index: int, delta: Delta, usage: bytes) -> bytes:
         """The events for a delta with its logprobs, which are not kept: nobody asks for them again."""
         writer, output = self._writer, delta.output
-        rows, output.logprobs = output.logprobs or [], None
+        rows, output.logprobs = output.logprobs or _NO_ROWS, None
         num_bytes = writer.event_bytes(delta, rows)
         return await self._service.large_work.run(
             num_bytes, writer.caller.client, writer.event, index, delta, rows, usage

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from evenflow.core.plan import RowLogprobs, TokenLogprob
+from evenflow.core.logprobs import LogprobRows, RowLogprobs, TokenLogprob
 from evenflow.core.request import ALL_LOGPROBS
 from evenflow.engine.outputs import TextDecoder
 from evenflow.model.tokenizer import Tokenizer
@@ -37,15 +37,23 @@ class TextOffsets:
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
-    rows: Sequence[RowLogprobs | None],
+    rows: LogprobRows,
     num_top: int,
     text_offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """One list per figure. A row is None for the first token of a prompt, which nothing predicts."""
+    """One list per figure. The first token of a prompt has no row: nothing predicts it."""
+    chosen: list[float | None] = [*rows.chosen]
+    top: Sequence[int | None] = range(len(rows))
+    if len(rows) < len(token_ids):
+        chosen, top = [None, *chosen], [None, *top]
+
+    def alternatives(row: int | None) -> dict[str, float] | None:
+        return None if row is None else _by_text(tokenizer, rows[row], num_top)
+
     return {
         "tokens": Rows(token_ids, partial(token_text, tokenizer)),
-        "token_logprobs": Rows(rows, lambda row: None if row is None else row.chosen.logprob),
-        "top_logprobs": Rows(rows, lambda row: None if row is None else _by_text(tokenizer, row, num_top)),
+        "token_logprobs": chosen,
+        "top_logprobs": Rows(top, alternatives),
         "text_offset": text_offsets,
     }
 
@@ -68,17 +76,17 @@ def chat_row(tokenizer: Tokenizer, num_top: int, row: RowLogprobs) -> dict[str, 
     return entry(row.chosen) | {"top_logprobs": [entry(token) for token in row.top[:num_top]]}
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int, *, is_shared: bool
-) -> Rows[RowLogprobs | None]:
+def prompt_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], num_top: int, *, is_shared: bool) -> Rows[int]:
     """By token id, for each token of the prompt but the first."""
-    return Rows([None, *rows], partial(_by_id, tokenizer, num_top), is_shared=is_shared)
+
+    def of_token(place: int) -> dict[str, Any] | None:
+        return _by_id(tokenizer, num_top, rows[place - 1]) if place else None
+
+    return Rows(range(len(rows) + 1), of_token, is_shared=is_shared)
 
 
-def _by_id(tokenizer: Tokenizer, num_top: int, row: RowLogprobs | None) -> dict[str, Any] | None:
+def _by_id(tokenizer: Tokenizer, num_top: int, row: RowLogprobs) -> dict[str, Any]:
     """The top tokens and the prompt's own. Only the top tokens have a rank."""
-    if row is None:
-        return None
     most = None if num_top == ALL_LOGPROBS else num_top
     ranks: list[tuple[TokenLogprob, int | None]] = [(top, rank) for rank, top in enumerate(row.top[:most], 1)]
     entries: dict[str, Any] = {}

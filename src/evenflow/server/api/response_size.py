@@ -1,7 +1,6 @@
 """The most bytes that a response can take, known before anything is computed for it.
 
-Counted are the JSON text with the model's longest token everywhere, and what the server holds until it is written. The
-larger of the two counts: with short tokens that is the second.
+Counted is the JSON text with the model's longest token everywhere: more than what the server holds until it is written.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.engine.outputs import RequestOutput
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.server.api.json_pieces import encode_json
@@ -17,8 +16,7 @@ from evenflow.server.api.json_pieces import encode_json
 # In memory, on 64 bits.
 _TOKEN_BYTES = 80  # its id and its time, in lists
 PROMPT_TOKEN_BYTES = 16  # its place in two lists, for each choice
-_ROW_BYTES = 240  # the tuples of a row of logprobs, without its entries
-_ENTRY_BYTES = 128
+_JSON_PER_BYTE = 6  # of packed logprobs
 # Of JSON, around the text of a token.
 _ID_BYTES = 11
 _LOGPROB_BYTES = 25
@@ -50,20 +48,20 @@ class TokenSizes:
 
     def completion_row(self, num_top: int) -> int:
         """With the logprobs of a completion."""
-        names = (num_top + 2) * (self.text + 4) + (num_top + 2) * _LOGPROB_BYTES + _ID_BYTES
-        return max(names, held_row(num_top))
+        return (num_top + 2) * (self.text + 4) + (num_top + 2) * _LOGPROB_BYTES + _ID_BYTES
 
     def chat_row(self, num_top: int) -> int:
         entry = self.text + _BYTE_NUMBER * self._tokenizer.longest_token_bytes + _LOGPROB_BYTES + _ENTRY_NAMES
-        return max((num_top + 1) * entry, held_row(num_top))
+        return (num_top + 1) * entry
 
     def prompt_row(self, num_top: int) -> int:
         """With `prompt_logprobs`."""
-        return max((num_top + 1) * (self.text + _LOGPROB_BYTES + _ENTRY_NAMES), held_row(num_top))
+        return (num_top + 1) * (self.text + _LOGPROB_BYTES + _ENTRY_NAMES)
 
 
-def held_row(num_top: int) -> int:
-    return _ROW_BYTES + (num_top + 1) * _ENTRY_BYTES
+def written_bytes(*logprobs: LogprobRows | None) -> int:
+    """About what these take as JSON."""
+    return _JSON_PER_BYTE * sum(rows.num_bytes for rows in logprobs if rows is not None)
 
 
 def held_bytes(outputs: Iterable[RequestOutput]) -> int:
@@ -72,12 +70,7 @@ def held_bytes(outputs: Iterable[RequestOutput]) -> int:
         len(output.prompt_token_ids) * PROMPT_TOKEN_BYTES
         + len(output.token_ids) * _TOKEN_BYTES
         + len(output.text)
-        + _rows_bytes(output.logprobs)
-        + _rows_bytes(output.prompt_logprobs)
+        + sum(rows.num_bytes for rows in (output.logprobs, output.prompt_logprobs) if rows is not None)
         + (0 if output.embedding is None else output.embedding.itemsize * len(output.embedding))
         for output in outputs
     )
-
-
-def _rows_bytes(rows: list[RowLogprobs] | None) -> int:
-    return len(rows) * held_row(len(rows[0].top)) if rows else 0

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import ALL_LOGPROBS, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
@@ -18,7 +18,7 @@ from evenflow.server.api.json_pieces import encode_json, json_pieces
 from evenflow.server.api.logprobs import prompt_logprobs
 from evenflow.server.api.request_models import GenerationBody, StreamOptions
 from evenflow.server.api.request_writer import RequestWriter
-from evenflow.server.api.response_size import PROMPT_TOKEN_BYTES, held_row
+from evenflow.server.api.response_size import PROMPT_TOKEN_BYTES, written_bytes
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import is_anthropic
 from evenflow.server.errors import ApiError
@@ -92,7 +92,7 @@ class ResponseWriter(RequestWriter[BodyType]):
     def _all_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
-        return self._logprobs(index, output, output.token_ids, output.logprobs or ())
+        return self._logprobs(index, output, output.token_ids, output.logprobs or LogprobRows())
 
     def _returned(self, outputs: Sequence[RequestOutput]) -> Sequence[int]:
         """The indexes of the outputs to return, in order."""
@@ -102,11 +102,11 @@ class ResponseWriter(RequestWriter[BodyType]):
         """An event to send before the first delta of a choice, if any."""
         return b""
 
-    def event_bytes(self, delta: Delta, rows: Sequence[RowLogprobs]) -> int:
+    def event_bytes(self, delta: Delta, rows: LogprobRows) -> int:
         """About the size of the events for a delta, if that is more than some text."""
-        return len(rows) * held_row(self._num_logprobs or 0)
+        return written_bytes(rows)
 
-    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+    def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
         """The events for a delta, with these logprobs of its tokens; empty if nothing is new.
 
         `usage` is JSON to include, or empty. As with OpenAI, the event with the finish_reason has no content: clients
@@ -151,7 +151,7 @@ class ResponseWriter(RequestWriter[BodyType]):
 
     @abstractmethod
     def _logprobs(
-        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: LogprobRows
     ) -> dict[str, Any]:
         """The logprobs of these last tokens of an output."""
 
@@ -210,7 +210,7 @@ class ResponseWriter(RequestWriter[BodyType]):
     # ---- its parts ----
 
     def _prompt_logprobs(self, output: RequestOutput, num_top: int, num_uses: int = 1) -> object:
-        rows = output.prompt_logprobs or []
+        rows = output.prompt_logprobs or ()
         return prompt_logprobs(self._service.tokenizer, rows, num_top, is_shared=num_uses > 1)
 
     def _write_event(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
@@ -42,7 +42,7 @@ class MessagesWriter(ChatWriter):
     def first_event(self, index: int, usage: bytes) -> bytes:
         return b""  # it has figures that are known with the first token only: see `event`
 
-    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+    def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
         parts = []
         if not self._has_begun:
             self._has_begun = True

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from evenflow.core.plan import RowLogprobs
+from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
@@ -19,7 +19,7 @@ from evenflow.server.api.class_choice import served_tier
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import chat_row
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_size import held_row
+from evenflow.server.api.response_size import written_bytes
 from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.responses.chat_request import chat_request
 from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, as_stored, read_items
@@ -65,7 +65,7 @@ class ResponsesWriter(ChatWriter):
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         [output] = outputs
-        for _ in self._take(output.text, output.logprobs or (), output.finish_reason):
+        for _ in self._take(output.text, output.logprobs or LogprobRows(), output.finish_reason):
             pass  # these events are only for streams
         return self._finish(usage)
 
@@ -75,12 +75,12 @@ class ResponsesWriter(ChatWriter):
         response = self._describe("in_progress")
         return self._write({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
 
-    def event_bytes(self, delta: Delta, rows: Sequence[RowLogprobs]) -> int:
+    def event_bytes(self, delta: Delta, rows: LogprobRows) -> int:
         """The last one repeats all of them."""
-        num_rows = len(rows) if delta.finish_reason is None else len(delta.output.token_ids)
-        return 0 if self._num_logprobs is None else num_rows * held_row(self._num_logprobs)
+        num_times = 1 if delta.finish_reason is None else len(delta.output.token_ids) // max(1, len(rows))
+        return num_times * written_bytes(rows)
 
-    def event(self, index: int, delta: Delta, rows: Sequence[RowLogprobs], usage: bytes) -> bytes:
+    def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
         return self._write(self._take(delta.text, rows, delta.finish_reason))
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
@@ -106,7 +106,7 @@ class ResponsesWriter(ChatWriter):
 
     # ---- both ----
 
-    def _take(self, text: str, rows: Sequence[RowLogprobs], reason: str | None) -> Iterator[Event]:
+    def _take(self, text: str, rows: LogprobRows, reason: str | None) -> Iterator[Event]:
         """Add what the model wrote to the output. Its logprobs are kept as JSON, which is far smaller than objects."""
         is_last = reason is not None
         tokenizer, num_top = self._service.tokenizer, self._num_logprobs
