@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from evenflow.server import connections, held
+from evenflow.server import connections, held, serving
+from evenflow.server.connections import BoundedProtocol
 from evenflow.server.live import feed
 from tests.server.engines import scoring_engine
 from tests.server.serving import RunningServer, running_server, scripted_server
@@ -109,12 +113,60 @@ def test_new_clients_are_served_while_others_hold_unfinished_requests(monkeypatc
             connection.close()
 
 
-def test_a_long_pipeline_is_cut(server: RunningServer) -> None:
+def test_a_long_pipeline_is_parsed_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+    begin = BoundedProtocol.on_message_begin
+
+    def count(self: BoundedProtocol) -> None:
+        begin(self)
+        depths.append(len(self.pipeline))
+
+    monkeypatch.setattr(BoundedProtocol, "on_message_begin", count)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    replies = send(server, request * 15 + request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-    assert replies.count(b"HTTP/1.1 200 ") == 16
-    replies = send(server, request * 5_000)
+    post = POST % 15 + b'{"prompt": "a"}'
+    last = request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with scripted_server() as server:
+        replies = send(server, request * 300 + post + request * 3 + last)
+        assert replies.count(b"HTTP/1.1 200 ") == 305
+        assert max(depths[:300]) <= 1
+
+
+def test_a_long_pipeline_behind_a_body_is_cut(server: RunningServer) -> None:
+    """What arrives with the end of a body is parsed at once."""
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    post = POST % 15 + b'{"prompt": "a"}'
+    replies = send(server, post + request * 5_000)
     assert replies.count(b"HTTP/1.1 ") < 5_000
+
+
+def test_a_server_without_files_accepts_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "_NO_FILES_PAUSE_S", 0.01)
+    with scripted_server() as server:
+        accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
+
+        def fail_first(listener: socket.socket) -> tuple[socket.socket, object]:
+            if failures:
+                raise failures.pop()
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", fail_first)
+        assert server.get("/health").status_code == 200
+    assert not failures
+    assert "Cannot accept connections: Too many open files." in caplog.text
+
+
+def test_the_usual_limit_of_open_files_is_raised() -> None:
+    """In a process of its own: the limit stays."""
+    code = (
+        "import resource; from evenflow.server.held import raise_file_limit;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512));"
+        "print(raise_file_limit(300), raise_file_limit(200), raise_file_limit(4096),"
+        "      resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "300 300 512 (512, 512)\n"
 
 
 def test_a_client_that_only_stops_sending_gets_its_answer() -> None:

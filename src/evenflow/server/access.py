@@ -9,10 +9,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from evenflow.core.service_classes import ServiceClass
 from evenflow.duration import format_duration
 from evenflow.errors import InvalidConfig
 from evenflow.server.errors import ApiError
+
+MONITORED = ("/health", "/ready")  # without a key
 
 _NAMED_KEY = re.compile(r"(.*\S)\s+name=([A-Za-z0-9._-]{1,64})")
 
@@ -92,6 +97,18 @@ class ApiKeys:
             message = "The API key is wrong." if authorization else needed
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return Caller(digest.hex()[:16], names[0], address, is_admin=names[0] in self._admins)
+
+
+def turn_of(keys: ApiKeys, scope: Scope) -> str:
+    """Who shares a turn with this request: the same accepted key, else the same address. Monitors have their own."""
+    address, path = (scope.get("client") or ("",))[0], scope["path"]
+    if path in MONITORED:
+        return f"{address} {path}"
+    headers = Headers(scope=scope)
+    try:
+        return keys.check(headers.get("authorization"), address, headers.get("x-api-key")).client
+    except ApiError:
+        return address
 
 
 def _by_name(keys: Sequence[str], kind: str) -> dict[str, str]:

@@ -21,15 +21,16 @@ from evenflow.server.held import Held
 MAX_URL_BYTES = 8 << 10
 MAX_HEAD_BYTES = 64 << 10  # the URL and all headers
 MAX_HEADERS = 128
-MAX_PIPELINED = 16  # requests that wait for the response before theirs
+MAX_PIPELINED = 16  # requests behind a body that were parsed with it
 HEADER_TIMEOUT_S = 10.0  # from the first byte, or from the connection if none comes
 GRACE_S = 20.0  # a client that sends or reads less than the next two figures in such a time is given up
 MIN_BYTES = 16 << 10
 MIN_PART = 4  # of what is held for it: the more, the faster it must be
-PIECE_BYTES = 64 << 10  # of a response that waits to be read; the rest waits in the app
+PIECE_BYTES = 16 << 10  # of a response that waits to be read; the rest waits in the app
 _CONNECTION_BYTES = 16 << 10  # that a connection takes, about
 _PIPELINED_BYTES = 4 << 10  # that a request takes which waits for the one before it, about
 _MAX_READ_BYTES = 256 << 10  # that an event loop hands over at once
+_END_OF_HEAD = b"\r\n\r\n"
 _PROBE_DELAYS_S = (0.0, 0.1, 1.0)
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -54,16 +55,21 @@ class Written:
         return self._transport.get_write_buffer_size()
 
 
-def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Requests that are no HTTP, or ask for another protocol, get a response; a line for each could fill the log."""
-    message = str(record.msg)
-    is_of_client = message.startswith(("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket"))
-    return not is_of_client
+class _WithoutWarnings:
+    """uvicorn's logger. A warning for each request that is no HTTP could fill the log, and takes half of its time."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def warning(self, message: str, *args: object) -> None:
+        pass
 
 
 def bounded_protocol() -> type[BoundedProtocol]:
     """The protocol for one server, whose connections share what is bounded for all of them."""
-    logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     return type("ServerProtocol", (BoundedProtocol,), {"held": Held()})
 
 
@@ -96,10 +102,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.logger = cast("logging.Logger", _WithoutWarnings(self.logger))
         self.url = b""  # uvicorn sets it when a request begins
         self._received = 0  # of an unfinished head
         self._head_bytes = 0  # of its complete headers
         self._num_headers = 0
+        self._rest = b""  # requests that wait for the response before theirs, not parsed yet
         self._is_head_complete = False
         self._is_complete = True  # no request is being received
         self._body_bytes = 0  # since the timer was set
@@ -115,6 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast("asyncio.Transport", Written(transport)))
+        self.transport.set_write_buffer_limits(high=PIECE_BYTES)
         self.held.wait(self)
         self._set_timer(HEADER_TIMEOUT_S)
 
@@ -127,6 +136,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     @property
+    def has_left(self) -> bool:
+        """Is the client of the request that runs gone?"""
+        return self._running is not None and self._running.disconnected
+
+    @property
     def owner(self) -> str:
         """Whose connection this is: the key of its last request, or its address."""
         caller = None if self.scope is None else self.scope["state"].get("caller")
@@ -135,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def num_held(self) -> int:
         """Bytes that the server holds for it, about."""
-        request = self._received + self._request_bytes + len(self.pipeline) * _PIPELINED_BYTES
+        request = self._received + self._request_bytes + len(self._rest) + len(self.pipeline) * _PIPELINED_BYTES
         response = self.transport.num_unread + self.unsent_bytes + self.app_bytes()
         return _CONNECTION_BYTES + request + response
 
@@ -181,8 +195,22 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.pipeline and not self.transport.is_closing():
             self.held.wait(self)
         super().on_response_complete()
+        if self._rest:
+            self.data_received(b"")
 
     def data_received(self, data: bytes) -> None:
+        """A request that is pipelined behind others is not even parsed before it is its turn."""
+        self._rest += data
+        while self._rest and not (self.pipeline or self._refusal is not None or self.transport.is_closing()):
+            is_body = self._is_head_complete and not self._is_complete
+            cut = -1 if is_body else self._rest.find(_END_OF_HEAD)
+            end = len(self._rest) if cut < 0 else cut + len(_END_OF_HEAD)
+            data, self._rest = self._rest[:end], self._rest[end:]
+            self._take(data)
+        if self._rest:
+            self.flow.pause_reading()
+
+    def _take(self, data: bytes) -> None:
         if self._refusal is not None:
             return
         super().data_received(data)

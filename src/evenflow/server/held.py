@@ -23,6 +23,16 @@ class Connection(Protocol):
         """End, because the server holds too much."""
 
 
+def raise_file_limit(wanted: int) -> int:
+    """Files that this process may open from now on. The usual 1,024 are for programs that cannot take more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite = resource.RLIM_INFINITY
+    if soft != infinite and soft < wanted:
+        soft = wanted if hard == infinite else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == infinite else soft
+
+
 class _Shares:
     """An amount by connection, oldest first, and by owner."""
 
@@ -63,8 +73,7 @@ class Held:
     """What all connections of one server hold."""
 
     def __init__(self) -> None:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_waiting = min(MAX_WAITING, max(1, files // 2)) if files > 0 else MAX_WAITING
+        self._most_waiting = min(MAX_WAITING, max(1, raise_file_limit(2 * MAX_WAITING) // 2))
         self._waiting = _Shares()
         self._bytes = _Shares()
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -23,7 +24,7 @@ from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.host import EXIT_SIGNALS
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.tokenizer import Tokenizer
-from evenflow.server.access import ApiKeys
+from evenflow.server.access import ApiKeys, turn_of
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.response_size import TokenSizes
@@ -40,6 +41,7 @@ from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
+from evenflow.server.turns import Turns
 from evenflow.shares_file import Shares
 
 logger = logging.getLogger("evenflow")
@@ -48,6 +50,8 @@ _GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
 _ONE_SIGNAL_S = 0.2  # from several senders, or from one to a process and to its group
 _TICKS_PER_CHECK = 5  # of 0.1 s: between looks at what connections hold
+_ACCEPTS_PER_ROUND = 256  # of the event loop; uvloop by itself takes one: behind a burst, others would wait for seconds
+_NO_FILES_PAUSE_S = 1.0  # without accepting, when no more files can be opened
 _BACKLOG = 2048  # connections that wait to be accepted
 _UNREAD_BYTES = 128 << 10  # of a connection that the system holds, twice as many on Linux: else it takes megabytes
 
@@ -190,11 +194,12 @@ class Server(uvicorn.Server):
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
         self._exit_asked_at = -math.inf
+        self._opening: set[asyncio.Task[object]] = set()  # connections that have been accepted
         hosts = (settings.host, *settings.allowed_hosts)
         keys = ApiKeys(settings.api_keys, settings.admin_api_keys)
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            in_pieces(app),
+            Turns(in_pieces(app), partial(turn_of, keys)),
             http=bounded_protocol(),
             ws="none",
             access_log=False,
@@ -218,8 +223,42 @@ class Server(uvicorn.Server):
                 cast("BoundedProtocol", connection).check(now)
         return await super().on_tick(counter)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for listener in sockets or ():
+            self._accept_from(listener)
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        if not self.should_exit:
+            listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTS_PER_ROUND):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("Cannot accept connections: %s. Next try in %g s.", error.strerror, _NO_FILES_PAUSE_S)
+                loop.remove_reader(listener)
+                loop.call_later(_NO_FILES_PAUSE_S, self._accept_from, listener)
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opening = loop.create_task(loop.connect_accepted_socket(self._new_protocol, connection))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    def _new_protocol(self) -> BoundedProtocol:
+        protocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
+        for listener in sockets or ():
+            asyncio.get_running_loop().remove_reader(listener)
         await super().shutdown(sockets)
 
     async def _drain(self) -> None:

@@ -18,7 +18,7 @@ SMALL_BYTES = 1 << 16  # parsing or tokenizing more on the event loop would dela
 
 _BODIES_PER_CLIENT = 2  # received and parsed at once
 _MAX_WAITING = 64  # bodies or prompts of one client
-_NUM_THREADS = 2
+_NUM_THREADS = 4  # one client takes one of them
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
