@@ -77,7 +77,11 @@ class GgufParts:
             self._integer(out, 8, len(value.content))
             if value.content:
                 self._content(out, Value("", value.item_kind, value.content[0]))
-            out += b"".join(_item(value.item_kind, item) for item in value.content[1:])
+            rest = value.content[1:]
+            if rest and rest.count(rest[0]) == len(rest):  # millions of them, in a test
+                out += _item(value.item_kind, rest[0]) * len(rest)
+            else:
+                out += b"".join(_item(value.item_kind, item) for item in rest)
         else:
             self.fields.append((len(out), struct.calcsize(CODES[value.kind])))
             out += _item(value.kind, value.content)

@@ -211,7 +211,7 @@ NAMED = gguf(Value("general.name", STRING, "abc"))
         (gguf(tensors=(Tensor("t", [1] * 5000, 0, b""),)).encode(), "5000 dimensions, expected at most 8"),
         (gguf(tensors=(Tensor("t", [2**40, 2**40], 0, b""),)).encode(), "the file is truncated: t ends at byte"),
         (gguf(tensors=(Tensor("t", [4], 0, bytes(16), offset=2**63),)).encode(), "the file is truncated"),
-        (gguf(Value("a", ARRAY, [1] * ((1 << 24) + 1), 0)).encode(), "no vocabulary has that many"),
+        (gguf(Value("a", ARRAY, b"1" * ((1 << 24) + 1), 0)).encode(), "no vocabulary has that many"),
     ],
 )
 def test_sizes_in_a_gguf_file_are_checked_before_they_are_used(content: bytes, message: str, tmp_path: Path) -> None:
