@@ -27,6 +27,7 @@ class Simulation:
         self.steps: list[tuple[set[str], list[tuple[str, int, int]]]] = []
         self.times: dict[str, list[float]] = {}
         self.ended: list[str] = []
+        self.launches: list[float] = []  # seconds from planning a step to its launch
         self._engine = engine
         self._replica = Replica(engine, ModelDevice(seconds), self._commit, schedule_s=0.0004, output_s=0.0006)
         Loop((at, partial(self._arrive, HostRequest(name, at, *sizes(*two)))) for at, name, *two in requests).run()
@@ -37,6 +38,7 @@ class Simulation:
     def _commit(self, outcome: HostOutcome, now: float) -> list[Timed]:
         self.steps.append((outcome.step.decode_ids, outcome.step.chunks))
         self.ended += outcome.ended
+        self.launches.append(outcome.step.launched_at - outcome.step.planned_at)
         for name in outcome.ids:
             self.times.setdefault(name, []).append(now)
         return []
@@ -73,6 +75,11 @@ def test_two_steps_are_in_flight() -> None:
     assert found.times["a"] == sorted(found.times["a"])
 
 
+def test_steering_knows_when_a_step_was_launched() -> None:
+    found = Simulation(steered(), [(0.0, "a", 150, 3)])
+    assert found.launches == pytest.approx([0.0004] * len(found.steps))
+
+
 @pytest.mark.parametrize("engine", [HostEngine(512, 2), steered(max_num_seqs=2)])
 def test_no_more_than_max_num_seqs_run(engine: HostEngine) -> None:
     found = Simulation(engine, [(0.0, f"r{n}", 100, 4) for n in range(6)])
@@ -93,7 +100,8 @@ def test_every_prompt_is_computed_once_and_every_request_answered(engine: HostEn
     assert {name: len(times) for name, times in found.times.items()} == {name: n for _, name, _, n in requests}
 
 
-def test_steering_keeps_the_target_that_the_budget_breaks(tmp_path: Path) -> None:
+def test_steering_keeps_the_target_that_the_budget_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenflow.hosts.steering._STEPS_BETWEEN_SAVES", 10)
     chats = [(0.0, f"chat{n}", 50, 600) for n in range(8)]
     prompts = [(1.0 + 0.5 * n, f"long{n}", 12_000, 1) for n in range(4)]
 

@@ -18,6 +18,7 @@ def noted(log: list[tuple[str, float]], name: str, *later: tuple[float, Event]) 
 def ticking(log: list[float], every: float) -> Callable[[float], list[Timed]]:
     def tick(now: float) -> list[Timed]:
         log.append(now)
+        assert len(log) < 100, "no end"
         return [(now + every, tick)]
 
     return tick

@@ -104,8 +104,8 @@ def test_messages_that_arrive_while_the_host_waits_are_read_afterwards() -> None
 
 
 def test_a_step_ends_no_sooner_than_its_launch() -> None:
-    log, begins, own = trace([(0.0, 1)], launch_s=3.0)
-    assert log[-2:] == [("launched", 3.0), ("commit", 3.0)]
+    log, begins, own = trace([(0.0, 1)], launch_s=3.0, output_s=0.5)
+    assert log[-2:] == [("launched", 3.0), ("commit", 3.5)]
     assert begins == [0.0]
     assert own == [3.0]
 
