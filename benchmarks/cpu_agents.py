@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from cpu_random_loads import virtual_run
 from random_loads import Client, Load, Turn
+from recorded_engine import recorded_run
 from replay_agents import beside_misses
 from replay_loads import add_seeds, milliseconds, recording_names
 
@@ -74,7 +74,7 @@ def main() -> None:
         for policy in ("fixed:2048", f"target:{options.target:g}ms"):
             turns, misses = list[float](), list[float]()
             for seed in range(*options.seeds):
-                run = virtual_run(options.recording, agents.load(seed), PolicySpec.parse(policy))
+                run = recorded_run(options.recording, agents.load(seed), PolicySpec.parse(policy))
                 run.run()
                 for found, new in zip((turns, misses), beside_misses(run.streams), strict=True):
                     found += new

@@ -11,37 +11,37 @@ virtual time, on recorded steps, each has an engine of its own, and all of a loa
 from __future__ import annotations
 
 import argparse
-import heapq
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from outcomes import Outcome, Stream, outcome_of
-from random_loads import Client, Load, random_load
-from recorded_engine import recorded_engine
+from random_loads import Load, random_load
+from recorded_engine import recorded_run
 from replay_loads import Verdict, add_seeds, milliseconds, print_table, recording_names, verdict_of
+from virtual_run import Clients
 
 from evenflow import LLM, SamplingParams
 from evenflow.core.policies import PolicySpec
 from evenflow.core.report import StepReport
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
-from evenflow.executors.fake import VirtualClock
+from evenflow.errors import EngineFailed
+from evenflow.simulation.loop import Loop, Timed
 
 BUDGETS = (24, 48, 96, 192, 384)
 _FEWER_CHATS, _FEWER_TOKENS = 8, 16
-_LEAST_SLEEP_S = 1e-6  # in virtual time: less may round to no time at all
 
 
 class EngineRun:
-    """One load on an engine, which is left idle."""
+    """One load on an engine in real time. The engine is left idle."""
 
     def __init__(self, engine: Engine, load: Load, sleep: Callable[[float], None] = time.sleep) -> None:
         self._engine = engine
@@ -49,60 +49,49 @@ class EngineRun:
         self._sleep = sleep
         self._intake = Intake(engine.limits, engine.scheduler.block_size, clock=engine.clock)
         self._began = engine.clock()
-        self._arrivals: list[tuple[float, int, Stream]] = []
-        self._numbers = count()
-        self.streams: list[Stream] = []
-        self.errors: list[float] = []
-        for client in (*load.chats, *load.long_prompts):
-            self._send(client, 0, client.start_s)
+        self._clients = Clients(load, self._add)
+        self._errors: list[float] = []
 
     @property
     def now(self) -> float:
         """Seconds since the run began."""
         return self._engine.clock() - self._began
 
+    @property
+    def streams(self) -> list[Stream]:
+        return list(self._clients.streams.values())
+
     def run(self) -> Outcome:
-        engine, open_streams = self._engine, dict[str, Stream]()
-        while self.now < self._load.seconds and (self._arrivals or open_streams):
-            while self._arrivals and self._arrivals[0][0] <= self.now:
-                _, _, stream = heapq.heappop(self._arrivals)
-                open_streams[stream.id] = stream
-                self._add(stream)
-            if not open_streams:
-                self._sleep(max(0.0, self._arrivals[0][0] - self.now))
+        engine, loop = self._engine, Loop(self._clients.start())
+        while self.now < self._load.seconds and (loop.next_at < math.inf or engine.has_work):
+            loop.run(by=self.now)
+            if not engine.has_work:
+                self._sleep(max(0.0, loop.next_at - self.now))
             elif (report := engine.step()) is not None:
-                self._take(report, open_streams)
-        for request_id in open_streams:
+                loop.add(self._take(report))
+        for request_id in list(engine.scheduler.requests):
             engine.abort(request_id)
         while engine.has_work:
             engine.step()
-        return outcome_of(self.streams, self.errors, self.now)
+        return outcome_of(self.streams, self._errors, self.now)
 
-    def _send(self, client: Client, turn: int, at: float) -> None:
-        number, size = next(self._numbers), client.turns[turn % len(client.turns)]
-        sizes = size.prompt_tokens, size.output_tokens
-        stream = Stream(f"r{number}", client, turn, at, not client.repeats, *sizes)
-        heapq.heappush(self._arrivals, (at, number, stream))
-
-    def _add(self, stream: Stream) -> None:
-        self.streams.append(stream)
-        tokens = [(31 * position + 7 * len(self.streams)) % 1000 for position in range(stream.num_prompt_tokens)]
+    def _add(self, stream: Stream, now: float) -> Iterable[Timed]:
+        number = len(self.streams)
+        tokens = [(31 * position + 7 * number) % 1000 for position in range(stream.num_prompt_tokens)]
         sampling = SamplingParams(max_tokens=stream.max_tokens, temperature=0.0, ignore_eos=True)
         request = self._intake.prepare(tokens, sampling, policy=self._engine.policy, request_id=stream.id)
         request.arrival_time = self._began + stream.due
         self._engine.add(request)
+        return ()
 
-    def _take(self, report: StepReport, open_streams: dict[str, Stream]) -> None:
+    def _take(self, report: StepReport) -> list[Timed]:
         if report.is_mixed and report.predicted_seconds:
-            self.errors.append(report.predicted_seconds / report.seconds - 1)
-        for request_id, tokens in zip(report.ids, report.tokens, strict=True):
-            if tokens:
-                open_streams[request_id].token_times.append(report.at - self._began)
-        for row in report.ended:
-            stream = open_streams.pop(report.ids[row])
-            client, turn = stream.client, stream.turn + 1
-            if client.repeats or turn < len(client.turns):
-                self._send(client, turn, self.now + client.pause_s)
+            self._errors.append(report.predicted_seconds / report.seconds - 1)
+        failed = [ended.error for ended in report.ended.values() if ended.error is not None]
+        if failed:
+            raise EngineFailed(f"a request of load {self._load.seed} failed: {failed[0]}")
+        rows = zip(report.ids, report.tokens, strict=True)
+        return self._clients.take([request_id for request_id, tokens in rows if tokens], report.at - self._began)
 
 
 def judge(load: Load, target: float, run: Callable[[PolicySpec], Outcome]) -> Verdict:
@@ -117,16 +106,7 @@ def run_in_real_time(engine: Engine, load: Load, policy: PolicySpec) -> Outcome:
 
 
 def run_in_virtual_time(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> Outcome:
-    return virtual_run(recording, load, policy, sheds_rows=sheds_rows).run()
-
-
-def virtual_run(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> EngineRun:
-    engine, clock = recorded_engine(recording, load.seed, policy, sheds_rows=sheds_rows)
-    return EngineRun(engine, load, partial(pass_time, clock))
-
-
-def pass_time(clock: VirtualClock, seconds: float) -> None:
-    clock.now += max(seconds, _LEAST_SLEEP_S)
+    return recorded_run(recording, load, policy, sheds_rows=sheds_rows).run()
 
 
 def judge_in_virtual_time(seed: int, options: argparse.Namespace) -> Verdict:

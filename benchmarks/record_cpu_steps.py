@@ -20,7 +20,6 @@ from statistics import median
 
 from cpu_peers import cpu_name
 from cpu_random_loads import EngineRun, add_load_options, load_of
-from outcomes import Stream
 from random_loads import Load
 from replay_loads import add_seeds
 from step_recording import VERSION, Chunk, Step, append_line, encode_steps
@@ -33,6 +32,7 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.recorder import Recorder
 from evenflow.executors.recorded import read
 from evenflow.host import num_cpus
+from evenflow.simulation.loop import Timed
 
 _BUDGETS = (16, 1024)
 _STEPS_WITH_A_BUDGET = 8
@@ -46,13 +46,13 @@ class RecordedRun(EngineRun):
         self._drawn = random.Random(load.seed)
         self._num_steps = 0
 
-    def _take(self, report: StepReport, open_streams: dict[str, Stream]) -> None:
-        super()._take(report, open_streams)
+    def _take(self, report: StepReport) -> list[Timed]:
         if self._num_steps % _STEPS_WITH_A_BUDGET == 0:
             least, most = _BUDGETS
             budget = round(least * (most / least) ** self._drawn.random())
             self._engine.set_policy(PolicySpec.parse(f"fixed:{budget}"))
         self._num_steps += 1
+        return super()._take(report)
 
 
 def recorded_steps(path: Path) -> Iterator[Step]:

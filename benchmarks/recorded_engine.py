@@ -9,27 +9,27 @@ between steps takes no time.
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 
-from recorded_device import RECORDINGS, Chunk, DenseFit, StepWork, caps_of, work_of
+from outcomes import Stream
+from random_loads import Load
+from recorded_device import RECORDINGS, DenseFit, caps_of, work_of_step
 from step_recording import read_recording
+from virtual_run import Tokens, VirtualRun
 
-from evenflow.core.plan import Shed, StepPlan, StepShape
+from evenflow.core.outcome import Committed
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.policies import PolicySpec
+from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.calibration import Calibration
-from evenflow.engine.engine import Engine
-from evenflow.engine.intake import Limits
-from evenflow.executors.fake import FakeExecutor, VirtualClock
-from evenflow.executors.shedding import Shedder
+from evenflow.simulation.devices import BlockNoise, Device, ModelDevice
+from evenflow.simulation.own_engine import OwnEngine, result_of, work_of
 
 _NUM_BLOCKS, _BLOCK_SIZE = 20_000, 16
 _NUM_LAYERS = 30  # of the recorded model
-_LIMITS = Limits(max_model_len=8192, vocab_size=1000)
+_MAX_MODEL_LEN, _VOCAB_SIZE = 8192, 1000
 
 
 class RecordedCpu:
@@ -38,77 +38,37 @@ class RecordedCpu:
     def __init__(self, name: str) -> None:
         recording = read_recording(RECORDINGS / f"{name}.jsonl.gz")
         steps = [step for load in recording.loads for step in load.steps]
-        works = [work_of(step) for step in steps]
+        works = [work_of_step(step) for step in steps]
         seconds = [(step.gpu_end_us - step.gpu_begin_us) / 1e6 for step in steps]
         self.caps = caps_of(recording)
         self._fit = DenseFit(self.caps, works, seconds)
-        self._slowness = [taken / self._fit.seconds(work) for work, taken in zip(works, seconds, strict=True)]
-        self._ends = list(accumulate(seconds))  # as if each step had begun when the one before ended
+        # As if each step had begun when the one before ended.
+        slowness = [taken / self._fit.seconds(work) for work, taken in zip(works, seconds, strict=True)]
+        self.noise = BlockNoise(seconds, slowness)
 
-    @property
-    def recorded_seconds(self) -> float:
-        return self._ends[-1]
-
-    def seconds(self, work: StepWork, at: float, share: float = 1.0) -> float:
-        """Of a step, or a share of it, that begins at this moment of the recording, which starts over at its end."""
-        at %= self.recorded_seconds
-        left, taken = share * self._fit.seconds(work), 0.0
-        moment = bisect_right(self._ends, at)
-        while left > (self._ends[moment] - at) / self._slowness[moment]:
-            left -= (self._ends[moment] - at) / self._slowness[moment]
-            taken += self._ends[moment] - at
-            at, moment = self._ends[moment], moment + 1
-            if moment == len(self._ends):
-                at, moment = 0.0, 0
-        return taken + left * self._slowness[moment]
+    def device(self, start: float) -> ModelDevice:
+        """The CPU from this moment of the recording on."""
+        return ModelDevice(self._fit.seconds, replace(self.noise, start=start), num_layers=_NUM_LAYERS)
 
 
-class RecordedExecutor(FakeExecutor):
-    """Runs each plan in the time that a CPU takes for it."""
+class DeviceExecutor:
+    """Runs plans on a device, one after the other."""
 
-    def __init__(self, cpu: RecordedCpu, began: float, *, sheds_rows: bool = True) -> None:
-        self._cpu, self._began = cpu, began
-        self._seconds = 0.0  # of the step that runs
-        super().__init__(
-            vocab_size=_LIMITS.vocab_size,
-            block_size=_BLOCK_SIZE,
-            caps=replace(cpu.caps, sheds_rows=sheds_rows),
-            clock=VirtualClock(),
-            cost=self._take_seconds,
-            shed=self._run_layers,
-        )
+    def __init__(self, device: Device, caps: ExecutorCaps) -> None:
+        self.caps = caps
+        self.now = 0.0
+        self._device = device
 
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
-        super().submit(plan)
 
-    def _run_layers(self, plan: StepPlan) -> Mapping[int, Shed]:
-        """Run a step that may shed rows; its seconds are for `_take_seconds`."""
-        assert plan.most_seconds is not None
-        clock = VirtualClock(self.clock.now)
-        lengths = [chunk.length for chunk in plan.chunks]
-        end = clock.now + plan.most_seconds
-        shedder = Shedder(len(plan.decodes), lengths, _NUM_LAYERS, end, clock)
-        for done in range(1, _NUM_LAYERS + 1):
-            chunks = tuple((one.start, length) for one, length in zip(plan.chunks, shedder.lengths, strict=True))
-            clock.now += self._cpu.seconds(_work(plan, chunks), self._began + clock.now, 1 / _NUM_LAYERS)
-            if done < _NUM_LAYERS:
-                shedder.after_layer(done)
-        self._seconds = clock.now - self.clock.now
-        return shedder.shed()
+    def wait(self) -> StepResult:
+        ran = self._device.run(work_of(self._plan), self.now)
+        self.now += ran.seconds
+        return result_of(self._plan, ran)
 
-    def _take_seconds(self, _: StepShape) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        if seconds:
-            return seconds
-        plan = self._plan
-        chunks = tuple((chunk.start, chunk.length) for chunk in plan.chunks)
-        return self._cpu.seconds(_work(plan, chunks), self._began + self.clock.now)
-
-
-def _work(plan: StepPlan, chunks: tuple[Chunk, ...]) -> StepWork:
-    positions = plan.decodes.positions
-    return StepWork(len(positions), sum(positions) + len(positions), chunks)
+    def close(self) -> None:
+        return
 
 
 @cache
@@ -116,19 +76,30 @@ def recorded_cpu(name: str) -> RecordedCpu:
     return RecordedCpu(name)
 
 
-def recorded_engine(
-    recording: str, seed: int, policy: PolicySpec, *, sheds_rows: bool = True
-) -> tuple[Engine, VirtualClock]:
-    """An engine that has measured its steps at start, as on a machine where it never ran before, and its clock."""
+def recorded_run(recording: str, load: Load, policy: PolicySpec, *, sheds_rows: bool = True) -> VirtualRun[Committed]:
+    """A load on an engine that has measured its steps at start, as on a machine where it never ran before."""
     cpu = recorded_cpu(recording)
-    executor = RecordedExecutor(cpu, random.Random(seed).uniform(0.0, cpu.recorded_seconds), sheds_rows=sheds_rows)
+    start = random.Random(load.seed).uniform(0.0, cpu.noise.period)
+    executor = DeviceExecutor(cpu.device(start), replace(cpu.caps, sheds_rows=sheds_rows))
     calibration = Calibration(
         executor=executor,
         num_blocks=_NUM_BLOCKS,
         block_size=_BLOCK_SIZE,
-        vocab_size=_LIMITS.vocab_size,
-        max_position=_LIMITS.max_model_len,
+        vocab_size=_VOCAB_SIZE,
+        max_position=_MAX_MODEL_LEN,
     )
     config = SchedulerConfig(num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, policy=policy, enable_prefix_caching=False)
     scheduler = Scheduler(config, executor.caps, step_time=calibration.measure())
-    return Engine(scheduler, executor, _LIMITS, clock=executor.clock), executor.clock
+
+    def add(stream: Stream, now: float) -> None:
+        sampling = SamplingParams(max_tokens=stream.max_tokens, ignore_eos=True)
+        prompt, due = [0] * stream.num_prompt_tokens, stream.due
+        scheduler.add(Request(stream.id, prompt, sampling, seed=0, max_model_len=_MAX_MODEL_LEN, arrival_time=due))
+
+    return VirtualRun(load, OwnEngine(scheduler), cpu.device(start + executor.now), add, _tokens_of)
+
+
+def _tokens_of(committed: Committed) -> Tokens:
+    is_judged = len(committed.plan.decodes) and committed.plan.chunks and committed.predicted_seconds
+    error = committed.predicted_seconds / committed.result.seconds - 1 if is_judged else None
+    return Tokens([request.id for request, _, tokens in committed.emissions if tokens], error)

@@ -24,13 +24,8 @@ class Stream:
     is_long: bool
     num_prompt_tokens: int
     max_tokens: int
-    num_computed: int = 0
-    num_sampled: int = 0  # scheduled, in flight or out
+    num_cached_tokens: int = 0
     token_times: list[float] = field(default_factory=list)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed < self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +22,7 @@ from evenflow.core.least_squares import fit_nonnegative
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
+from evenflow.simulation.devices import Ran, StepWork
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 _KNEES = (32, 64, 128, 256, 512, 1024)  # row counts from which a row may cost more
@@ -33,22 +33,6 @@ _MODEL = ModelWork(  # Llama 3.1 8B, which every recording of a GPU is of
     num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
 )
 _NUM_HEADS, _NUM_KV_HEADS = 32, 8
-
-# Positions that a chunk starts at and its length.
-Chunk = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step computes."""
-
-    num_decodes: int
-    decode_context: int
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decodes + sum(length for _, length in self.chunks)
 
 
 def caps_of(recording: Recording) -> ExecutorCaps:
@@ -77,7 +61,7 @@ class DenseFit:
         return sum(cost * figure for cost, figure in zip(self._costs, self._figures(work), strict=True))
 
     def _figures(self, work: StepWork) -> list[float]:
-        shape = self._caps.step_shape(num_decodes=work.num_decodes, chunks=work.chunks)
+        shape = work.shape(self._caps)
         return [
             1.0,
             float(bool(work.chunks)),
@@ -124,7 +108,7 @@ class RecordedDevice:
         seconds: list[float] = []
         for load in recording.loads:
             for before, step, after in zip(load.steps, load.steps[1:], load.steps[2:], strict=False):
-                work = work_of(step)
+                work = work_of_step(step)
                 self._launches[self._kind(work)].append((step.sampled_us - step.scheduled_us) / 1e6)
                 if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > _WAITED_US:
                     works.append(work)
@@ -146,6 +130,9 @@ class RecordedDevice:
     def reseed(self, seed: int) -> None:
         """Draw from here on as any other device of this recording and seed would."""
         self._rng = random.Random(seed)
+
+    def run(self, work: StepWork, at: float) -> Ran:
+        return Ran(self.device_seconds(work))
 
     def device_seconds(self, work: StepWork) -> float:
         """How long the device computes such a step."""
@@ -175,9 +162,9 @@ def _cell(work: StepWork, grain: Iterable[float]) -> tuple[int, ...]:
     )
 
 
-def _attention(chunks: Iterable[Chunk]) -> int:
+def _attention(chunks: Iterable[tuple[int, int]]) -> int:
     return sum(length * (2 * start + length + 1) // 2 for start, length in chunks)
 
 
-def work_of(step: Step) -> StepWork:
+def work_of_step(step: Step) -> StepWork:
     return StepWork(step.num_decodes, step.decode_context, tuple((c.start, c.length) for c in step.chunks))

@@ -17,7 +17,7 @@ from statistics import quantiles
 from outcomes import Stream
 from random_loads import Client, Load, Turn
 from replay_loads import add_recording_and_seeds, device, milliseconds
-from virtual_host import VirtualHost
+from virtual_run import host_run
 
 NUM_AGENTS, PREFIX_TOKENS, TURN_TOKENS, ANSWER_TOKENS, THINK_S = 16, 16_000, 500, 60, 0.5
 NUM_MISSES, MISS_TOKENS, FIRST_MISS_S, MISS_PAUSE_S = 4, 50_000, 2.0, 1.0
@@ -40,9 +40,9 @@ def _turn(number: int) -> Turn:
 def run(recording: str, seed: int, policy: str) -> tuple[list[float], list[float]]:
     machine = device(recording)
     machine.reseed(seed)
-    host = VirtualHost(machine, agents_load(seed), policy)
-    host.run()
-    return beside_misses(host.streams)
+    replay = host_run(machine, agents_load(seed), policy)
+    replay.run()
+    return beside_misses(replay.streams)
 
 
 def beside_misses(streams: Sequence[Stream]) -> tuple[list[float], list[float]]:

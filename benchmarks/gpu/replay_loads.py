@@ -23,10 +23,10 @@ from typing import Any
 
 from host_bench import RunFigures, planned_runs, run_argument, table
 from named_loads import NAMES, NamedLoad
-from outcomes import Outcome, outcome_of
+from outcomes import Outcome
 from random_loads import random_load
 from recorded_device import RECORDINGS, RecordedDevice
-from virtual_host import VirtualHost
+from virtual_run import host_run
 
 from evenflow.core.policies import PolicySpec
 
@@ -72,9 +72,7 @@ def run(recording: str, seed: int, policy: str, named: NamedLoad | None = None) 
     machine = device(recording)
     machine.reseed(seed)
     load = random_load(seed) if named is None else named.load
-    host = VirtualHost(machine, load, policy)
-    host.run(until_answered=named is not None and named.ends_with_answers)
-    return outcome_of(host.streams, host.errors, host.now)
+    return host_run(machine, load, policy).run(until_answered=named is not None and named.ends_with_answers)
 
 
 def judge(seed: int, recording: str, targets: tuple[float, ...]) -> list[Verdict]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from evenflow.core.account import Account
 from evenflow.core.holdings import Holdings
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.outcome import Committed
+from evenflow.core.plan import ExecutorCaps, StepPlan
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.roofline import ModelWork, known_device, roofline
@@ -21,6 +23,10 @@ from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 from evenflow.core.service_order import ServiceOrder, Start
 from evenflow.core.step_costs import StepCosts, figures_of
 from evenflow.core.step_time import StepTimeModel
+from evenflow.simulation.devices import ModelDevice
+from evenflow.simulation.loop import Loop, Timed
+from evenflow.simulation.own_engine import OwnEngine
+from evenflow.simulation.replica import Replica
 
 RULES = ("shares", "fcfs", "priority")
 BLOCK_SIZE = 16
@@ -191,29 +197,18 @@ class Setup:
 
 def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_work: bool = False) -> Outcome:
     """Serve a load until this time."""
-    device, rng = Device(), random.Random(setup.seed)
-    scheduler = setup.scheduler(device.costs)
+    gpu, rng = Device(), random.Random(setup.seed)
+    scheduler = setup.scheduler(gpu.costs)
     coming = sorted(arrivals, key=lambda one: one.at)
     served = [Served(arrival) for arrival in coming]
     tenant_of = {str(number): arrival.tenant for number, arrival in enumerate(coming)}
-    outcome = Outcome(served, until)
-    now, next_arrival = 0.0, 0
-    while now < until:
-        while next_arrival < len(coming) and coming[next_arrival].at <= now:
-            scheduler.add(_request(next_arrival, coming[next_arrival], setup.rule))
-            next_arrival += 1
-        plan = scheduler.schedule(now)
-        if plan is None:
-            if next_arrival == len(coming):
-                break
-            now = coming[next_arrival].at
-            continue
-        seconds = device.costs.seconds(figures_of(plan.shape(scheduler.caps))) * rng.uniform(1 - _JITTER, 1 + _JITTER)
-        now += seconds + _OVERHEAD_S
-        if keeps_work:
-            outcome.work += [(now, tenant, work) for tenant, work in by_tenant(device.work(plan, tenant_of, seconds))]
-        committed = scheduler.commit(_result(plan, seconds), now)
+    outcome = Outcome(served, 0.0)
+
+    def commit(committed: Committed, now: float) -> Iterable[Timed]:
+        plan, seconds = committed.plan, committed.result.seconds
         outcome.num_steps += 1
+        if keeps_work:
+            outcome.work += [(now, tenant, work) for tenant, work in by_tenant(gpu.work(plan, tenant_of, seconds))]
         for admission in plan.admissions:
             one = served[int(admission.request_id)]
             one.num_preemptions += admission.epoch > 0
@@ -222,10 +217,22 @@ def simulate(arrivals: Iterable[Arrival], setup: Setup, until: float, *, keeps_w
         for request, _, tokens in committed.emissions:
             if tokens:
                 served[int(request.id)].took(now)
-    outcome.seconds = now
+        return ()
+
+    device = ModelDevice(
+        lambda work: gpu.costs.seconds(figures_of(work.shape(scheduler.caps))),
+        lambda seconds, at: seconds * rng.uniform(1 - _JITTER, 1 + _JITTER),
+    )
+    replica = Replica(OwnEngine(scheduler), device, commit, output_s=_OVERHEAD_S)
+
+    def arrive(number: int, now: float) -> Iterable[Timed]:
+        return replica.receive(lambda _: scheduler.add(_request(number, coming[number], setup.rule)), now)
+
+    Loop(((one.at, partial(arrive, number)) for number, one in enumerate(coming)), until).run()
+    outcome.seconds = replica.now
     for request in scheduler.requests.values():
         served[int(request.id)].num_prefilled = request.num_committed
-    outcome.served = [one for one in served if one.arrival.at <= now]
+    outcome.served = [one for one in served if one.arrival.at <= outcome.seconds]
     outcome.count()
     return outcome
 
@@ -257,11 +264,6 @@ def _block_hashes(number: int, arrival: Arrival) -> list[bytes]:
     per_id = TRACE_BLOCK // BLOCK_SIZE
     ids: list[object] = [*arrival.block_ids, *[f"own{number}"] * (num_blocks // per_id + 1 - len(arrival.block_ids))]
     return [f"{arrival.tenant}/{ids[block // per_id]}/{block}".encode() for block in range(num_blocks)]
-
-
-def _result(plan: StepPlan, seconds: float) -> StepResult:
-    tokens = ((1,),) * len(plan.decodes) + tuple((1,) if chunk.samples else () for chunk in plan.chunks)
-    return StepResult(plan.step_id, tokens, seconds)
 
 
 def quantile(values: Iterable[float], share: float) -> float:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
+from evenflow.core.outcome import Committed
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
-from evenflow.core.policy import Candidate
+from evenflow.core.request import Request, SamplingParams
+from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.service_classes import Classes, ServiceClass
-from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.settings import Settings
-from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
-from tests.core.driving import Driver, layout
+from evenflow.hosts.steering import Host, HostRequest
+from evenflow.simulation.devices import ModelDevice
+from evenflow.simulation.host_engine import HostOutcome, SteeredHostEngine
+from evenflow.simulation.loop import Loop, Timed
+from evenflow.simulation.own_engine import OwnEngine
+from evenflow.simulation.replica import Engine, Replica
+from tests.core.driving import layout
 
 BUDGET, MAX_SEQS = 2048, 64
 ONE_CLASS: Classes = (ServiceClass(name="standard", rank=0, share=0.1),)
@@ -70,161 +74,62 @@ def load(seed: int, tenants: int, classes: Classes) -> list[Arrival]:
     return arrivals
 
 
-def own_steps(arrivals: list[Arrival], policy: str, depth: int, classes: Classes) -> Iterator[Step]:
+Add = Callable[[Arrival, float], None]
+Commit = Callable[[Any, float], list[Timed]]
+
+
+def simulated(arrivals: list[Arrival], engine: Engine[Any], add: Add, commit: Commit) -> None:
+    replica = Replica(engine, ModelDevice(lambda work: cost(work.shape(ExecutorCaps()))), commit)
+
+    def arrive(one: Arrival, now: float) -> Iterable[Timed]:
+        return replica.receive(partial(add, one), now)
+
+    Loop((one.at, partial(arrive, one)) for one in arrivals).run()
+
+
+def own_steps(arrivals: list[Arrival], policy: str, depth: int, classes: Classes) -> list[Step]:
     """Of evenflow's scheduler."""
-    caps = ExecutorCaps(max_steps_in_flight=depth)
-    driver = Driver(
-        policy,
+    config = SchedulerConfig(
         num_blocks=100_000,
+        policy=PolicySpec.parse(policy).bounded(BUDGET),
         max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=BUDGET,
-        caps=caps,
-        cost=cost,
         enable_prefix_caching=False,
         classes=classes,
     )
-    to_come, num_seen = deque(arrivals), 0
-    while to_come or driver.scheduler.has_work:
-        clock = driver.executor.clock
-        while to_come and to_come[0].at <= clock.now:
-            one = to_come.popleft()
-            driver.add(
-                one.num_prompt_tokens,
-                one.max_tokens,
-                one.name,
-                one.tenant,
-                one.service_class,
-                tbt_target=one.tbt_target,
-            )
-        if not driver.step():
-            clock.now = max(clock.now, to_come[0].at)
-        for plan in driver.plans[num_seen:]:
-            yield Step(*layout(plan))
-        num_seen = len(driver.plans)
+    scheduler, steps = Scheduler(config, ExecutorCaps(max_steps_in_flight=depth)), list[Step]()
+
+    def add(one: Arrival, now: float) -> None:
+        sampling = SamplingParams(max_tokens=one.max_tokens, tbt_target=one.tbt_target, ignore_eos=True)
+        request = Request(one.name, [0] * one.num_prompt_tokens, sampling, seed=0, max_model_len=1 << 20)
+        request.arrival_time, request.tenant, request.service_class = one.at, one.tenant, one.service_class
+        scheduler.add(request)
+
+    def commit(committed: Committed, now: float) -> list[Timed]:
+        steps.append(Step(*layout(committed.plan)))
+        return []
+
+    simulated(arrivals, OwnEngine(scheduler), add, commit)
+    return steps
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    arrival: Arrival
-    num_computed: int = 0
-    num_sampled: int = 0
-    num_given: int = 0
+def host_steps(arrivals: list[Arrival], policy: str, depth: int, classes: Classes) -> list[Step]:
+    """Of a host engine that does as its steering says."""
+    caps = ExecutorCaps(max_steps_in_flight=depth)
+    host = Host(caps, BUDGET, MAX_SEQS, None, logging.getLogger("simulated"))
+    settings = Settings(PolicySpec.parse(policy), None, None, classes)
+    engine, steps = SteeredHostEngine(host, settings, depth), list[Step]()
 
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed < self.arrival.num_prompt_tokens
+    def add(one: Arrival, now: float) -> None:
+        sizes = one.num_prompt_tokens, one.num_prompt_tokens, 0, one.max_tokens
+        own = {"tbt_target": one.tbt_target, "tenant": one.tenant, "service_class": one.service_class}
+        engine.add(HostRequest(one.name, one.at, *sizes, **own), now)
 
+    def commit(outcome: HostOutcome, now: float) -> list[Timed]:
+        steps.append(Step(list(outcome.step.decode_ids), outcome.step.chunks))
+        return []
 
-class Clocked(Steering):
-    now = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    wall_clock = clock
-
-    def keep_step_times(self) -> None:
-        return
-
-
-class FakeHost:
-    """An engine that does as its steering says, at once."""
-
-    def __init__(self, policy: str, depth: int, classes: Classes, folder: Path) -> None:
-        log = logging.getLogger("fake-host")
-        host = Host(ExecutorCaps(max_steps_in_flight=depth), BUDGET, MAX_SEQS, folder / "step-times", log)
-        self.steering = Clocked(host, Settings(PolicySpec.parse(policy), None, None, classes))
-        self._depth = depth
-        self._requests: dict[str, _Request] = {}  # unfinished
-        self._waiting: dict[str, _Request] = {}
-        self._flight: deque[tuple[InFlightStep, list[_Request], float]] = deque()
-        self._free_at = 0.0
-
-    def steps(self, arrivals: list[Arrival]) -> Iterator[Step]:
-        to_come = deque(arrivals)
-        while to_come or self._requests:
-            while to_come and to_come[0].at <= self.steering.now:
-                self._add(to_come.popleft())
-            while len(self._flight) < self._depth and (step := self._schedule()) is not None:
-                yield step
-            if self._flight:
-                self._finish()
-            else:
-                self.steering.now = max(self.steering.now, to_come[0].at)
-
-    def _add(self, one: Arrival) -> None:
-        self._requests[one.name] = self._waiting[one.name] = _Request(one)
-        prompt = one.num_prompt_tokens
-        self.steering.add(
-            HostRequest(
-                one.name,
-                self.steering.now,
-                prompt,
-                prompt,
-                0,
-                one.max_tokens,
-                one.tbt_target,
-                tenant=one.tenant,
-                service_class=one.service_class,
-            )
-        )
-
-    def _schedule(self) -> Step | None:
-        steering, now = self.steering, self.steering.now
-        steering.begin_step()
-        running = [one for name, one in self._requests.items() if name not in self._waiting]
-        decodes = [one for one in running if not one.is_prefilling and one.num_sampled < one.arrival.max_tokens]
-        decoding = [Decode(one.arrival.name, 1, one.num_computed + one.num_sampled) for one in decodes]
-        prefilling = [one for one in running if one.is_prefilling]
-        names = list(steering.line_up(now, [*(one.arrival.name for one in prefilling), *self._waiting], MAX_SEQS))
-        room = MAX_SEQS - len(running)
-        left_out = set([name for name in names if name in self._waiting][room:])
-        names = [name for name in names if name not in left_out][: ExecutorCaps().max_prefill_sequences]
-        prompts = [self._requests[name] for name in names]
-        _, quotas = steering.plan(
-            now,
-            decoding,
-            [_candidate(one) for one in prompts],
-            free_tokens=10**9,
-            long_prefill_token_threshold=0,
-        )
-        if not decodes and not quotas:
-            return None
-        step = InFlightStep(now, {one.arrival.name for one in decodes})
-        step.key = step
-        samples = list(decodes)
-        for quota in quotas:
-            one = prompts[quota.candidate]
-            self._waiting.pop(one.arrival.name, None)
-            step.chunks.append((one.arrival.name, one.num_computed, quota.tokens))
-            one.num_computed += quota.tokens
-            if not one.is_prefilling:
-                samples.append(one)
-        for one in samples:
-            one.num_sampled += 1
-        steering.scheduled(step, decoding, len(samples) - len(decodes))
-        assert step.shape is not None
-        self._free_at = max(self._free_at, now) + cost(step.shape)
-        self._flight.append((step, samples, self._free_at))
-        return Step([one.arrival.name for one in decodes], list(step.chunks))
-
-    def _finish(self) -> None:
-        step, samples, end = self._flight.popleft()
-        steering = self.steering
-        steering.now = max(steering.now, end)
-        ended = steering.ended(step.key)
-        for one in samples:
-            one.num_given += 1
-            if one.num_given == one.arrival.max_tokens:
-                del self._requests[one.arrival.name]
-        tokens = {one.arrival.name: [0] for one in samples}
-        load = HostLoad(len(self._requests) - len(self._waiting), len(self._waiting), 0.0)
-        steering.emitted(ended, tokens, self._requests, load)
-
-
-def _candidate(one: _Request) -> Candidate:
-    prompt = one.arrival.num_prompt_tokens
-    return Candidate(one.arrival.name, one.num_computed, prompt - one.num_computed, prompt)
+    simulated(arrivals, engine, add, commit)
+    return steps
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -238,19 +143,10 @@ def _candidate(one: _Request) -> Candidate:
         pytest.param("target:50ms,paced", range(4), marks=pytest.mark.slow),
     ],
 )
-def test_both_plan_the_same_steps(
-    policy: str,
-    seeds: range,
-    classes: Classes,
-    tenants: int,
-    depth: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_plan_the_same_steps(policy: str, seeds: range, classes: Classes, tenants: int, depth: int) -> None:
     for seed in seeds:
         arrivals = load(seed, tenants, classes)
-        ours = own_steps(arrivals, policy, depth, classes)
-        theirs = FakeHost(policy, depth, classes, tmp_path).steps(arrivals)
+        ours, theirs = (steps(arrivals, policy, depth, classes) for steps in (own_steps, host_steps))
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert sorted(one.decodes) == sorted(other.decodes), f"seed {seed}, step {number}"
             assert one.chunks == other.chunks, f"seed {seed}, step {number}"
