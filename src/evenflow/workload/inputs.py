@@ -48,7 +48,7 @@ Input = TextInput | ChatInput | TraceRequest
 
 
 class UnusableRecordError(ValueError):
-    """A record without an input. The message says what is missing and does not name the record."""
+    """A record without an input. The message names the missing field, not the record."""
 
 
 def input_of(record: Any, field: str | None) -> Input:
