@@ -82,11 +82,11 @@ class ClassFigures:
             yield {"name": name, **counts, "ttft": ttft, "tbt": tbt}
 
 
-def busiest(open_requests: Sequence[tuple[str, bool]], count: int) -> list[dict[str, Any]]:
+def busiest(open_requests: Sequence[tuple[str, bool]], limit: int) -> list[dict[str, Any]]:
     """Tenants with the most open requests. A request is given as (tenant, has begun)."""
     num_open = Counter(tenant for tenant, _ in open_requests)
     running = Counter(tenant for tenant, has_begun in open_requests if has_begun)
     return [
         {"name": tenant, "running": running[tenant], "waiting": count - running[tenant]}
-        for tenant, count in num_open.most_common(count)
+        for tenant, count in num_open.most_common(limit)
     ]
