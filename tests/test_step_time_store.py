@@ -8,7 +8,7 @@ import pytest
 
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.step_time import StepTimeModel
-from evenflow.step_time_store import SAVE_INTERVAL_S, StepTimeKeeper, least_target, load_step_times, save_step_times
+from evenflow.step_time_store import SAVE_INTERVAL_S, StepTimeKeeper, load_step_times, min_target, save_step_times
 
 
 def learn(model: StepTimeModel) -> None:
@@ -79,14 +79,14 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: p
 
 def test_one_fast_start_is_believed_at_once_and_slowness_after_many(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
-    assert least_target(path, 0.54) == 0.54
-    assert least_target(path, 0.22) == 0.22
-    assert [least_target(path, 0.5) for _ in range(8)] == [0.22] * 7 + [0.5]
+    assert min_target(path, 0.54) == 0.54
+    assert min_target(path, 0.22) == 0.22
+    assert [min_target(path, 0.5) for _ in range(8)] == [0.22] * 7 + [0.5]
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[null]", "3", '["x"]'])
 def test_targets_that_cannot_be_read_are_forgotten(tmp_path: Path, content: str) -> None:
     (tmp_path / "one.targets").write_text(content)
-    assert least_target(tmp_path / "one.json", 0.3) == 0.3
+    assert min_target(tmp_path / "one.json", 0.3) == 0.3
     (tmp_path / "file").write_text("")
-    assert least_target(tmp_path / "file" / "one.json", 0.4) == 0.4  # nothing can be written there
+    assert min_target(tmp_path / "file" / "one.json", 0.4) == 0.4  # nothing can be written there

@@ -10,6 +10,7 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 import package_graph
@@ -37,8 +38,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in the generated parts, draw graphs, and lead links to the copies."""
+    if page.file.src_uri.startswith("log/"):
+        return markdown  # its links to `../` stay inside docs/
     markdown = _GENERATED.sub(_generate, markdown)
     markdown = _MERMAID.sub(lambda found: package_graph.svg(found[1]), markdown)
     return _OUTSIDE.sub(lambda found: f"]({_copy_of(found[1])}", markdown)

@@ -20,7 +20,7 @@ def main() -> int:
     except KeyboardInterrupt:  # just before or after the command, which handles its own
         return INTERRUPTED
     finally:
-        exit_at_interrupt()  # only modules and threads are left to end
+        exit_at_interrupt()  # only modules and threads remain to be ended
 
 
 if __name__ == "__main__":

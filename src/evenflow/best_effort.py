@@ -1,4 +1,4 @@
-"""Work that serving does not depend on: warm-ups, estimates, reports, saving, advice."""
+"""Work that serving can do without: warm-ups, estimates, reports, saving, advice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class BestEffort:
-    """Runs such work. An error costs its result and one line in the log, however often it comes again."""
+    """Runs optional work. An error costs only its result, and one log line however often it recurs."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._failed: set[str] = set()
 
     def run(self, name: str, work: Callable[[], T], otherwise: T) -> T:
-        """The work's result, else `otherwise`. `name` says what is done without."""
+        """The work's result, or `otherwise` after an error. `name`: the lost feature, for the log."""
         try:
             return work()
         except Exception as error:

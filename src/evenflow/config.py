@@ -23,34 +23,34 @@ KvFormat = Literal["plain", "lossless", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine runs, and its limits."""
+    """An engine's model and limits."""
 
     model: str = "default"  # a Hugging Face folder, a .gguf file, or "default"
-    policy: str | PolicySpec | None = None  # a text is parsed at once; None: a target, or the budget that is given
+    policy: str | PolicySpec | None = None  # text is parsed at construction; None: a target, or the given budget
     tbt_target: float | str | None = None  # seconds between a stream's tokens, or 50ms; alone it means policy `target`
     enable_chunked_prefill: bool | None = None  # None: decided and logged; False: policy `unchunked`
-    max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: what the policy says
-    max_num_seqs: int = 256  # most requests that run at a time
+    max_num_batched_tokens: int | None = None  # alone it means policy `fixed`; None: the policy's own
+    max_num_seqs: int = 256  # maximum running requests
     max_model_len: int | None = None  # None: the model's context
-    gpu_memory_utilization: float = 0.9  # of the GPU's memory, or of what is available on a CPU
-    kv_cache_memory: int | None = None  # bytes; None: what utilization leaves, on a CPU at most 4 GiB
-    enable_prefix_caching: bool = True  # reuse the KV of prompts that start alike
-    kv_offload_memory: int = 0  # bytes of host memory for prefixes that leave the KV cache; 0: none
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory, or of available memory on a CPU
+    kv_cache_memory: int | None = None  # bytes; None: by utilization, on a CPU at most 4 GiB
+    enable_prefix_caching: bool = True  # reuse the KV of equal prefixes
+    kv_offload_memory: int = 0  # bytes of host memory for prefixes evicted from the KV cache; 0: none
     kv_offload_format: KvFormat | None = None  # int8 has a small error; None: lossless on a CPU, plain on a GPU
-    cache_dir: str | None = None  # a folder in which the prefix cache survives a restart
-    cache_dir_size: int = 4 * GIB  # bytes that it may take
-    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
+    cache_dir: str | None = None  # a folder that keeps the prefix cache over restarts
+    cache_dir_size: int = 4 * GIB  # maximum bytes in it
+    long_prefill_token_threshold: int = 0  # maximum tokens of one prompt in a step; 0: no limit
     device: Literal["cpu", "cuda"] | None = None  # None: a GPU if there is one
     weights: WeightsName = "auto"  # float32, int4 on a CPU, bfloat16 or float16 on a GPU; auto: float32 or bfloat16
-    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for which config.json is enough
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, needs only config.json
     deterministic: bool = False  # the same bits for any chunks, batch and reused prefix; slower
-    threads: int | None = None  # None: torch's choice
-    max_steps_in_flight: int | None = None  # planned before the first of them has ended; None: 1, on a GPU 2
+    threads: int | None = None  # None: torch's default
+    max_steps_in_flight: int | None = None  # planned steps not yet finished; None: 1, on a GPU 2
     block_size: int = 16  # tokens of a KV block
     step_timeout: float = 60.0  # seconds; a step that takes longer, and far longer than predicted, counts as hung
-    seed: int | None = None  # for requests without one; None: drawn anew for each
+    seed: int | None = None  # for requests without one; None: random for each
     classes: Classes = DEFAULT_CLASSES  # of service, each with its urgency, targets and share: see docs/shares.md
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of shares; a tenant that is not listed has 1
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of shares; unlisted tenants have 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_model_len", "threads", "kv_cache_memory", "max_steps_in_flight"):
@@ -83,7 +83,7 @@ class EngineConfig:
 
     @property
     def chosen_policy(self) -> PolicySpec | None:
-        """The policy that these settings name in one way or another; None: the engine keeps a target of its choice."""
+        """The policy named by these settings in any form; None: the engine chooses a target."""
         if self.enable_chunked_prefill is False:
             return PolicySpec("unchunked")
         if self.spec is None and self.max_num_batched_tokens is not None:
@@ -117,7 +117,7 @@ class EngineConfig:
                 raise InvalidConfig(f"{got} but only cached prefixes are moved out: give one of them.")
 
     def _adopt_target(self, target: float | str) -> None:
-        """Two ways to say one thing: from here on only the policy counts."""
+        """Merge the two forms of a target: from here on only the policy counts."""
         policy = PolicySpec.for_target(target)
         if self.spec is not None and self.spec.target != policy.target:
             raise InvalidConfig(f"Got tbt_target={target} and policy='{self.spec}': two policies; give one of them.")
@@ -141,7 +141,7 @@ class EngineConfig:
             )
 
     def with_policy(self, policy: str | PolicySpec) -> EngineConfig:
-        """The same settings with another policy, which may bring its own budget."""
+        """The settings with another policy, which may have its own budget."""
         spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
         return replace(
             self,
@@ -153,9 +153,9 @@ class EngineConfig:
         )
 
     def resolve_policy(self, max_model_len: int) -> PolicySpec:
-        """The policy with its budget, for a model whose prompts have at most this many tokens.
+        """The policy with its budget, for a model with this maximum prompt length.
 
-        Where no setting chooses one: the one to fall back to, without a target.
+        If no setting names one: the fallback without a target.
         """
         spec = self.chosen_policy or DEFAULT_POLICY
         if spec.name == "unchunked":

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, as people write them: 1 token, 2,000 tokens."""
+"""Numbers with their nouns: 1 token, 2,000 tokens."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from evenflow.errors import InvalidConfig, InvalidInput
 NUMBER_PATTERN = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^({NUMBER_PATTERN}) ?(ms|s)$"
 MIN_TARGET_S, MAX_TARGET_S = 0.0001, 3600.0
-NEEDS_UNIT_S = 10.0  # no stream waits so long for a token: without a unit, such a number was meant as milliseconds
+NEEDS_UNIT_S = 10.0  # too long for a gap between tokens: a number without unit was meant as milliseconds
 
 
 def parse_duration(text: str) -> float:
@@ -23,7 +23,7 @@ def parse_duration(text: str) -> float:
 def parse_target(given: object, error: type[InvalidInput] = InvalidConfig, got: str = "", prefix: str = "") -> float:
     """Seconds between tokens, in whole nanoseconds: a number is in seconds, a text has a unit.
 
-    The error says what to write instead; `got` begins it, `prefix` stands before the duration there.
+    The error begins with `got` and suggests a correct form, with `prefix` before the duration.
     """
     got = got or f"Got tbt_target={repr(given)[:100]}"
     if isinstance(given, str) and re.fullmatch(NUMBER_PATTERN, given):
@@ -43,6 +43,6 @@ def parse_target(given: object, error: type[InvalidInput] = InvalidConfig, got: 
 
 
 def format_duration(seconds: float) -> str:
-    """Milliseconds, as exactly as they were written: 50ms, 2.5ms."""
+    """Milliseconds, exactly as written: 50ms, 2.5ms."""
     text = f"{1000 * seconds:.6f}".rstrip("0").rstrip(".")
     return f"{text}ms"

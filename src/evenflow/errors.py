@@ -2,28 +2,28 @@
 
 EvenflowError
 ├── InvalidInput (ValueError)      the caller can fix it: exit code 2 on the command line
-│   ├── InvalidConfig              an engine setting, or two that do not go together
-│   ├── InvalidRequest             one request; the engine goes on serving the others
+│   ├── InvalidConfig              an engine setting, or two that contradict each other
+│   ├── InvalidRequest             one request; the engine continues to serve the others
 │   └── ModelError                 a model that cannot be loaded
 │       ├── ModelNotFound          no such folder or file
 │       ├── UnsupportedModel       an architecture, tensor type or option evenflow does not run
 │       └── BrokenModel            a truncated or inconsistent file
 ├── LateRequest                    refused: it is expected to miss its target or deadline
 ├── DeadlineExceeded               a request's deadline passed before its answer was complete
-├── MissingDependency              an extra that is not installed: says which to install
-├── OutOfMemory                    says which settings to lower
+├── MissingDependency              an extra that is not installed; the message names it
+├── OutOfMemory                    the message names the settings to lower
 ├── EngineFailed                   a step failed: exit code 1 on the command line
-└── EndpointFailed                 a server that was asked does not answer as it should
+└── EndpointFailed                 another server answered incorrectly, or not at all
 """
 
 from evenflow.counts import counted
 
-_MOST_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 
 
 def printable(text: str) -> str:
-    """Text from a file that nobody vouches for, as part of a message: short, on one line, no control characters."""
-    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:500]}...{text[-300:]}"
+    """Untrusted text for a message: short, on one line, without control characters."""
+    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:500]}...{text[-300:]}"
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in shown)
 
 
@@ -32,7 +32,7 @@ class EvenflowError(Exception):
 
 
 class InvalidInput(EvenflowError, ValueError):
-    """Something the caller gave is wrong; the message names the value and what is allowed."""
+    """A wrong input; the message names the value and the allowed ones."""
 
 
 class InvalidConfig(InvalidInput):
@@ -40,13 +40,13 @@ class InvalidConfig(InvalidInput):
 
 
 class InvalidRequest(InvalidInput):
-    """A request that can never be served as asked."""
+    """A request that cannot be served."""
 
 
 class LateRequest(EvenflowError, RuntimeError):
-    """A request that is refused because its first token is expected after its target, or after its deadline.
+    """Refused: the first token is expected after the request's target, or after its deadline.
 
-    After `retry_after_s`, what is before it is done, or it is let through to see whether the estimate still holds.
+    After `retry_after_s`, earlier requests are done, or a retry is admitted to test the estimate.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LateRequest(EvenflowError, RuntimeError):
 
 
 class DeadlineExceeded(EvenflowError, TimeoutError):
-    """A request that ended because its deadline passed before its answer was complete."""
+    """The request's deadline passed before its answer was complete."""
 
     def __init__(self, deadline_s: float, num_tokens: int) -> None:
         reached = f"after {counted(num_tokens, 'token')} of the answer" if num_tokens else "before the first token"
@@ -85,7 +85,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The model is whole, but evenflow's own engine does not run it."""
+    """The model is intact, but evenflow's own engine does not run it."""
 
 
 class BrokenModel(ModelError):
@@ -93,16 +93,16 @@ class BrokenModel(ModelError):
 
 
 class MissingDependency(EvenflowError, ImportError):
-    """A part of evenflow whose extra is not installed."""
+    """A part of evenflow needs an extra that is not installed."""
 
 
 class OutOfMemory(EvenflowError, MemoryError):
-    """Memory ran out; the message says which settings to lower."""
+    """Memory ran out; the message names the settings to lower."""
 
 
 class EngineFailed(EvenflowError, RuntimeError):
-    """A step failed in a way that no single request caused."""
+    """A step failed through no fault of a single request."""
 
 
 class EndpointFailed(EvenflowError, RuntimeError):
-    """A server that evenflow is the client of does not answer as it should."""
+    """A server answered evenflow, its client, incorrectly or not at all."""

@@ -12,7 +12,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """The message as it goes over the socket."""
+    """Encode a message for the socket."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, buffer, _LENGTH_BYTES)
     buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big")
@@ -20,13 +20,13 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameReader:
-    """Cuts received bytes into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that these bytes complete."""
+        """Returns the messages completed by these bytes."""
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH_BYTES:

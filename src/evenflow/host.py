@@ -1,6 +1,6 @@
-"""The machine this process runs on: its memory and cores, the user's cache, processes beside this one.
+"""The machine of this process: memory and cores, the user's cache, helper processes.
 
-In a container, memory and cores are what its cgroups (of version 1 or 2) allow.
+In a container, memory and cores are the limits of its cgroups (version 1 or 2).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _shielded: WeakSet[SpawnProcess] = WeakSet()
 
 
 def total_memory() -> int:
-    """Bytes of memory, whether in use or not."""
+    """Bytes of memory, in use or not."""
     limits = [limit for limit, _ in _memory_limits()]
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping: what the system would give up from its file cache counts as free.
+    """Bytes available without swapping; reclaimable file cache counts as free.
 
-    Where the system does not say (it is not Linux), half of all memory.
+    Half of all memory on systems other than Linux, which do not report it.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
@@ -47,13 +47,13 @@ def available_memory() -> int:
 
 
 def num_cpus() -> int:
-    """Cores that this process may keep busy. More threads than a container's share of CPU time would be paused."""
+    """Cores for this process. More threads than a container's share of CPU time would be paused."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([cores, *_cpu_limits()])))
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each cgroup of this process, and the bytes in use that the file cache would not give up."""
+    """The limit of each cgroup of this process, and its bytes in use without reclaimable file cache."""
     for folder in _cgroup_folders("memory"):
         for limit_name, used_name, cached_name in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -67,7 +67,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cpu_limits() -> Iterator[float]:
-    """The cores that each cgroup of this process allows."""
+    """The cores allowed by each cgroup of this process."""
     for folder in _cgroup_folders("cpu"):
         newer = _read_words(folder / "cpu.max")
         older = _read_words(folder / "cpu.cfs_quota_us") + _read_words(folder / "cpu.cfs_period_us")
@@ -77,7 +77,7 @@ def _cpu_limits() -> Iterator[float]:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroups, and of those around them. A container sees its own as the root."""
+    """The folders of this process's cgroups and their parents. A container sees its own as the root."""
     for line in _read_words(_OWN_CGROUPS):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):
@@ -95,9 +95,9 @@ def _read_words(path: Path) -> list[str]:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process take this much more than it has, and leave no core file behind when it is killed.
+    """Limit this process's memory to its current use plus this, without a core file if it is killed.
 
-    Where the system does not say how much it has (it is not Linux), there is no limit.
+    No limit on systems other than Linux, which do not report the current use.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):
@@ -107,7 +107,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def cache_folder() -> Path:
-    """Where fetched models lie: $EVENFLOW_CACHE, else evenflow in the user's cache folder."""
+    """The folder of fetched models: $EVENFLOW_CACHE, else evenflow in the user's cache folder."""
     if chosen := os.environ.get("EVENFLOW_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenflow"
@@ -120,9 +120,9 @@ def private_folder(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """PermissionError if a folder, or a link to one, belongs to another user but root, or if all users may write to it.
+    """PermissionError if a folder, or a link to one, belongs to a user other than root, or is writable for all.
 
-    What others put there could be taken for our own. It is not closed here: it may be shared on purpose, as /tmp is.
+    Other users' files there could be taken for our own. Its mode is not changed: it may be shared on purpose, as /tmp.
     """
     problem = None
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -137,14 +137,14 @@ def check_private(path: Path) -> None:
 
 
 def start_shielded(process: SpawnProcess) -> None:
-    """Start a process that never sees a signal to exit: terminals and supervisors send it to all, and this one decides.
+    """Start a process without exit signals: terminals and supervisors send them to all processes, but this one decides.
 
-    It has to end by itself when this process is gone.
+    The new process has to end by itself after this one.
     """
-    resource_tracker.ensure_running()  # starting the process would do so, and unblock these signals
+    resource_tracker.ensure_running()  # otherwise the start would do it, and unblock these signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
     try:
-        process.start()  # it inherits what is blocked
+        process.start()  # it inherits the blocked signals
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _shielded.add(process)
@@ -152,7 +152,7 @@ def start_shielded(process: SpawnProcess) -> None:
 
 @atexit.register
 def _kill_shielded() -> None:
-    """multiprocessing would terminate them at exit, which they do not see, and then wait."""
+    """Kill shielded processes at exit: multiprocessing would send SIGTERM, which they ignore, and wait."""
     for process in _shielded:
-        with suppress(ValueError):  # closed: it has ended
+        with suppress(ValueError):  # closed: already ended
             process.kill()

@@ -1,4 +1,4 @@
-"""A file that one writer writes line by line, and that holds only whole lines, whatever happens to the disk."""
+"""A file with one writer that holds only whole lines, whatever happens to the disk."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _PRIVATE = 0o600
 
 
 class LineFile:
-    """Not buffered: a line that was written survives the process. New files are private.
+    """Unbuffered: written lines survive the process. New files are private.
 
-    An OSError if another writer has it open: two would cut off or overwrite each other's lines.
+    Raises OSError if another writer has it open: two would truncate or overwrite each other's lines.
     """
 
     def __init__(self, path: str | Path, mode: Literal["wb", "ab"]) -> None:
         self._file = open(path, mode, buffering=0, opener=_open_alone)  # noqa: SIM115 (closed by close)
         self.num_bytes = os.fstat(self._file.fileno()).st_size
         if mode == "ab" and self.num_bytes and not _ends_a_line(path):
-            self.write(b"")  # a process or machine died in its last line
+            self.write(b"")  # ends a line torn by a crash
 
     def write(self, line: bytes) -> None:
-        """Write a line and its end; on an OSError nothing of it is left."""
+        """Write a line and its end; after an OSError nothing of it remains."""
         rest = memoryview(line + b"\n")
         try:
             while rest:
@@ -73,5 +73,5 @@ def _lock(descriptor: int, path: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise OSError(errno.EBUSY, "another server or engine is writing to it", path) from error
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         pass

@@ -11,7 +11,7 @@ STAGE = {"is_stage": True}  # as `extra`: marks a record about a slow part of lo
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """A status line or a live picture replaces standard error, to print above itself."""
+    """Looks standard error up for each record: status lines and live pictures replace it, to print above themselves."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -19,7 +19,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def ensure_logging() -> None:
-    """Log to standard error, unless the program has set up logging itself."""
+    """Log to standard error, unless the program has configured logging."""
     logger = logging.getLogger("evenflow")
     if not logger.hasHandlers():
         handler = StderrHandler()

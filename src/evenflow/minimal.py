@@ -1,7 +1,7 @@
 """Chunked prefill, the whole idea in one file: read it top to bottom. The engine is tested against it.
 
 A model answers a prompt in two phases. Prefill runs the prompt through the model, many tokens at once; it fills the
-cache and yields the first output token. Decode then runs one token at a time: the one produced last.
+cache and yields the first output token. Decode then runs one token at a time, the last one produced.
 A long prefill in one piece stalls every stream that is decoding. Split into chunks, it lets them run in between:
 
     unchunked   PPPPPPPPPPPPPPPPPPPPd  d  d  d       P  a token of the prompt
@@ -27,8 +27,8 @@ from evenflow.errors import EngineFailed, InvalidConfig, InvalidRequest
 # ---- 1. What a model is ---------------------------------------------------------------------------------------------
 
 # model(token_ids, offset, cache) runs `token_ids` at positions [offset, offset + len(token_ids)) of one sequence.
-# `cache` is what the model returned for the positions before (its keys and values), None at the start. It returns the
-# logits for the token that follows, and the cache for the next call. Section 7 takes models of other forms.
+# `cache` is the model's own result for earlier positions (keys and values), None at the start. It returns the next
+# token's logits, and the cache for the next call. Section 7 takes models of other forms.
 Model = Callable[..., Any]
 Prompt = str | Sequence[int] | Any  # Any: a tensor of token ids
 
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 # ---- 2. Why chunks change no answer ---------------------------------------------------------------------------------
 def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int = 0) -> list[list[float]]:
-    """What is added to the attention scores, shape (L, S): 0 where a row's position sees a column's, -inf where not.
+    """Added to the attention scores, shape (L, S): 0 where a row's position sees a column's, else -inf.
 
     L is `chunk_size`, S the end of the chunk, or `total_length` where that is more.
     Position p sees every position <= p, including those of earlier chunks, which are in the cache. So a chunk's rows
@@ -62,7 +62,7 @@ def chunked_attention_mask(chunk_start: int, chunk_size: int, total_length: int 
 class ToyModel:
     """Two layers of attention over integers: exact, so any error in a mask or an offset shows.
 
-    A position starts as a number made of its token and place; each layer mixes all the numbers that it sees.
+    A position starts as a number made from its token and place; each layer mixes all visible numbers.
     """
 
     def __call__(
@@ -137,7 +137,7 @@ class Request:
 
     @property
     def next_token(self) -> int | None:
-        """The token produced last, which the next decode runs; None until prefill is done."""
+        """The last token, input of the next decode; None until prefill is done."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
@@ -159,7 +159,7 @@ class Request:
         return len(chunk)
 
     def decode(self) -> None:
-        """Run the token produced last, as a chunk of one: it yields the next token."""
+        """Run the last token as a chunk of one, which yields the next token."""
         if self.next_token is None or self.is_finished:
             raise InvalidRequest("Only a request that is prefilled and not finished can decode.")
         self._run([self.next_token])
@@ -167,7 +167,7 @@ class Request:
     def _run(self, token_ids: list[int]) -> None:
         logits, self.cache = self.model(token_ids, self.offset, self.cache)
         self.offset += len(token_ids)
-        if self.is_prefill_done:  # within the prompt the next token is known, and the model's guess is dropped
+        if self.is_prefill_done:  # within the prompt the next token is known: the prediction is dropped
             self.token_ids.append(max(range(len(logits)), key=logits.__getitem__))
         if self.is_finished:
             self.cache = None
@@ -249,7 +249,7 @@ def batch_generate(
 ) -> list[Request]:
     """Answer all prompts: returns their finished requests, in order, with `text` and `token_ids`.
 
-    `batch_size` and `prefill_step` change only who waits for whom, never a token.
+    `batch_size` and `prefill_step` change only waiting times, never a token.
     """
     if isinstance(prompts, str):
         raise InvalidRequest(f"Got prompts={prompts!r} but expected a list of prompts.")
@@ -269,7 +269,7 @@ batch_generate_with_chunked_prefill = batch_generate
 
 # ---- 6. What it cost ------------------------------------------------------------------------------------------------
 class ChunkedPrefillMetrics:
-    """How much prefill ran between decode steps, and moving averages of how long each took."""
+    """Counts of chunks and decode steps, and moving averages of their times."""
 
     def __init__(self) -> None:
         self.prefill_chunks_processed = 0

@@ -14,10 +14,10 @@ from evenflow.errors import InvalidConfig, InvalidInput, printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """How much of a server the requests of a class or tenant that run or wait may take; 0: no limit."""
+    """Limits on the running and waiting requests of a class or tenant; 0: no limit."""
 
     max_requests: int = 0
-    max_tokens: int = 0  # their prompts, and their output as far as it may go
+    max_tokens: int = 0  # of their prompts and maximum outputs
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens"):
@@ -28,15 +28,15 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSettings(QueueLimits):
-    """What one tenant gets."""
+    """The settings of one tenant."""
 
-    weight: float = 1.0  # its share over that of a tenant with weight 1
-    most_urgent: str | None = None  # the class that requests for a more urgent one are served in; None: any is allowed
+    weight: float = 1.0  # its share, relative to a tenant with weight 1
+    most_urgent: str | None = None  # requests for more urgent classes are served in this one; None: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Who gets what. The defaults are those of a server without a file."""
+    """Settings of classes and tenants. The defaults apply without a file."""
 
     classes: Classes = DEFAULT_CLASSES
     class_limits: Mapping[str, QueueLimits] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class Shares:
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """The engine's part."""
+        """The engine's settings."""
         return {"classes": self.classes, "tenant_weights": {name: one.weight for name, one in self.tenants.items()}}
 
 
 def read_shares(path: Path) -> Shares:
-    """The settings in this file, or an InvalidConfig that says what is wrong with it."""
+    """Read the settings; raises InvalidConfig with the fault in the file."""
     name = printable(repr(str(path)))
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def _tables(name: str, found: object) -> dict[str, dict[str, Any]]:
 
 
 def _limits(table: dict[str, Any]) -> QueueLimits:
-    """The part of a class's table that is the server's, taken out of it."""
+    """Take the server's limits out of a class's table."""
     return QueueLimits(**{one.name: table.pop(one.name) for one in fields(QueueLimits) if one.name in table})
 
 

@@ -19,17 +19,17 @@ from evenflow.host import cache_folder
 logger = logging.getLogger("evenflow")
 
 SAVE_INTERVAL_S = 300.0
-_MOST_BYTES = 16 << 20
-_NUM_STARTS = 8  # that decide the default target: a machine that has become slower is believed then
+_MAX_BYTES = 16 << 20
+_NUM_STARTS = 8  # that decide the default target: after these, a slower machine counts as slower
 
 
 def step_times_path(*key: object) -> Path:
-    """The file for everything that a step's time depends on."""
+    """The file of step times for this key: everything that they depend on."""
     return cache_folder() / "step-times" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
 
 
 def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel | None:
-    """What an earlier start learned; None if there is nothing usable."""
+    """Step times learned by an earlier start; None if none are usable."""
     try:
         return StepTimeModel.from_record(_read(path), prior)
     except (OSError, ValueError, RecursionError):  # InvalidInput is a ValueError
@@ -37,7 +37,7 @@ def load_step_times(path: Path, prior: StepCosts | None = None) -> StepTimeModel
 
 
 def save_step_times(model: StepTimeModel, path: Path) -> bool:
-    """Keep it for the next start. A cache that cannot be written costs that start some accuracy, and no more."""
+    """Save for the next start. An unwritable cache costs that start only some accuracy."""
     try:
         _write(path, model.to_record())
     except OSError as error:
@@ -51,7 +51,7 @@ def save_step_times(model: StepTimeModel, path: Path) -> bool:
 
 
 def _read(path: Path) -> Any:
-    if path.stat().st_size > _MOST_BYTES:
+    if path.stat().st_size > _MAX_BYTES:
         raise InvalidInput(f"{path} is larger than anything that was stored there")
     return json.loads(path.read_text())
 
@@ -67,10 +67,10 @@ def _write(path: Path, content: object) -> None:
         raise
 
 
-def least_target(path: Path, target_s: float) -> float:
-    """The lowest of this start's target and those of the last starts, which are kept beside the step times.
+def min_target(path: Path, target_s: float) -> float:
+    """The lowest target of this start and the last ones, which are kept beside the step times.
 
-    A machine that is busy now, or was when its steps were last measured, can still do what it did before.
+    A machine that is or was busy at one start can still reach its earlier targets.
     """
     kept = path.with_suffix(".targets")
     try:
@@ -78,14 +78,14 @@ def least_target(path: Path, target_s: float) -> float:
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         earlier = []
     targets = [*earlier, target_s][-_NUM_STARTS:]
-    with suppress(OSError):  # that the folder cannot be written is said when step times are saved
+    with suppress(OSError):  # saving the step times will report it
         _write(kept, targets)
     return min(targets)
 
 
 class StepTimeKeeper:
-    """Saves a model that learns every few minutes and at the end: what the first start measured may be wrong by far, if
-    the machine was busy then."""
+    """Saves a learning model every few minutes and at the end: the first start's measurements may be far off, if the
+    machine was busy."""
 
     def __init__(self, model: StepTimeModel, path: Path) -> None:
         self._model = model
@@ -103,7 +103,7 @@ class StepTimeKeeper:
             self.save()
 
     def save(self) -> None:
-        """If there is anything new. After a failure it does not try again: one warning is enough."""
+        """Save news, if any. A failed save is not retried: one warning is enough."""
         if self._has_news and self._can_save:
             self._can_save = save_step_times(self._model, self._path)
         self._has_news = False

@@ -38,3 +38,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_site_menu_lists_every_page() -> None:
     menu = re.findall(r"^ +- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_page_of_the_log_can_be_reached() -> None:
+    summary = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
+    linked = {link.partition("#")[0] for link in _LINK.findall(summary)}
+    assert [path.name for path in (ROOT / "docs/log").glob("*.md") if f"log/{path.name}" not in linked] == []

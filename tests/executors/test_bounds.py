@@ -74,7 +74,7 @@ def test_blocks_on_their_way(tmp_path: Path) -> None:
         num_restoring += 1
         result = tier.collect()
         num_restoring -= len(result.restored) + len(result.lost)
-        assert result.num_saving <= memory.most_copied
+        assert result.num_saving <= memory.max_copied
     while num_restoring:
         tier.wait()
         result = tier.collect()

@@ -129,7 +129,7 @@ def test_a_step_that_fails_at_any_operation_changes_no_answer(
 ) -> None:
     """At every n-th source line of these steps."""
     monkeypatch.setattr("evenflow.engine.engine.logger.disabled", True)
-    monkeypatch.setattr("evenflow.executors.cuda_executor._FEWEST_ROWS", 4)  # runs a step again in parts
+    monkeypatch.setattr("evenflow.executors.cuda_executor._MIN_ROWS", 4)  # runs a step again in parts
     watched = Watched(name, depth)
     expected = watched.answers(Operations(-1))
     num_failed = 0

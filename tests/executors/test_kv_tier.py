@@ -321,7 +321,7 @@ class SlowMemory:
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
         self.now = 0.0
-        self.layout, self.is_on_gpu, self.most_copied = memory.layout, False, memory.most_copied
+        self.layout, self.is_on_gpu, self.max_copied = memory.layout, False, memory.max_copied
         self.write = memory.write
 
     def read(self, block_ids: Sequence[int]) -> list[BlockCopy]:

@@ -10,7 +10,7 @@ from evenflow.core.plan import StepShape
 from evenflow.core.report import StepReport
 from evenflow.core.request import SamplingParams
 from evenflow.engine.engine import Engine
-from evenflow.server.metrics.observer import EngineState, Observer, RequestRecord
+from evenflow.server.metrics.observer import EngineState, Observer, ServedRequest
 from tests.engine.fakes import fake_engine, prepare
 
 
@@ -62,7 +62,7 @@ class ObservedEngine(SteppedEngine):
         names = {name: sampling.pop(name, "") for name in ("tenant", "key", "service_class")}
         super().add(request_id, num_prompt_tokens, max_tokens, token, **sampling)
         sizes = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
-        record = RequestRecord(request_id, started_at=self.clock(), **sizes, **names)
+        record = ServedRequest(request_id, started_at=self.clock(), **sizes, **names)
         self.observer.on_request_started(record)
 
     def abort(self, request_id: str) -> None:

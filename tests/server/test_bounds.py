@@ -28,7 +28,7 @@ from evenflow.server.gate import Gate, ServerLimits
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics import request_log
 from evenflow.server.metrics.distributions import RecentQuantiles
-from evenflow.server.metrics.observer import MAX_CHUNKS, Observer, RequestRecord
+from evenflow.server.metrics.observer import MAX_CHUNKS, Observer, ServedRequest
 from evenflow.server.metrics.tenants import MAX_TENANTS, TenantFigures
 from tests.server.stepping import SteppedEngine
 
@@ -54,7 +54,7 @@ def test_labels_of_tenants() -> None:
 
 def test_chunks_of_a_request_that_never_ends() -> None:
     observer = Observer("a-model")
-    observer.on_request_started(RequestRecord("a", "", 16, 1, started_at=0.0))
+    observer.on_request_started(ServedRequest("a", "", 16, 1, started_at=0.0))
     report = a_report([chunk("a")] * 100)
     for _ in range(EVENTS // 100):
         observer.on_step(report)
@@ -64,7 +64,7 @@ def test_chunks_of_a_request_that_never_ends() -> None:
 def test_requests_that_have_ended() -> None:
     recent = RecentRequests(Observer("a-model"))
     for number in range(EVENTS):
-        record = RequestRecord(f"r{number}", "", 16, 1, started_at=0.0)
+        record = ServedRequest(f"r{number}", "", 16, 1, started_at=0.0)
         record.chunks.extend([(0.0, chunk("r"))] * (number % 50 * (number % 1000 == 0)))
         recent.on_request_finished(record)
     assert len(recent._finished) <= MAX_FINISHED
@@ -172,7 +172,7 @@ def test_lines_of_a_request_log_whose_disk_hangs(tmp_path: Path, monkeypatch: py
     report = a_report()
     for number in range(EVENTS // 5):
         name = f"r{number}"
-        observer.on_request_started(RequestRecord(name, "", 16, 1, started_at=0.0))
+        observer.on_request_started(ServedRequest(name, "", 16, 1, started_at=0.0))
         observer.on_step(report._replace(ids=[name], tokens=[(1,)]))
         observer.on_request_finished(name, "stop", 1)
     assert log._lines.qsize() <= 10_000

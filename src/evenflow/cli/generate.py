@@ -14,8 +14,8 @@ from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions,
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.counts import counted
+from evenflow.engine.base_llm import Prompt
 from evenflow.engine.llm import LLM
-from evenflow.engine.loaded_model import Prompt
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 

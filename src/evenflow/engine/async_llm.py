@@ -15,10 +15,10 @@ from typing import Any
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
+from evenflow.engine.base_llm import GREEDY, BaseLLM, Prompt
 from evenflow.engine.client import EngineClient
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
-from evenflow.engine.loaded_model import GREEDY, LoadedModel, Prompt
 from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Event, Failed, Refused, SetPolicy, Stepped, Stop
 from evenflow.engine.outputs import Delta, RequestOutput
@@ -30,7 +30,7 @@ logger = logging.getLogger("evenflow")
 _JOIN_S = 0.5
 
 
-class AsyncLLM(LoadedModel):
+class AsyncLLM(BaseLLM):
     """The engine for servers and other concurrent callers.
 
         async with AsyncLLM("default") as llm:
@@ -46,7 +46,7 @@ class AsyncLLM(LoadedModel):
         self._commands: Commands = Commands()
         self._client = EngineClient(intake.codec, self._commands.put)
         self._numbers = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the open requests
+        self._loop: asyncio.AbstractEventLoop | None = None  # runs the open requests' callers
         self._binding = threading.Lock()
         self._failure: EvenflowError | None = None
         self._is_hung = False
@@ -65,7 +65,7 @@ class AsyncLLM(LoadedModel):
         service_class: str | None = None,
         priority: int | None = None,
     ) -> AsyncIterator[Delta]:
-        """One output as it is generated. `tenant`, `service_class` and `priority`: see docs/shares.md."""
+        """Stream one output. `tenant`, `service_class` and `priority`: see docs/shares.md."""
         request = await asyncio.to_thread(
             self.prepare,
             prompt,
@@ -80,13 +80,13 @@ class AsyncLLM(LoadedModel):
                 yield delta
 
     async def run(self, request: Request) -> AsyncGenerator[Delta]:
-        """The output of a prepared request. Its id may be used again as soon as its stream has ended or was left."""
+        """Stream the output of a prepared request. Its id may be reused once the stream has ended or was closed."""
         self._check_process()
         if self._failure is not None:
             raise self._failure
         with self._binding:
             self._bind_loop()
-            # What the engine still says of a request that was left is not of the next one with its id.
+            # Late events of an abandoned request must not reach the next one with its id.
             stream = self._client.submit(request, engine_id=f"{request.id}#{next(self._numbers)}")
         try:
             async for delta in stream:
@@ -124,7 +124,7 @@ class AsyncLLM(LoadedModel):
         self._commands.put(SetPolicy(policy))
 
     async def close(self) -> None:
-        """End every request and the engine's thread, unless that hangs. In a fork of the process there is none."""
+        """End every request and the engine's thread, unless the thread hangs. A forked process has none."""
         if not self._is_here:
             return
         self._commands.put(Stop())
@@ -151,15 +151,15 @@ class AsyncLLM(LoadedModel):
         self._client.fail_all(self._failure)
 
     def _on_hang(self) -> None:
-        """A thread cannot be ended: it keeps its memory until the process ends, and this object serves no more."""
+        """A thread cannot be killed: it keeps its memory until the process ends, and this object stops serving."""
         self._is_hung = True
         message = "a step hangs, which this process cannot end: start it again. evenflow's server does so by itself"
         logger.error("The engine has failed: %s.", message)
         self._deliver(Failed("EngineFailed", message))
 
     def _deliver(self, event: Event) -> None:
-        """Called on the engine's thread, or on the watchdog's."""
-        if isinstance(event, Failed):  # also for callers that come later
+        """Runs on the engine's or the watchdog's thread."""
+        if isinstance(event, Failed):  # for later callers too
             self._failure = event.error()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and its requests with it

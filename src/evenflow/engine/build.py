@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine: load the model, place it, choose the policy, log it.
+"""From an EngineConfig to a running engine: loads the model, places it, chooses the policy, logs the choices.
 
 The only place where settings, model, executor and scheduler meet. Imports torch when called, not before.
 """
@@ -27,7 +27,7 @@ from evenflow.engine.watchdog import Pulse
 from evenflow.errors import MissingDependency
 from evenflow.log_output import STAGE, ensure_logging
 from evenflow.model.locate import find_model
-from evenflow.step_time_store import StepTimeKeeper, least_target, load_step_times, save_step_times, step_times_path
+from evenflow.step_time_store import StepTimeKeeper, load_step_times, min_target, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
@@ -46,13 +46,13 @@ class BuiltEngine:
     engine: Engine
     intake: Intake
     tokenizer: Tokenizer
-    config: EngineConfig  # with what was left open decided
+    config: EngineConfig  # with all open choices made
 
 
 def build_engine(config: EngineConfig, record: str | Path | None = None, *, place: Place = place) -> BuiltEngine:
     """Load the model and put an engine around it."""
     ensure_logging()
-    model_path = find_model(config.model)  # an error here comes before the slow imports
+    model_path = find_model(config.model)  # fails before the slow imports
     try:
         from evenflow.engine.offload import build_tier
         from evenflow.executors.kv_tier import TieredExecutor
@@ -78,7 +78,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
         if config.chosen_policy is None:
             now = step_time if is_new else calibration.check(step_time)
             target_s = default_target(now, executor.caps, config.max_num_seqs)
-            policy = PolicySpec.for_target(format_duration(min(least_target(path, target_s), MAX_TARGET_S)))
+            policy = PolicySpec.for_target(format_duration(min(min_target(path, target_s), MAX_TARGET_S)))
     scheduler_config = _scheduler_config(config, policy, placement.num_blocks)
     if placement.blocks is not None and (config.kv_offload_memory or config.cache_dir is not None):
         tier, tier_config = build_tier(config, model.config, model_path, placement.blocks)
@@ -98,7 +98,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
         classes=config.classes,
     )
     _log_policy(config, policy)
-    # Loaded objects stay for good; without this, a full collection would add a tenth of a second to some gap.
+    # Loaded objects are permanent: scanning them in a full collection would add 0.1 s to a gap.
     gc.collect()
     gc.freeze()
     return BuiltEngine(engine, intake, model.tokenizer, config)
@@ -131,7 +131,7 @@ def _calibration(config: EngineConfig, model: ModelConfig, placement: Placement)
 
 
 def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeModel, bool]:
-    """What a step costs on this machine, from an earlier start or measured now; and whether it was measured now."""
+    """Step costs on this machine, from an earlier start or measured now, and whether they were measured now."""
     known = load_step_times(path, calibration.prior)
     if known is not None:
         return known, False

@@ -1,4 +1,4 @@
-"""Measures a few steps at start-up, on a small load of its own, so that the first real steps are sized by data."""
+"""Measures a few steps of a small load at start-up, so that the first real steps are sized by data."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Calibration:
     block_size: int
     vocab_size: int
     max_position: int
-    prior: StepCosts | None = None  # what steps should cost
+    prior: StepCosts | None = None  # expected costs
     largest_chunk: int = LARGEST_CHUNK
 
     def warm_up(self) -> None:
-        """Run a step of every size: kernels are compiled, and libraries choose theirs, at first use."""
+        """Run a step of every size: kernels are compiled, or chosen by libraries, at first use."""
         self._run(StepTimeModel(), (self._sizes,) * 2, 0, math.inf)
 
     def measure(self) -> StepTimeModel:
-        """Run steps of many shapes for about MAX_SECONDS at most."""
-        # While the streams begin, and then beside them.
+        """Run steps of many shapes, for at most about MAX_SECONDS."""
+        # During the streams' first steps, then beside their decodes.
         chunks = (self._sizes * 2,) * 2
         return self._as_stored(self._run(StepTimeModel(self.prior), chunks, _DECODES_BETWEEN, MAX_SECONDS))
 
     def check(self, known: StepTimeModel) -> StepTimeModel:
-        """Adjust what is known to the speed of a few steps that run now: under a second, unless the machine is busy."""
+        """Adjust known costs to the machine's current speed, by a few steps: under a second on an idle machine."""
         return self._run(self._as_stored(known), _FEW_CHUNKS, 0, _MAX_CHECK_SECONDS)
 
     @property
@@ -56,20 +56,20 @@ class Calibration:
         return [_SMALLEST_CHUNK << doubling for doubling in range(count)]
 
     def _as_stored(self, model: StepTimeModel) -> StepTimeModel:
-        """The same through its record, so that a start from a stored calibration continues from the same state."""
+        """A round trip through its record: a start from stored step times has exactly this state."""
         return StepTimeModel.from_record(model.to_record(), self.prior)
 
     def _run(
         self, model: StepTimeModel, chunks: Sequence[Sequence[int]], decodes_between: int, max_seconds: float
     ) -> StepTimeModel:
-        """Chunks of these sizes. One that would not fit in the time left, judging by the one before, is skipped."""
+        """Run chunks of these sizes. Skips one that would exceed the remaining time, judged by the one before."""
         config = SchedulerConfig(num_blocks=self.num_blocks, block_size=self.block_size, enable_prefix_caching=False)
         scheduler = Scheduler(config, self.executor.caps, step_time=model)
         end = time.perf_counter() + max_seconds
         max_model_len = min(self.max_position, self.num_blocks * self.block_size)
         total = min(sum(chunks[-1]), max_model_len - 2, (self.num_blocks // 2) * self.block_size)
         num_added = 0
-        taken: set[int] = set()  # slots of the executor
+        taken: set[int] = set()  # executor slots
         for lengths, sizes in zip((_NUM_STREAMS * [_STREAM_TOKENS], [total]), chunks, strict=True):
             for length in lengths:
                 tokens = [(7919 * num_added + 31 * position) % self.vocab_size for position in range(length)]
@@ -89,9 +89,9 @@ class Calibration:
         return scheduler.step_time
 
     def _step(self, scheduler: Scheduler, budget: int, taken: set[int]) -> float:
-        """Submit one step, behind others if the executor takes several; returns the seconds of one that ended, or 0.
+        """Submit one step, behind others if the executor takes several; returns the seconds of a finished one, or 0.
 
-        A step that a GPU is waiting for would seem to take as long as its launch.
+        On an idle GPU, a step would seem to take as long as its launch.
         """
         scheduler.set_policy(PolicySpec("fixed", budget))
         plan = scheduler.schedule(time.perf_counter())

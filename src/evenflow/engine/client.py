@@ -16,7 +16,7 @@ from evenflow.engine.messages import Abort, Add, Command, Refused, Stepped, Stop
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput, TextCodec
 from evenflow.errors import EvenflowError, InvalidRequest
 
-_STREAMS_AT_ONCE = 8  # get their tokens before the loop may write them out
+_STREAMS_AT_ONCE = 8  # served before the event loop may write
 
 
 class Stream:
@@ -25,10 +25,10 @@ class Stream:
     def __init__(self, request: Request, output: RequestOutput, engine_id: str, is_shown: bool = True) -> None:
         self.request = request
         self.output = output
-        self.engine_id = engine_id  # the request's name in what the engine and its client send each other
-        self.is_shown = is_shown  # token by token; else nobody sees it before it is whole
+        self.engine_id = engine_id  # the request's name in messages to and from the engine
+        self.is_shown = is_shown  # token by token; else it is seen only when complete
         self.was_restarted = False
-        self._delta: Delta | None = None  # pushed, but not awaited yet
+        self._delta: Delta | None = None  # pushed, not awaited yet
         self._failure: EvenflowError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
@@ -44,12 +44,12 @@ class Stream:
         self._wake()
 
     def fail(self, failure: EvenflowError) -> None:
-        """Raise this after the deltas pushed so far."""
+        """Raise this error after the deltas pushed so far."""
         self._failure = failure
         self._wake()
 
     def restart(self, output: RequestOutput) -> None:
-        """Start over: another engine computes the request from the start."""
+        """Start over: another engine recomputes the request."""
         self.output, self._delta, self.was_restarted = output, None, True
 
     def _wake(self) -> None:
@@ -91,18 +91,18 @@ class EngineClient:
         self._on_end = on_end
         self._outputs = Outputs(codec, lambda request_id, num_tokens: send(StopAfter(request_id, num_tokens)))
         self._streams: dict[str, Stream] = {}
-        self._backlog: Iterator[None] = iter(())  # of the last step's tokens
+        self._backlog: Iterator[None] = iter(())  # the last step's tokens
 
     @property
     def num_open(self) -> int:
         return len(self._streams)
 
     def submit(self, request: Request, is_shown: bool = True, engine_id: str | None = None) -> Stream:
-        """Send a request, under a name that the engine has not heard before: its own, or this one."""
-        if request.id in self._streams:  # its stream must not be taken over
+        """Send a request, under its own name or this one, which must be new to the engine."""
+        if request.id in self._streams:  # a stream is never taken over
             raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
         engine_id = engine_id or request.id
-        self._send(_add(request, engine_id))  # fails before anything is registered, if it cannot be sent
+        self._send(_add(request, engine_id))  # if this fails, nothing has been registered
         output = self._outputs.add(request, engine_id)
         stream = self._streams[request.id] = Stream(request, output, engine_id, is_shown)
         return stream
@@ -122,9 +122,9 @@ class EngineClient:
             self._fail(stream.engine_id, failure)
 
     def lose_engine(self, failure: EvenflowError) -> list[Stream]:
-        """The engine is gone. Requests that showed no token wait for the next one, once; others end with this error.
+        """The engine died. Requests that showed no token wait for the next engine, once; others end with this error.
 
-        Returns the streams that wait: `resend` sends their requests.
+        Returns the waiting streams: `resend` sends their requests.
         """
         self._drain_backlog()
         waiting = []
@@ -137,7 +137,7 @@ class EngineClient:
         return waiting
 
     def resend(self) -> None:
-        """Give the open requests to an engine that has just started."""
+        """Give the open requests to a new engine."""
         for stream in self._streams.values():
             self._send(_add(stream.request, stream.engine_id))
 
@@ -147,11 +147,11 @@ class EngineClient:
             self._backlog = self._hand_out(event.report)
             self._continue()
         else:
-            self._drain_backlog()  # which may have its last tokens
+            self._drain_backlog()  # which may hold its last tokens
             self._fail(event.id, event.error())
 
     def _continue(self) -> None:
-        """Hand out a few streams' tokens; the rest follows after the loop has written these out."""
+        """Hand out a few streams' tokens; the others follow once the loop has written these."""
         if next(self._backlog, self) is None:
             asyncio.get_running_loop().call_soon(self._continue)
 

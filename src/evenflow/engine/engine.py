@@ -39,11 +39,11 @@ from evenflow.step_time_store import StepTimeKeeper
 
 Value = TypeVar("Value")
 
-_STORE_SECONDS = 2.0  # at the end: an engine that takes much longer to stop is killed
+_STORE_SECONDS = 2.0  # at the end; an engine that takes much longer to stop is killed
 
 logger = logging.getLogger("evenflow")
 
-# After this many consecutive failed steps, the executor counts as broken, as a GPU is after some errors.
+# The executor counts as broken after this many consecutive failed steps, as a GPU is after some errors.
 _MAX_FAILED_STEPS = 8
 
 
@@ -56,15 +56,15 @@ class Engine:
     limits: Limits
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.perf_counter
-    has_grammars: bool = False  # can the executor constrain output?
-    keeper: StepTimeKeeper | None = None  # of what the scheduler learns
+    has_grammars: bool = False  # the executor can constrain output
+    keeper: StepTimeKeeper | None = None  # saves learned step times
     stats: Stats = field(default_factory=Stats)
-    pulse: Pulse = field(default_factory=Pulse)  # when the current step counts as hung, for a watchdog
+    pulse: Pulse = field(default_factory=Pulse)  # for a watchdog: the time at which the current step counts as hung
     gc_timer: GcTimer = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)  # in flight
     _attribution: Attribution = field(init=False)
     _gc_seconds: float = 0.0  # at the last commit
-    _num_failed_steps: int = 0  # in a row
+    _num_failed_steps: int = 0  # consecutive
     _admission_failure: str | None = None
     _moved: TierReport = NOTHING_MOVED  # not reported yet
     _num_recomputed: int = 0  # at the last commit
@@ -88,7 +88,7 @@ class Engine:
         return self._finish(request_id, FinishReason.ABORT)
 
     def stop(self, request_id: str, keep: int) -> bool:
-        """End a request whose text met a stop string, keeping its first `keep` output tokens."""
+        """End a request at a stop string, keeping its first `keep` output tokens."""
         return self._finish(request_id, FinishReason.STOP, keep)
 
     def _finish(self, request_id: str, reason: FinishReason, keep: int | None = None) -> bool:
@@ -98,7 +98,7 @@ class Engine:
         return ended
 
     def expire(self) -> dict[str, DeadlineExceeded]:
-        """End requests whose deadlines have passed. Call this before each step, which may still give them tokens."""
+        """End requests whose deadlines have passed. Call before each step, which would still give them tokens."""
         expired = self.scheduler.expire(self.clock())
         if self.recorder is not None:
             for request_id in expired:
@@ -114,13 +114,13 @@ class Engine:
         return self.scheduler.config.policy
 
     def set_policy(self, policy: PolicySpec) -> None:
-        """Plan by another policy from the next step on. What was learned stays."""
+        """Change the policy from the next step on. Learned step times stay."""
         self.scheduler.set_policy(policy)
         if self.recorder is not None:
             self.recorder.policy_set(policy)
 
     def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
-        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        """Change the target from the next step on, paced as before unless stated; None: no target."""
         self.set_policy(self.policy.with_target(target, paced))
 
     # ---- the loop ----
@@ -165,7 +165,7 @@ class Engine:
             tier = result.tier
             if result.step_id != plan.step_id or len(result.tokens) != plan.num_sequences:
                 raise EngineFailed(f"the executor gave {len(result.tokens)} results for {plan.num_sequences} sequences")
-        except Exception as error:  # the step is lost: its requests are computed again, the others go on
+        except Exception as error:  # its requests are recomputed, the others continue
             self._num_failed_steps += not isinstance(error, OutOfMemory)
             logger.exception("step %d failed", plan.step_id)
             message = str(error) or type(error).__name__
@@ -283,7 +283,7 @@ class Engine:
             self._best_effort.run("keeping step times", self.keeper.save, None)
 
     def _store_prefixes(self) -> None:
-        """End what is open, and give the tier a few seconds for what it has not stored yet."""
+        """End open requests, and give the tier a few seconds to finish its saves."""
         until = self.clock() + _STORE_SECONDS
         for request_id in list(self.scheduler.requests):
             self.scheduler.abort(request_id)
@@ -297,12 +297,12 @@ class Engine:
 def failed_result(
     plan: StepPlan, message: str, *, out_of_memory: bool = False, tier: TierResult = NO_TIER_RESULT
 ) -> StepResult:
-    """The result of a step whose rows were all lost."""
+    """The result of a step that lost all its rows."""
     faults = dict.fromkeys(range(plan.num_sequences), message)
     tokens = ((),) * plan.num_sequences
     return StepResult(plan.step_id, tokens, 0.0, faults=faults, out_of_memory=out_of_memory, tier=tier)
 
 
 def _by_row(given: Sequence[tuple[str, int, tuple[int, ...]]], found: Mapping[int, Value]) -> dict[int, Value]:
-    """What few of the sequences have, keyed by their rows in the report."""
+    """Sparse results of sequences, keyed by their rows in the report."""
     return {row: found[sequence] for row, (_, sequence, _) in enumerate(given) if sequence in found} if found else {}

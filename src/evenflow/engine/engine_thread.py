@@ -1,8 +1,7 @@
-"""A thread that an engine has to itself, for callers on any thread.
+"""The engine's own thread, for callers on any thread.
 
-It exists for what a lock around the engine would not give. A handler of signals that raises, as Ctrl-C's does, runs on
-the main thread: here it ends a caller's wait, and no step half way. And callers take turns in the order in which they
-came.
+A lock around the engine would not do. A signal handler that raises, as for Ctrl-C, runs on the main thread: here it
+interrupts a caller's wait, never a step. And callers are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Calls = SimpleQueue[_Call | None]
 
 
 class EngineThread:
-    """Carries out calls one at a time, in the order in which they were made. It ends with this object."""
+    """Carries out calls one at a time, in order. The thread ends with this object."""
 
     def __init__(self) -> None:
         self._calls: _Calls = SimpleQueue()
@@ -28,7 +27,7 @@ class EngineThread:
         weakref.finalize(self, self._calls.put, None)
 
     def call(self, function: Callable[[], Value]) -> Value:
-        """Its result, or its error. An exception while this waits does not stop it."""
+        """Run a function and return its result or raise its error. An exception during the wait does not stop it."""
         answer: SimpleQueue[tuple[Value, BaseException | None]] = SimpleQueue()
         self._calls.put((function, answer.put))
         value, error = answer.get()
@@ -37,7 +36,7 @@ class EngineThread:
         return value
 
     def send(self, function: Callable[[], object]) -> None:
-        """The same without waiting. May be called anywhere, also by the garbage collector."""
+        """The same without waiting. Callable from anywhere, also from the garbage collector."""
         self._calls.put((function, lambda answer: None))
 
 
@@ -46,6 +45,6 @@ def _run(calls: _Calls) -> None:
         function, answer = call
         try:
             answer((function(), None))
-        except BaseException as error:  # the caller's, as everything that it asks for
+        except BaseException as error:  # belongs to the caller
             answer((None, error))
-        del call, function, answer  # they refer to the model, which may be dropped while this waits
+        del call, function, answer  # they refer to the model, which may be freed during the wait

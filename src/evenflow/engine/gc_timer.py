@@ -9,7 +9,7 @@ from typing import Any
 
 
 class GcTimer:
-    """Counts for as long as it is referenced."""
+    """Counts while it is referenced."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""Checks, tokenises and hashes requests: work that needs no scheduler, and may run on any thread or process."""
+"""Checks, tokenises and hashes requests. Needs no scheduler, so it may run on any thread or process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from evenflow.engine.outputs import TextCodec
 from evenflow.errors import InvalidRequest
 
 MAX_ALL_LOGPROBS = 1 << 17  # entries of `prompt_logprobs=-1`: more would delay other streams' tokens
-_NUM_WORD_LISTS = 16  # of bad words, kept as tokens
+_NUM_WORD_LISTS = 16  # of bad words, cached as tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask of this model."""
+    """This model's limits on a request."""
 
     max_model_len: int
     vocab_size: int
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None = None) -> None:
-        """Refuse a prompt that is too long, by itself or together with the output asked for."""
+        """Refuse a prompt that is too long, alone or with the requested output."""
         context = self.max_model_len
-        # Clients recognise this case by these words.
+        # Clients recognise the error by these words.
         limit = f"This model's maximum context length is {context} tokens, prompt and output together."
         if num_prompt_tokens >= context:
             raise InvalidRequest(f"{limit} Got a prompt of {num_prompt_tokens} tokens; shorten it.")
@@ -50,7 +50,7 @@ class Intake:
     block_size: int
     codec: TextCodec | None = None  # None: tokens in, tokens out
     clock: Callable[[], float] = time.perf_counter
-    seed: int | None = None  # of the seeds drawn for requests without one
+    seed: int | None = None  # seeds the seeds of requests without one
     check_grammar: Callable[[Grammar], None] | None = None  # None: the engine cannot constrain output
     classes: Classes = DEFAULT_CLASSES
     _ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -59,7 +59,7 @@ class Intake:
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
-        self._encode_words = lru_cache(_NUM_WORD_LISTS)(self._encode_bad_words)  # the choices of a request share one
+        self._encode_words = lru_cache(_NUM_WORD_LISTS)(self._encode_bad_words)  # shared by the choices of a request
 
     def prepare(
         self,
@@ -73,10 +73,10 @@ class Intake:
         service_class: str | None = None,
         priority: int | None = None,
     ) -> Request:
-        """A request that can be served as asked, or an InvalidRequest that says why not.
+        """Make a request, or raise InvalidRequest with the reason.
 
-        A tenant has a share of the service, and its prompts share no prefixes with others'; a `cache_salt` separates
-        them in another way. The class is given by its name or by vLLM's `priority`, where lower is more urgent.
+        A tenant has a share of the service and shares no prefixes with others; `cache_salt` separates prefixes in
+        another way. The class is given by name or by vLLM's `priority`: lower is more urgent.
         """
         token_ids = self.encode(prompt)
         sampling = self._with_bad_word_ids(sampling)

@@ -1,7 +1,7 @@
 """`LLM`: a model in this process, for callers that wait.
 
-Steps run when a caller asks for more of its output, and serve all requests that are open: each caller finds its own
-deltas in an inbox, whoever asked for the step.
+A step runs when any caller waits for output, and serves all open requests. Each caller reads its own deltas from an
+inbox.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TypeVar, cast
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Pooling, Request, SamplingParams
+from evenflow.engine.base_llm import GREEDY, BaseLLM, Conversation, Prompt
 from evenflow.engine.engine import Engine
 from evenflow.engine.engine_thread import EngineThread
 from evenflow.engine.intake import Intake
-from evenflow.engine.loaded_model import GREEDY, Conversation, LoadedModel, Prompt
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput
 from evenflow.errors import EngineFailed, InvalidRequest
 
@@ -24,26 +24,26 @@ Kind = TypeVar("Kind")
 Inbox = deque[Delta]
 
 
-class LLM(LoadedModel):
+class LLM(BaseLLM):
     """Loads a model and serves it with chunked prefill.
 
         llm = LLM("default", policy="fixed:256")
         [answer] = llm.chat([[{"role": "user", "content": "What is a token?"}]])
         print(answer.text)
 
-    Calls and streams may overlap, also on several threads: their requests share steps. Ctrl-C ends the call that waits
-    and aborts its requests; the object serves on. In a fork of the process it does not: load the model there.
+    Calls and streams may overlap, also on several threads: their requests share steps. Ctrl-C ends the waiting call and
+    aborts its requests; the object continues to serve. In a forked process it does not: load the model there.
 
     Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line.
     """
 
     def _start(self, engine: Engine, intake: Intake) -> None:
         super()._start(engine, intake)
-        self.engine = engine  # for those who run it themselves; else only its thread touches it, and what follows
+        self.engine = engine  # for callers that step it themselves; otherwise only its thread uses it, and the rest
         self._thread = EngineThread()
         self._outputs = Outputs(intake.codec, engine.stop)
         self._inboxes: dict[str, Inbox] = {}  # of the open requests
-        self._added: Inbox = deque()  # the inbox of requests that `add` queued
+        self._added: Inbox = deque()  # of requests queued by `add`
         self._is_closed = False
 
     def _set_policy(self, policy: PolicySpec) -> None:
@@ -58,7 +58,7 @@ class LLM(LoadedModel):
         on_delta: Callable[[Delta], None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. Every prompt is checked before the first one runs.
+        """Outputs in the order of the prompts. All prompts are checked before the first one runs.
 
         A request that fails while it runs has the finish_reason "error" and the reason in `error`; the others go on.
         With `SamplingParams(grammar=Grammar.json_schema(...))` the output matches a schema: docs/structured_output.md.
@@ -84,32 +84,32 @@ class LLM(LoadedModel):
         on_delta: Callable[[Delta], None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Replies to conversations, each a list of messages, through the model's chat template."""
+        """Reply to conversations, each a list of messages, through the model's chat template."""
         is_one = conversations and isinstance(conversations[0], Mapping)
         batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
         prompts = [self.encode_chat(messages) for messages in batch]
         return self.generate(prompts, sampling_params, on_delta=on_delta, priority=priority)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[RequestOutput]:
-        """Each prompt as a vector of unit length, in `embedding`: that of its last token, or the mean of all."""
+        """Embed each prompt as a unit vector in `embedding`, from its last token or the mean of all."""
         return self.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
-        """One output as it is generated. Closing the iterator early aborts the request."""
+        """Stream one output. Closing the iterator early aborts the request."""
         yield from self._run([self.prepare(prompt, sampling_params)])
 
     # ---- step by step ----
 
     def add(self, request: Request) -> None:
-        """Queue a prepared request, to be run by `step`. One that has ended runs again from its start."""
+        """Queue a prepared request for `step`. A finished one runs again from its start."""
         new = request if request.finish_reason is None else request.record().request()
         self._call(lambda: self._add([new], self._added))
 
     def step(self) -> list[Delta]:
-        """Run one step, and return what requests that were added have got; expired ones end before it."""
+        """Run one step and return the deltas of added requests; expired ones end before it."""
         self._call(self._step)
         deltas: list[Delta] = []
-        with suppress(IndexError):  # empty: other threads may take some too
+        with suppress(IndexError):  # empty: other threads also take deltas
             while True:
                 deltas.append(self._added.popleft())
         return deltas
@@ -118,7 +118,7 @@ class LLM(LoadedModel):
         """End a request at any moment; None if it has ended already."""
         return self._call(lambda: self._abort(request_id))
 
-    # ---- what callers wait for ----
+    # ---- callers' waits ----
 
     def _complete(self, requests: list[Request], on_delta: Callable[[Delta], None] | None) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -130,7 +130,7 @@ class LLM(LoadedModel):
         return [outputs[request.id] for request in requests]
 
     def _run(self, requests: list[Request]) -> Generator[Delta]:
-        """What steps add to these requests until all have ended. Closing it early aborts the rest."""
+        """Yield the deltas of these requests until all have ended. Closing it early aborts the rest."""
         inbox: Inbox = deque()
         num_open = len(requests)
         try:
@@ -193,7 +193,7 @@ class LLM(LoadedModel):
             del self._inboxes[delta.request_id]
 
     def close(self) -> None:
-        """End the engine. In a fork of the process there is none."""
+        """End the engine. A forked process has none."""
         if self._is_here:
             self._thread.call(self._close)
 
@@ -210,13 +210,13 @@ class LLM(LoadedModel):
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a string or a list of token ids; several are a list of those."""
+    """One prompt is a string or a list of token ids; several are a list of them."""
     is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
     return cast("list[Prompt]", [prompts] if is_one else list(prompts))
 
 
 def _one_each(what: str, values: Kind | Sequence[Kind], count: int) -> Sequence[Kind]:
-    """As given, one for each prompt, or the same for all."""
+    """The given ones, or the same for every prompt."""
     if not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:

@@ -1,4 +1,4 @@
-"""Steps one engine and takes commands in between: one loop for `AsyncLLM`'s thread and the server's process."""
+"""Steps one engine and takes commands between steps: the loop of `AsyncLLM`'s thread and of the server's process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ logger = logging.getLogger("evenflow")
 Commands = queue.SimpleQueue[Command]
 
 _MAX_COMMANDS_BETWEEN_STEPS = 64
-# A step on a GPU is hundreds of calls that release Python's lock. By default a busy thread of the caller gives it back
-# after 5 ms, which such a step could lose at each of them.
+# A GPU step releases Python's lock in hundreds of calls. By default a busy caller's thread holds it for 5 ms each time.
 _SWITCH_SECONDS = 0.0002
 
 
 def run_engine(build: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> None:
-    """Build an engine and run it until it is stopped. If it fails, its last event says why."""
+    """Build an engine and run it until it is stopped. If it fails, its last event has the error."""
     try:
         engine = build()
         sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))
@@ -62,7 +61,7 @@ def _run(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> N
 
 
 def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], None]) -> bool:
-    """Carry out pending commands; wait for one if the engine has no work. False: stop."""
+    """Carry out pending commands; wait for one if the engine is idle. False: stop."""
     for _ in range(_MAX_COMMANDS_BETWEEN_STEPS):
         try:
             command = commands.get(block=not engine.has_work)

@@ -1,6 +1,6 @@
-"""What an engine and its clients send each other, on a thread's queue or over a socket: commands in, events out.
+"""Messages between an engine and its clients, on a thread's queue or a socket: commands in, events out.
 
-All tokens of a step are one message, so that hundreds of streams cost the engine no more messages than one.
+All tokens of a step are one message: hundreds of streams cost the engine no more messages than one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from evenflow.core.service_classes import DEFAULT_CLASSES, Classes
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """A request that has been checked, tokenised and hashed."""
+    """A checked, tokenised and hashed request."""
 
     request: RequestRecord
 
@@ -25,7 +25,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class StopAfter(msgspec.Struct, frozen=True, array_like=True, tag="stop_after"):
-    """The text met a stop string: the request ended after this many tokens, whatever was sampled since."""
+    """The text met a stop string: the request ended after this many tokens; later samples do not count."""
 
     id: str
     num_tokens: int
@@ -36,7 +36,7 @@ class SetPolicy(msgspec.Struct, frozen=True, array_like=True, tag="set_policy"):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """End the engine, whatever is open."""
+    """End the engine, including open requests."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -56,7 +56,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine does not take: never, or not now because it would be late; or that has expired."""
+    """A rejected request: invalid, too late under the current load, or expired."""
 
     id: str
     message: str
@@ -82,7 +82,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The engine ends by an error, named as in `evenflow.errors`."""
+    """The engine ended with this error, named as in `evenflow.errors`."""
 
     kind: str
     message: str

@@ -1,4 +1,4 @@
-"""Builds the tier behind the KV cache from the settings: its size, and the files of earlier runs it may read."""
+"""Builds the tier behind the KV cache from the settings: its size, and the readable files of earlier runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("evenflow")
 
 
 def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: BlockMemory) -> tuple[KvTier, TierConfig]:
-    """The tier for a model at `path`. Cached files that another model or setting has written are not read."""
+    """The tier for a model at `path`. Files of other models or settings are not read."""
     codec = CODECS[config.kv_offload_format or ("plain" if blocks.is_on_gpu else "lossless")]
     layout = blocks.layout
     files = None
@@ -52,7 +52,7 @@ def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: Blo
 
 
 def _fingerprint(path: Path, identity: object) -> str:
-    """Of a model's files, by their names, sizes and times, and of all that its KV depends on besides."""
+    """Identifies a model's files by names, sizes and times, and everything else that its KV depends on."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(repr((states, identity)).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""From tokens to what a caller sees: text as it becomes certain, stop strings, logprobs, times, chunks.
+"""From tokens to outputs: text as it becomes certain, stop strings, logprobs, times, chunks.
 
 An output is filled step by step and is complete when it has a finish_reason.
 """
@@ -28,11 +28,11 @@ class RequestOutput:
     stop_reason: str | None = None  # the stop string that ended it
     error: str | None = None
     num_cached_tokens: int = 0
-    chunks: list[ChunkReport] = field(default_factory=list)  # with the cached tokens, exactly the prompt
+    chunks: list[ChunkReport] = field(default_factory=list)  # these and the cached tokens cover the prompt exactly
     token_times_s: list[float] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None  # for the prompt's tokens from the second on
-    embedding: array[float] | None = None  # of the prompt, of unit length; with `pooling`
+    embedding: array[float] | None = None  # of the prompt, a unit vector; with `pooling`
 
     @property
     def ttft_s(self) -> float | None:
@@ -120,7 +120,7 @@ class Delta(NamedTuple):
 
 
 class TextDecoder(Protocol):
-    """Turns tokens into text one by one: `evenflow.model.tokenizer.StreamDecoder`."""
+    """Decodes tokens one by one: `evenflow.model.tokenizer.StreamDecoder`."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -128,7 +128,7 @@ class TextDecoder(Protocol):
 
 
 class TextCodec(Protocol):
-    """The part of a tokenizer that the engine's callers need."""
+    """The interface of a tokenizer to the engine's callers."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
@@ -141,15 +141,15 @@ class TextCodec(Protocol):
 
 
 class StopFinder:
-    """Holds back text that may still become part of a stop string."""
+    """Holds back text that may still turn out part of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
-        self._num_early = 0  # characters of it
+        self._num_early = 0  # characters of early text
 
     def push(self, text: str, *, is_early: bool = False) -> tuple[str, str | None]:
-        """Text that is certain now, and the stop string that was met, if any: the text then ends before it.
+        """Returns the text that is now certain, and the stop string met, if any; the text then ends before it.
 
         No stop string may end in early text, but one that ends later may begin there.
         """
@@ -170,7 +170,7 @@ class StopFinder:
         return certain, None
 
     def _first(self, stop: str) -> int:
-        """The first place at which this one ends after the early text."""
+        """The first position at which this stop string ends after the early text."""
         return max(0, self._num_early - len(stop) + 1)
 
     def flush(self) -> str:
@@ -179,7 +179,7 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`."""
+    """The longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
@@ -195,7 +195,7 @@ class OutputBuilder:
         self._arrival = request.arrival_time
 
     def admit(self, num_cached_tokens: int) -> None:
-        """It starts, or starts again after a preemption: keep the chunks of its own that it found in the cache."""
+        """Start, or restart after a preemption: keep only its own chunks that it found in the cache."""
         output = self.output
         if output.token_ids:
             return
@@ -205,7 +205,7 @@ class OutputBuilder:
         output.prompt_logprobs = None
 
     def take_chunk(self, chunk: ChunkReport, prompt_logprobs: LogprobRows | None) -> None:
-        """Keep the chunks that lead to the first token."""
+        """Record the chunks up to the first token."""
         output = self.output
         if output.token_ids:
             return
@@ -214,7 +214,7 @@ class OutputBuilder:
             output.prompt_logprobs = _extended(output.prompt_logprobs, prompt_logprobs)
 
     def take(self, tokens: tuple[int, ...], logprobs: LogprobRows | None, ended: Ended | None, now: float) -> Delta:
-        """Add what a step gave. The output may end here by a stop string that the engine has not seen."""
+        """Add a step's tokens. The output may end here at a stop string that the engine does not know."""
         output = self.output
         num_early = max(0, self._min_tokens - len(output.token_ids))
         output.token_ids += tokens
@@ -225,7 +225,7 @@ class OutputBuilder:
         text, met = "", None
         if self._decoder is not None:
             shown = tokens
-            if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is no part of the text
+            if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is not part of the text
                 shown = tuple(token for token in tokens if token not in self._stop_token_ids)
             if num_early:
                 text, _ = self._stop_finder.push("".join(map(self._decoder.push, shown[:num_early])), is_early=True)
@@ -234,7 +234,7 @@ class OutputBuilder:
             text += certain
             output.text += text
         if met is not None:
-            self._decoder = None  # what it holds comes after the stop string
+            self._decoder = None  # its pending text comes after the stop string
             output.stop_reason = met
             self.finish(FinishReason.STOP)
         elif ended is not None:
@@ -242,7 +242,7 @@ class OutputBuilder:
         return Delta(output.request_id, tokens, text, output.finish_reason, output)
 
     def finish(self, reason: str, error: str | None = None) -> str:
-        """Close the output; returns the text held back until now."""
+        """Close the output; returns the text held back."""
         self.output.finish_reason = reason
         self.output.error = error
         rest = ""
@@ -265,7 +265,7 @@ class Outputs:
 
     def __init__(self, codec: TextCodec | None, stop: Callable[[str, int], object]) -> None:
         self._codec = codec  # None: tokens only
-        self._stop = stop  # ends a request after this many tokens, in the engine
+        self._stop = stop  # ends a request in the engine after this many tokens
         self._builders: dict[str, OutputBuilder] = {}
 
     def add(self, request: Request, engine_id: str | None = None) -> RequestOutput:
@@ -275,14 +275,14 @@ class Outputs:
         return builder.output
 
     def finish(self, engine_id: str, reason: str, error: str | None = None) -> Delta | None:
-        """End an output from outside, by an abort or a failure; None if it has ended already."""
+        """End an output by an abort or a failure; None if it has ended already."""
         builder = self._builders.pop(engine_id, None)
         if builder is None:
             return None
         return Delta(builder.output.request_id, (), builder.finish(reason, error), reason, builder.output)
 
     def take(self, report: StepReport) -> Iterator[Delta]:
-        """What a step added to each output, one by one: the caller may do other work in between."""
+        """Yield each output's delta of a step, lazily: the caller may do other work in between."""
         builders = self._builders
         for admission in report.admissions:
             if (builder := builders.get(admission.request_id)) is not None:
@@ -296,7 +296,7 @@ class Outputs:
         ended, logprobs, now = report.ended, report.logprobs, report.at
         for row, (engine_id, tokens) in enumerate(zip(report.ids, report.tokens, strict=True)):
             builder = builders.get(engine_id)
-            if builder is None:  # it has ended here, and the engine does not know yet
+            if builder is None:  # ended here; the engine does not know yet
                 continue
             delta = builder.take(tokens, logprobs.get(row), ended.get(row), now)
             if delta.finish_reason is not None:

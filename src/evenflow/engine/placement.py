@@ -1,4 +1,4 @@
-"""Where a model runs: on a GPU or the CPU, in which type, with how much KV memory. Imports torch when called."""
+"""Where a model runs: device, data type, KV memory. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenflow")
 
-_MOST_DEFAULT_CPU_KV_BYTES = 4 * GIB
-_LARGEST_GPU_CHUNK = 4096  # that a start tries out
+_MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
+_LARGEST_GPU_CHUNK = 4096  # tried at start
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An executor, and what the engine must know of it."""
+    """An executor and its properties."""
 
     executor: Executor
     policy: PolicySpec
     num_blocks: int
     max_model_len: int
-    machine: Hashable  # what step times depend on besides the model and the settings
+    machine: Hashable  # identifies the machine's speed for stored step times
     blocks: BlockMemory | None = None  # None: nothing is cached
     prior: StepCosts | None = None
-    largest_trial_chunk: int | None = None  # None: a step is as fast the first time
+    largest_trial_chunk: int | None = None  # None: the first step of a size is not slower
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """The same settings with all open choices made: device, weights, steps in flight."""
+    """The settings with all open choices made: device, weights, steps in flight."""
     device = config.device or ("cuda" if _prefers_cuda(config) else "cpu")
     if device == "cuda" and (problem := cuda_problem()) is not None:
         if config.device is None:
@@ -65,7 +65,7 @@ def _prefers_cuda(config: EngineConfig) -> bool:
 
 
 def cuda_problem() -> str | None:
-    """Why no GPU can be used, as the end of a sentence."""
+    """The reason why no GPU can be used, as the end of a sentence."""
     import torch
 
     if torch.version.cuda is None:
@@ -97,8 +97,8 @@ def _on_cpu(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Pla
 
     memory = config.kv_cache_memory
     if memory is None:
-        memory = min(int(available_memory() * config.gpu_memory_utilization), _MOST_DEFAULT_CPU_KV_BYTES)
-    # A cached prefix is stored besides the running copy.
+        memory = min(int(available_memory() * config.gpu_memory_utilization), _MAX_DEFAULT_CPU_KV_BYTES)
+    # Cached prefixes are stored beside the running copies.
     copies = 2 if config.enable_prefix_caching else 1
     num_blocks = _num_blocks(config, memory, copies * kv_bytes_per_token(model.config))
     max_model_len = _max_model_len(config, model.config, num_blocks)
@@ -120,7 +120,7 @@ def _on_cpu(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Pla
 
 
 def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, device: torch.device) -> Placement:
-    """With paged KV memory, as on a GPU. On a CPU it is slow, and needs `kv_cache_memory`."""
+    """Place with paged KV memory, as on a GPU. Slow on a CPU, where it needs `kv_cache_memory`."""
     import torch
 
     from evenflow.executors.cuda_executor import CudaExecutor
@@ -129,7 +129,7 @@ def place_paged(config: EngineConfig, model: LoadedModel, grammars: Grammars, de
 
     dtype: torch.dtype = getattr(torch, config.weights)
     longest = min(config.max_model_len or model.config.max_position, model.config.max_position)
-    # Its memory follows from the longest context.
+    # Its memory depends on the longest context.
     attention = choose_attention(replace(model.config, max_position=longest), dtype, device, config.deterministic)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     logger.info("Running on %s in %s, attention by %s.", name, config.weights, attention.name)
@@ -176,13 +176,13 @@ def _max_step_rows(config: EngineConfig, max_model_len: int) -> int:
 
 
 def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
-    """What steps should cost before any has run; None if the device is unknown."""
+    """Expected step costs before any has run; None for an unknown device."""
     from evenflow.model.work import model_work
 
     device = known_device(device_name)
     if device is None:
         return None
-    # Steps are launched while the one before runs.
+    # The launch overlaps with the step before.
     work = model_work(decoder.config, decoder.dtype.itemsize)
     return roofline(work, device, decoder.attention.waves)._replace(launch=0.0)
 

@@ -1,4 +1,4 @@
-"""Records a run as JSON lines: every call of the scheduler, and every step's plan with its seconds.
+"""Records a run as JSON lines: every scheduler call, and every step's plan with its seconds.
 
 The first line is the header; then come, in the order they happened:
     {"event": "add", "request": ...}
@@ -26,9 +26,9 @@ logger = logging.getLogger("evenflow")
 
 
 class Recorder:
-    """An open recording. Lines are complete at any moment: the recording of a run that dies can be read.
+    """An open recording. Lines are written whole, so the recording of a crashed run can be read.
 
-    A write that fails ends the recording, not the run.
+    A failed write ends the recording, not the run.
     """
 
     def __init__(self, path: str | Path, scheduler: Scheduler) -> None:
@@ -63,7 +63,7 @@ class Recorder:
             return
         try:
             self._file.write(write_line(record))
-        except Exception as error:  # the disk is full, for example: serving goes on
+        except Exception as error:  # such as a full disk: serving continues
             self._has_failed = True
             num_bytes = self._file.num_bytes
             logger.error(
@@ -72,7 +72,7 @@ class Recorder:
 
 
 def next_recording(path: Path) -> Path:
-    """This file if nothing is in it, else the first of name-2, name-3 and so on that does not exist."""
+    """This file if it is empty or new, else the first unused of name-2, name-3 and so on."""
     if not path.exists() or not path.stat().st_size:
         return path
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))

@@ -15,9 +15,9 @@ class Totals:
     """Counts since the engine started."""
 
     steps: int = 0
-    prefill_tokens: int = 0  # computed; cached ones are not among them
+    prefill_tokens: int = 0  # computed, without cached ones
     output_tokens: int = 0
-    looked_up_tokens: int = 0  # of admitted requests
+    looked_up_tokens: int = 0  # in the prefix cache, by admitted requests
     cached_tokens: int = 0
 
     @property
@@ -31,7 +31,7 @@ class Stats:
     def __init__(self) -> None:
         self.totals = Totals()
         self._logged_at: float | None = None
-        self._logged = Totals()  # the totals at that time
+        self._logged = Totals()  # the totals at the last log line
 
     def observe(self, report: StepReport) -> None:
         totals = self.totals
@@ -46,7 +46,7 @@ class Stats:
             self._log(report, report.at - self._logged_at)
 
     def idle(self) -> None:
-        """Note that no work is left: the next interval starts with the next step."""
+        """Call when no work is left: the next interval starts with the next step."""
         self._logged_at, self._logged = None, replace(self.totals)
 
     def _log(self, report: StepReport, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Tells a slow step from a hung one, by the step's predicted time instead of a fixed timeout.
 
-The engine publishes when its current step must have ended; another thread or process checks that. A hung thread
+The engine publishes a time by which its current step must end; another thread or process checks it. A hung thread
 cannot be killed, so the server runs the engine in a process, which is killed and replaced.
 """
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 _CHECK_S = 0.5
-# A step may take this many times the seconds that such steps rarely exceed.
+# A step may take this many times the upper bound of its predicted time.
 _SLOWEST = 20.0
-_FIRST_STEP_S = 600.0  # while nothing is known: kernels may be compiled in it
+_FIRST_STEP_S = 600.0  # the first step may compile kernels
 
 
 class Cell(Protocol):
@@ -27,14 +27,14 @@ class Cell(Protocol):
 
 
 class Pulse:
-    """When the engine's current step counts as hung; never, while it waits for requests."""
+    """The time at which the current step counts as hung; never while the engine is idle."""
 
     def __init__(self, step_timeout_s: float = 60.0) -> None:
         self._step_timeout_s = step_timeout_s
         self._until: Cell = ctypes.c_double(math.inf)
 
     def share(self, cell: Cell) -> None:
-        """Publish it in this cell, which another process made."""
+        """Publish through this cell, made by another process."""
         self._until = cell
 
     @contextmanager
@@ -47,7 +47,7 @@ class Pulse:
             self._until.value = math.inf
 
     def extend(self, upper_s: float) -> None:
-        """The step waits for work that rarely takes longer than this; 0: nothing is known."""
+        """Allow for work with this upper bound in seconds; 0: unknown."""
         self._until.value += _SLOWEST * upper_s if upper_s else _FIRST_STEP_S
 
     def is_overdue(self, now: float) -> bool:
@@ -59,7 +59,7 @@ def is_overdue(cell: Cell, now: float) -> bool:
 
 
 class Watchdog:
-    """Looks at a pulse from a thread of its own, and calls `on_hang` once if a step hangs."""
+    """Checks a pulse on its own thread, and calls `on_hang` once if a step hangs."""
 
     def __init__(
         self, pulse: Pulse, on_hang: Callable[[], None], clock: Callable[[], float] = time.perf_counter

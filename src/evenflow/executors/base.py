@@ -11,9 +11,9 @@ class Executor(Protocol):
     """Runs steps in the order they were submitted.
 
     `submit` returns at once if the executor runs beside its caller; `wait` returns the oldest submitted step's
-    result. What is wrong with one sequence goes into `StepResult.errors` or `faults`. An exception from `wait` fails
-    the whole step: it has released the plan's slots and done nothing else. Steps submitted behind it run without the
-    rows that build on it (`lost_slots`), and later plans may release slots that it did not get to fill.
+    result. Failures of single sequences go into `StepResult.errors` or `faults`. An exception from `wait` fails the
+    whole step: it released the plan's slots and did nothing else. Steps already submitted behind it run without the
+    rows that depend on it (`lost_slots`); later plans may release slots that were never filled.
     """
 
     @property

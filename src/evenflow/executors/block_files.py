@@ -28,11 +28,11 @@ from evenflow.host import private_folder
 logger = logging.getLogger("evenflow")
 
 _FORMAT, _VERSION = "evenflow-kv", 1
-_OURS = re.compile(r".+-[0-9a-f]{32}(\.kv|\.\d+\.tmp)")  # of any model, or being written
-_MOST_HEADER_BYTES = 2048
-_MOST_TENANT_CHARACTERS = 128  # of up to 12 bytes each
-_ABANDONED_S = 600.0  # a file that is still being written after this long was left by a process that died
-_LISTED_EVERY = 16  # times that the folder is listed while as many bytes are written as it may hold
+_OURS = re.compile(r".+-[0-9a-f]{32}(\.kv|\.\d+\.tmp)")  # blocks of any model, and unfinished ones
+_MAX_HEADER_BYTES = 2048
+_MAX_TENANT_CHARACTERS = 128  # up to 12 bytes each
+_ABANDONED_S = 600.0  # an unfinished file of this age was left by a dead process
+_LISTINGS_PER_FILL = 16  # folder listings while `max_bytes` are written
 
 
 class _Found(NamedTuple):
@@ -42,17 +42,17 @@ class _Found(NamedTuple):
 
 
 class BlockFiles:
-    """The files of one folder, at most `max_bytes` together: the least recently used go first, whoever wrote them.
+    """The files of one folder, at most `max_bytes` in total. Evicts the least recently used, other processes' too.
 
     All methods except `read` may raise OSError; it treats a bad file as absent. One thread writes, another may read.
     """
 
     def __init__(self, folder: Path, model: str, max_bytes: int) -> None:
-        """`model` stands for everything that a block's bytes depend on."""
+        """`model`: a fingerprint of everything that a block's bytes depend on."""
         self._folder, self._model, self.max_bytes = folder, model, max_bytes
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # of all block files by name, the least recently used first
-        self._num_bytes = self._num_written = 0  # there; and written since the folder was listed
-        self._lock = threading.Lock()  # of these three
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by file name, least recently used first
+        self._num_bytes = self._num_written = 0  # in total; written since the last listing
+        self._lock = threading.Lock()  # guards the three above
         try:
             private_folder(folder)
             if not os.access(folder, os.W_OK | os.X_OK):
@@ -67,11 +67,11 @@ class BlockFiles:
             ) from error
 
     def capacity(self, block_bytes: int) -> int:
-        """How many blocks of at most this size fit."""
-        return self.max_bytes // (block_bytes + _MOST_HEADER_BYTES)
+        """The number of blocks of at most this size that fit."""
+        return self.max_bytes // (block_bytes + _MAX_HEADER_BYTES)
 
     def _list(self) -> None:
-        """Count what is there: other processes may use the folder too."""
+        """Recount the folder: other processes may write to it too."""
         found = sorted(self._files(), key=lambda one: one.modified)
         self._sizes = OrderedDict((one.path.name, one.size) for one in found)
         self._num_bytes, self._num_written = sum(self._sizes.values()), 0
@@ -88,7 +88,7 @@ class BlockFiles:
                     yield _Found(path, state.st_size, state.st_mtime)
 
     def _scan(self) -> tuple[Content, ...]:
-        """What earlier runs left, the least recently used first. Says in one line what cannot be used, and why."""
+        """Blocks of earlier runs, least recently used first. Logs the unusable files and the reasons in one line."""
         contents: list[Content] = []
         reasons: Counter[str] = Counter()
         for name, size in self._sizes.items():
@@ -105,7 +105,7 @@ class BlockFiles:
 
     def _check(self, path: Path, size: int) -> Content:
         with path.open("rb") as file:
-            line = file.readline(_MOST_HEADER_BYTES)
+            line = file.readline(_MAX_HEADER_BYTES)
         header = _read_header(line)
         if header["model"] != self._model:
             raise ValueError("of another model, format or version")
@@ -119,24 +119,24 @@ class BlockFiles:
         return self._folder / f"{self._model}-{block_hash.hex()}.kv"
 
     def write(self, content: Content, data: bytes) -> None:
-        """Does nothing if the block is larger than all room."""
+        """Write one block; a block larger than `max_bytes` is skipped."""
         header: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
             "model": self._model,
             "hash": content.block_hash.hex(),
-            "tenant": content.tenant[:_MOST_TENANT_CHARACTERS],
+            "tenant": content.tenant[:_MAX_TENANT_CHARACTERS],
             "bytes": len(data),
         }
         line = _header_line(header, data)
         path = self._path(content.block_hash)
-        # Process numbers would not do: containers have the same ones.
+        # Not the process id: containers share those.
         scratch = path.with_suffix(f".{secrets.randbits(60)}.tmp")
         size = len(line) + len(data)
         if size > self.max_bytes:
             return
         with self._lock:
-            if self._num_written * _LISTED_EVERY > self.max_bytes:
+            if self._num_written * _LISTINGS_PER_FILL > self.max_bytes:
                 self._list()
             self._make_room(size)
             self._count(scratch.name, size)
@@ -154,7 +154,7 @@ class BlockFiles:
             self._count(path.name, size)
 
     def _count(self, name: str, size: int) -> None:
-        """A file that was used just now has this size; 0: it is gone."""
+        """Mark a file of this size as most recently used; 0: removed."""
         self._num_bytes += size - self._sizes.pop(name, 0)
         if size:
             self._sizes[name] = size
@@ -166,7 +166,7 @@ class BlockFiles:
             self._count(name, 0)
 
     def read(self, block_hash: bytes) -> bytes | None:
-        """The block as it was written; None if it is gone, or not as it was written."""
+        """The block's content; None if it is missing or corrupt."""
         path = self._path(block_hash)
         try:
             line, _, data = path.read_bytes().partition(b"\n")
@@ -174,12 +174,12 @@ class BlockFiles:
             del header["checksum"]
             is_ours = header["model"] == self._model and header["hash"] == block_hash.hex()
             if is_ours and line + b"\n" == _header_line(header, data):
-                os.utime(path)  # used just now, for the next start and other processes
+                os.utime(path)  # most recently used, also to later starts and other processes
                 with self._lock:
                     self._count(path.name, self._sizes.get(path.name, 0))
                 return data
             logger.warning("Ignored %s: its checksum is wrong. The block is computed again.", path)
-        except FileNotFoundError:  # it made room for others
+        except FileNotFoundError:  # evicted
             pass
         except OSError as error:
             logger.warning("Ignored %s: it cannot be read (%s).", path, error.strerror)
@@ -197,7 +197,7 @@ class BlockFiles:
 
 
 def _read_header(line: bytes) -> dict[str, Any]:
-    """Its fields, each of the right type. ValueError, in a few words, if it is none."""
+    """The header's fields, types checked. Raises ValueError with a short reason."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -211,7 +211,7 @@ def _read_header(line: bytes) -> dict[str, Any]:
 
 
 def _header_line(header: dict[str, Any], data: bytes) -> bytes:
-    """With the checksum of both."""
+    """The header, with a checksum over header and data."""
     digest = blake2b(json.dumps(header).encode(), digest_size=16)
     digest.update(data)
     return json.dumps(header | {"checksum": digest.hexdigest()}).encode() + b"\n"

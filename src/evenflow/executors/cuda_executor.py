@@ -1,7 +1,7 @@
 """Runs steps of a Llama-family model on one device with paged KV memory: a GPU, or a CPU to test it.
 
-Steps are launched in order and not waited for. Sampled tokens stay on the device, where the next step reads them; the
-host reads a copy when it waits for the step.
+Launching does not wait. Sampled tokens stay on the device for the next step; the host reads a copy when it waits for
+the step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenflow")
 
-_LEAST_SLOTS = 16  # a calibration runs some streams whatever the engine's own limit
-_FEWEST_ROWS = 128  # a step of fewer is not divided
-_TIMED_RUNS = 5  # to compare sizes of steps
-_PENDING = -1  # in a sequence's tokens: sampled, but not read yet
+_MIN_SLOTS = 16  # calibration runs several streams, whatever the engine's limit
+_MIN_ROWS = 128  # smaller steps are not divided when memory runs out
+_TIMED_RUNS = 5  # per step size, to compare them
+_PENDING = -1  # placeholder in a sequence's tokens: sampled, not read yet
 
 _Part = Part[DeviceSequence]
 
@@ -62,7 +62,7 @@ class _Launched:
     remaining: Remaining
     timer: StepTimer
     parts: list[_Part] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # the numbers of the parts that sample
+    sampled: list[int] = field(default_factory=list)  # indices of the sampling parts
     samples: PendingSamples | None = None
     prompt_rows: dict[int, list[_PromptRows]] = field(default_factory=dict)
     row_sums: dict[int, Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Launched:
 class _Piece(NamedTuple):
     """A part of a step, or some rows of it."""
 
-    number: int  # of the part
+    number: int  # the part's index
     part: _Part
     is_decode: bool
     is_repeated: bool = False  # a decode whose token is known: the sequence lost its KV
@@ -127,8 +127,8 @@ class _Piece(NamedTuple):
 class CudaExecutor:
     """Implements `Executor`. A plan's block ids are the blocks of its KV memory, so prefixes are shared in place.
 
-    `deterministic`: KV that decodes computed must come from decodes again, since chunks use other kernels, whose last
-    bits differ. So prompts do not reuse it, and if it is lost, its tokens run as decodes.
+    `deterministic`: KV computed by decodes is recomputed only by decodes, as chunk kernels differ in the last bits.
+    Prompts do not reuse such KV; if it is lost, its tokens run as decodes.
     """
 
     def __init__(
@@ -149,23 +149,23 @@ class CudaExecutor:
         self._sizes = graph_sizes(max_num_seqs) if uses_graphs else ()
         self._mixed_sizes = mixed_graph_sizes(max_step_rows) if uses_graphs else ()
         self._inputs = DeviceInputs(
-            num_slots=max(max_num_seqs, _LEAST_SLOTS, *self._sizes),
+            num_slots=max(max_num_seqs, _MIN_SLOTS, *self._sizes),
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             device=decoder.device,
             captured_rows=max(self._mixed_sizes, default=0),
         )
-        self._kv = decoder.new_kv(num_blocks + 1, block_size)  # and one for padding
+        self._kv = decoder.new_kv(num_blocks + 1, block_size)  # plus one for padding
         self.blocks = PagedBlocks(self._kv)
         self._sampler = DeviceSampler(self._inputs.to_device)
         self._slots: dict[int, DeviceSequence] = {}
         self._lost = LostSlots()
         self._in_flight: deque[_Launched] = deque()
-        self._most_rows = sys.maxsize  # computed at a time; lowered when memory runs out
+        self._max_rows = sys.maxsize  # per forward pass; lowered when memory runs out
         self._captured_rows: dict[int, StepRows] = {}
         self._captured_inputs: dict[int, RowInputs] = {}
-        # All graphs write to the same memory: each would keep logits of its own otherwise.
+        # Shared by all graphs: otherwise each would keep logits of its own.
         shape = max(self._sizes, default=0), decoder.config.vocab_size
         self._captured_logits = torch.empty(shape, dtype=torch.float32, device=decoder.device)
         self._memory = decoder.new_memory(max(self._mixed_sizes, default=0))
@@ -183,7 +183,7 @@ class CudaExecutor:
         )
 
     def submit(self, plan: StepPlan) -> None:
-        """Launches the step. An error comes from `wait`."""
+        """Launch the step. `wait` raises its errors."""
         step = _Launched(self._lost.remaining(plan), StepTimer(self._decoder.device))
         try:
             with torch.inference_mode():
@@ -203,7 +203,7 @@ class CudaExecutor:
             self._grammars.close()
         self._in_flight.clear()
         self._slots.clear()
-        # Weights, KV and graphs, which refer to this object: the device's memory must not wait for a collector.
+        # Graphs refer to this object: free the device's memory now, not when the garbage collector runs.
         del self._decoder, self._kv, self._memory, self._captured_logits, self._decode_graphs, self._layer_graphs
         del self._inputs, self._captured_inputs, self._captured_rows, self._sampler, self.blocks
 
@@ -236,36 +236,36 @@ class CudaExecutor:
                 torch.cuda.empty_cache()
 
     def _runs_in_memory(self, step: _Launched) -> bool:
-        """Launch the step operation by operation. If memory runs out, False: fewer rows at a time may do."""
+        """Launch the step operation by operation. False: memory ran out; retry with fewer rows at a time."""
         try:
             self._run_groups(step)
             return True
         except (MemoryError, RuntimeError) as error:
-            rows = min(self._most_rows, step.plan.num_rows)
-            if out_of_memory(error, step.plan) is None or rows <= _FEWEST_ROWS:
+            rows = min(self._max_rows, step.plan.num_rows)
+            if out_of_memory(error, step.plan) is None or rows <= _MIN_ROWS:
                 raise
-        self._most_rows = max(_FEWEST_ROWS, rows // 2)
+        self._max_rows = max(_MIN_ROWS, rows // 2)
         logger.warning(
             "Memory ran out in a step of %d tokens. From now on at most %d are computed at a time, which is slower: "
             "lower max_num_batched_tokens or gpu_memory_utilization.",
-            *(step.plan.num_rows, self._most_rows),
+            *(step.plan.num_rows, self._max_rows),
         )
         return False
 
     def _run_groups(self, step: _Launched) -> None:
-        step.prompt_rows, step.row_sums = {}, {}  # memory may have run out before
-        groups = list(_groups(_pieces(step, self._deterministic), self._most_rows))
+        step.prompt_rows, step.row_sums = {}, {}  # of an attempt that ran out of memory
+        groups = list(_groups(_pieces(step, self._deterministic), self._max_rows))
         hidden = [self._run_group(step, group, pads=len(groups) == 1) for group in groups]
         for number, row_sum in step.row_sums.items():
             if step.parts[number].samples:
                 step.embeddings[number] = start_copy(unit_length(row_sum))
         if step.sampled:
             self._sample(step, *self._scores(torch.cat(hidden) if len(hidden) > 1 else hidden[0]))
-        for number, row_sum in step.row_sums.items():  # at the end: if memory runs out before, all of it runs again
+        for number, row_sum in step.row_sums.items():  # last: a step that runs out of memory is repeated as a whole
             step.parts[number].slot.row_sum = row_sum
 
     def _run_group(self, step: _Launched, group: Sequence[_Piece], pads: bool) -> Tensor:
-        """Some of a step's rows through the layers; returns those that are sampled from, and padding if `pads`."""
+        """Run some of a step's rows through the layers; returns the sampled rows, padded if `pads`."""
         order = sorted(range(len(group)), key=lambda place: (not group[place].is_decode, group[place].is_repeated))
         ends = dict(zip(order, accumulate(group[place].part.length for place in order), strict=True))
         kept: list[int] = []
@@ -275,7 +275,7 @@ class CudaExecutor:
         is_read_row_by_row = any(piece.part.is_read_row_by_row for piece in group)
         num_padding = 0
         if pads and kept and not is_read_row_by_row:
-            # To a size that graphs have run with: a number of rows that is new may load kernels, which takes a step.
+            # Pad to a size that the graphs have run: a new number of rows may load kernels, as long as a step.
             num_padding = max(0, (size_for(len(kept), self._sizes) or 0) - len(kept))
         wanted_rows = [*kept, *[0] * num_padding] if num_padding or len(kept) < num_rows else None
         size = size_for(num_rows, self._mixed_sizes)
@@ -295,7 +295,7 @@ class CudaExecutor:
         return torch.cat([hidden[:0], *sampled])
 
     def _replay(self, rows: StepRows, size: int) -> Tensor:
-        """A step of at most `size` rows: graphs, and attention between them."""
+        """Replay a step of at most `size` rows: graphs with attention between them."""
         memory = self._memory.first(rows.layout.num_rows)
         attend = self._decoder.attention_of(self._kv, memory)
         for layer in range(self._decoder.config.num_layers):
@@ -304,12 +304,12 @@ class CudaExecutor:
         return self._decoder.after_last_attention(memory, rows.kept)
 
     def _scores(self, hidden: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits, and the likeliest tokens by them."""
+        """Logits and their most likely tokens."""
         logits = self._decoder.logits(hidden, out)
         return logits, self._decoder.likeliest(logits)
 
     def _capture(self) -> None:
-        """Steps of padding alone."""
+        """Capture all graphs, in steps of padding alone."""
         for size in reversed(self._sizes):
             rows = self._captured_rows[size] = self._inputs.load_captured_decodes((), size)
             self._decoder.attention.plan(rows.layout)
@@ -320,7 +320,7 @@ class CudaExecutor:
                 self._layer_graphs.capture((size, layer))
 
     def _worthwhile(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that take less time than all larger ones: a library's matrix products are slow at some sizes."""
+        """Sizes faster than every larger one: a library's matrix products are slow at some sizes."""
         if self._decoder.device.type != "cuda":
             return sizes
         with torch.inference_mode():
@@ -332,7 +332,7 @@ class CudaExecutor:
         seconds = []
         for _ in range(_TIMED_RUNS):
             timer = StepTimer(self._decoder.device)
-            for _ in range(_TIMED_RUNS):  # together, so that the host's part does not count
+            for _ in range(_TIMED_RUNS):  # back to back, which hides the launches
                 self._decoder.before_attention(layer, inputs, self._kv, self._memory.first(size))
             timer.stop()
             timer.wait()
@@ -351,9 +351,9 @@ class CudaExecutor:
         self._decoder.before_attention(layer, self._captured_inputs[size], self._kv, self._memory.first(size))
 
     def _sample(self, step: _Launched, logits: Tensor, likeliest: Tensor, is_stored: bool = False) -> None:
-        """For the parts that sample, in their order. Their tokens are pending until the step is read.
+        """Sample for the sampling parts, in order. Tokens are pending until the step is read.
 
-        `is_stored`: the likeliest are already the last tokens of their slots.
+        `is_stored`: the slots' last tokens are already the most likely ones.
         """
         parts = [step.parts[number] for number in step.sampled]
         tokens, step.samples = self._sampler.sample(logits, likeliest, [part.slot for part in parts])
@@ -364,7 +364,7 @@ class CudaExecutor:
             part.slot.sampled.tokens.append(_PENDING)
 
     def _prompt_rows(self, part: _Part, hidden: Tensor) -> list[_PromptRows]:
-        """In groups of rows, so that only a few rows of logits are in memory at a time."""
+        """Prompt logprobs in groups of rows: few rows of logits fit in memory at a time."""
         predicted, num_top = np.array(part.predicted), part.slot.sampled.params.prompt_logprobs
         found = []
         for first in range(0, len(predicted), GROUP_ROWS):
@@ -376,7 +376,7 @@ class CudaExecutor:
 
 
 def _pieces(step: _Launched, repeats_decodes: bool = False) -> Iterator[_Piece]:
-    """The step's parts in order. With `repeats_decodes`, what was computed by decodes before is so again."""
+    """The step's parts in order. With `repeats_decodes`, tokens first computed by decodes are decodes again."""
     for number, part in enumerate(step.parts):
         if number < len(step.plan.decodes):
             yield _Piece(number, part, is_decode=True)
@@ -393,10 +393,10 @@ def _pieces(step: _Launched, repeats_decodes: bool = False) -> Iterator[_Piece]:
             yield _Piece(number, again, is_decode=True, is_repeated=True)
 
 
-def _groups(pieces: Iterable[_Piece], most_rows: int) -> Iterator[list[_Piece]]:
-    """In order, of at most `most_rows` rows: a chunk may be divided."""
+def _groups(pieces: Iterable[_Piece], max_rows: int) -> Iterator[list[_Piece]]:
+    """Groups of at most `max_rows` rows, in order; a chunk may be split."""
     group: list[_Piece] = []
-    room = most_rows
+    room = max_rows
     for piece in pieces:
         part = piece.part
         while part.length > room:
@@ -404,7 +404,7 @@ def _groups(pieces: Iterable[_Piece], most_rows: int) -> Iterator[list[_Piece]]:
                 group.append(piece._replace(part=replace(part, length=room, samples=False)))
             yield group
             part = replace(part, start=part.start + room, length=part.length - room)
-            group, room = [], most_rows
+            group, room = [], max_rows
         group.append(piece._replace(part=part))
         room -= part.length
     yield group

@@ -1,4 +1,4 @@
-"""An executor without a model: deterministic tokens, a programmable cost, a clock that only it moves.
+"""An executor without a model: deterministic tokens, a programmable cost, a clock that only it advances.
 
 Each cell of its KV memory holds a digest of all tokens up to there, read and written through the block tables. A block
 handed out while still in use, a prefix hit on the wrong block or a chunk at the wrong place therefore changes the
@@ -22,7 +22,7 @@ def _extend(digest: int, token: int) -> int:
 
 
 def fake_continuation(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """The tokens that FakeExecutor gives after this prompt, whatever the chunks, batches and preemptions."""
+    """FakeExecutor's tokens after this prompt, independent of chunks, batches and preemptions."""
     digest = _START
     for token in prompt:
         digest = _extend(digest, token)
@@ -38,7 +38,7 @@ def _token_of(digest: int, vocab_size: int) -> int:
 
 
 class VirtualClock:
-    """Time that passes only when it is set."""
+    """A clock that advances only when it is set."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -56,10 +56,9 @@ class _Slot:
 class FakeExecutor:
     """Runs plans in no real time.
 
-    `cost` gives a step's seconds, which pass on `clock`. `disturb` sees each plan before it runs: it may raise to fail
-    the step, or return errors for some of its sequences. `shed` says what a step that may shed rows leaves out. A block
-    that a plan restores is there `restore_seconds` after the one before it, unless `loses` says that the tier has lost
-    it.
+    `cost`: a step's seconds, which pass on `clock`. `disturb` sees each plan before it runs; it may raise to fail the
+    step, or return errors for some sequences. `shed`: the rows left out of a step that may shed. Restored blocks arrive
+    one every `restore_seconds`, except lost ones (`loses`).
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class FakeExecutor:
         self._last_end = 0.0
         self._restore_seconds = restore_seconds
         self._loses = loses
-        self._tier: dict[bytes, list[int]] = {}  # the cells of stored blocks
+        self._tier: dict[bytes, list[int]] = {}  # cells of stored blocks
         self._num_saved = 0  # since the last result
-        self._returning: deque[tuple[float, int, bytes]] = deque()  # when it is there, block, hash
+        self._returning: deque[tuple[float, int, bytes]] = deque()  # arrival time, block, hash
 
     def submit(self, plan: StepPlan) -> None:
         if len(self._queue) == self.caps.max_steps_in_flight:
@@ -145,7 +144,7 @@ class FakeExecutor:
             lost=tuple(lost),
             restore_seconds=self._restore_seconds if restored else 0.0,
             num_saved=num_saved,
-            saved_bytes=num_saved * self._block_size,  # as if a token had one
+            saved_bytes=num_saved * self._block_size,  # one byte a token
             restored_bytes=len(restored) * self._block_size,
         )
 

@@ -1,4 +1,4 @@
-"""An executor that fails on purpose, around any other: to test what an engine promises for each fault at each moment.
+"""Wraps any executor and fails on purpose, to test the engine's promises for each fault at each moment.
 
 FaultyExecutor(executor, [Fault("raise", "decode", after=3), Fault("nan", "prefill", request_id="a")])
 """
@@ -28,16 +28,16 @@ class Fault:
 
     admission          in a step that admits requests, after `num_admitted` of them: before its decodes, too
     prefill, decode    before the rows of a step with such rows are computed
-    restore            the same, in a step that brings back KV: of a cached prefix, or of a request computed again. What
-                       such a step was to fetch from host memory or disk does not come
+    restore            the same, in a step that restores KV: a cached prefix or a recomputed request. Blocks that it was
+                       to fetch from host memory or disk are lost
     commit             after the step ran: its KV is written and its tokens are sampled, but the result is lost
     """
 
     kind: FaultKind
     moment: Moment
-    after: int = 0  # such moments that pass before the first fault
-    count: int = 1  # such moments in a row that fail
-    request_id: str | None = None  # only moments of this request; None: of any
+    after: int = 0  # such moments before the first fault
+    count: int = 1  # consecutive such moments that fail
+    request_id: str | None = None  # limits the fault to one request; None: any
     num_admitted: int = 0
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Fault:
                 raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected >= {least}.")
 
     def rows(self, plan: StepPlan) -> list[int]:
-        """The sequences of a plan that it concerns."""
+        """Indices of the plan's affected sequences."""
         num_decodes = len(plan.decodes)
         names = [*plan.decodes.request_ids, *(chunk.request_id for chunk in plan.chunks)]
         admitted = {one.request_id for one in plan.admissions}
@@ -64,12 +64,12 @@ class Fault:
         return [row for row in rows if self.request_id in (None, names[row])]
 
     def concerns(self, plan: StepPlan) -> bool:
-        """A step may also be one that only fetches KV for requests that wait. These have no logits."""
+        """Also true of a step that only fetches KV for waiting requests; such a step has no logits."""
         fetches = bool(plan.moves.restores) and self.moment == "restore" and self.kind != "nan"
         return (fetches and self.request_id is None) or bool(self.rows(plan))
 
     def interrupted(self, plan: StepPlan) -> StepPlan:
-        """What the step has done when it fails. Even one that fails has applied its releases and has moved blocks."""
+        """The part of the plan that runs before the failure. Releases and block moves do, unless the moves fail."""
         if self.moment == "commit":
             return plan
         moves = plan.moves._replace(restores=()) if self.moment == "restore" else plan.moves
@@ -90,9 +90,9 @@ class FaultyExecutor:
         self._num_seen = [0] * len(self._faults)
         self._in_flight: deque[tuple[Remaining, Fault | None]] = deque()
         self._lost = LostSlots()
-        self._unreported = NO_TIER_RESULT  # of steps whose results were lost
+        self._unreported = NO_TIER_RESULT  # tier results of failed steps
         self._is_closed = threading.Event()
-        self.num_raised = 0  # faults so far
+        self.num_raised = 0  # injected faults
 
     @property
     def caps(self) -> ExecutorCaps:
@@ -140,7 +140,7 @@ class FaultyExecutor:
         self._executor.close()
 
     def _due(self, plan: StepPlan) -> Fault | None:
-        """The first fault whose turn it is. All of them count the moment."""
+        """The first fault due now. Every matching fault counts the moment."""
         due: Fault | None = None
         for number, fault in enumerate(self._faults):
             if fault.concerns(plan):

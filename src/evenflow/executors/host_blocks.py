@@ -10,32 +10,32 @@ from torch import Tensor
 
 from evenflow.model.kv_codec import BlockLayout
 
-_SLAB_BYTES = 16 << 20  # taken at a time
+_SLAB_BYTES = 16 << 20  # allocated at a time
 
 Held = bytes | Tensor
 
 
 class HostBlocks:
-    """The most recently used blocks, up to a number of bytes. Thread-safe."""
+    """The most recently used blocks, at most `max_bytes`. Thread-safe."""
 
-    def __init__(self, most_bytes: int, layout: BlockLayout, *, is_pinned: bool) -> None:
-        self._most_bytes, self._layout, self._is_pinned = most_bytes, layout, is_pinned
-        self._held: OrderedDict[bytes, Held] = OrderedDict()  # the least recently used first
+    def __init__(self, max_bytes: int, layout: BlockLayout, *, is_pinned: bool) -> None:
+        self._max_bytes, self._layout, self._is_pinned = max_bytes, layout, is_pinned
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
     def reserve(self, num_outside: int) -> None:
-        """Allocate all memory for raw blocks: pinning a gigabyte takes 0.3 s, in which a GPU gets nothing to do.
+        """Allocate all memory for raw blocks: pinning a gigabyte takes 0.3 s, during which a GPU idles.
 
-        `num_outside`: blocks being filled or taken at a time, beside those held.
+        `num_outside`: the maximum of blocks being filled or read, beside those held.
         """
         with self._lock:
-            while len(self._free) < self._most_bytes // self._layout.num_bytes + num_outside:
+            while len(self._free) < self._max_bytes // self._layout.num_bytes + num_outside:
                 self._grow()
 
     def new_place(self) -> Tensor:
-        """A place for a raw block; `put` it when it is filled."""
+        """Memory for a raw block; `put` it once it is filled."""
         with self._lock:
             if not self._free:
                 self._grow()
@@ -51,11 +51,11 @@ class HostBlocks:
             self._forget(block_hash)
             self._held[block_hash] = data
             self._num_bytes += size_of(data)
-            while self._num_bytes > self._most_bytes:
+            while self._num_bytes > self._max_bytes:
                 self._forget(next(iter(self._held)))
 
     def take(self, block_hash: bytes) -> Held | None:
-        """Remove and return a block, so that nothing overwrites it; None if it is not here."""
+        """Remove and return a block, so that nothing overwrites it; None if it is absent."""
         with self._lock:
             data = self._held.pop(block_hash, None)
             self._num_bytes -= 0 if data is None else size_of(data)

@@ -1,7 +1,7 @@
 """The memory behind the pool: encoded KV blocks on the host and, if a folder is given, on disk.
 
 The same code serves a CPU and a GPU; what differs is how a block of the pool is read and written (`BlockMemory`). A
-step only copies what it would overwrite. Encoding, files and filling blocks are the work of two threads beside it.
+step copies only the blocks that it would overwrite. Two background threads encode, write files and fill blocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from evenflow.model.kv_codec import BlockCopy, BlockLayout, Codec, Plain, copied
 
 logger = logging.getLogger("evenflow")
 
-_TOGETHER = 16  # blocks that are restored at a time
+_TOGETHER = 16  # blocks restored at a time
 _TRIALS = tuple(Save(0, b"not of a prefix" + bytes([number]), "") for number in range(_TOGETHER))
-_CLOSE_SECONDS = 1.0  # for what is still to be saved at the end
-_WAIT_SECONDS = 0.05  # of a step without rows: a request that arrives meanwhile must not wait for a disk that hangs
-_PAUSE_SECONDS = 60.0  # after a failed write, until the disk is tried again
+_CLOSE_SECONDS = 1.0  # for pending saves
+_WAIT_SECONDS = 0.05  # of a step without rows: a new request must not wait for a hung disk
+_PAUSE_SECONDS = 60.0  # between a failed write and the next attempt
 
 
 class BlockMemory(Protocol):
@@ -47,12 +47,12 @@ class BlockMemory(Protocol):
     def is_on_gpu(self) -> bool: ...
 
     @property
-    def most_copied(self) -> int:
+    def max_copied(self) -> int:
         """Maximum copies at a time."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
-        """Copies of these blocks as they are before any step submitted later."""
+        """Copies of these blocks, taken before any step submitted later."""
         ...
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
@@ -62,12 +62,12 @@ class BlockMemory(Protocol):
 
 @dataclass(slots=True)
 class _Moved:
-    """Blocks that were moved one way."""
+    """Counts of the blocks moved in one direction."""
 
     count: int = 0
     num_bytes: int = 0
     num_timed: int = 0
-    seconds: float = 0.0  # of those
+    seconds: float = 0.0  # of the timed ones
 
     def add(self, num_bytes: int, seconds: float | None) -> None:
         self.count += 1
@@ -82,8 +82,8 @@ class _Moved:
 
 
 class KvTier:
-    """Carries out the moves of plans. `tier.Tier` decides them and knows what is stored; a block that is not here after
-    all is reported as lost, and computed again."""
+    """Carries out the moves of plans. `tier.Tier` decides them and tracks stored blocks; missing blocks are reported as
+    lost, and recomputed."""
 
     def __init__(self, memory: BlockMemory, codec: Codec, *, host_bytes: int, files: BlockFiles | None = None) -> None:
         self._memory, self._codec, self._files = memory, codec, files
@@ -91,18 +91,18 @@ class KvTier:
         self._host_bytes = host_bytes
         self._host = HostBlocks(host_bytes, self._layout, is_pinned=memory.is_on_gpu)
         if memory.is_on_gpu and isinstance(codec, Plain):
-            self._host.reserve(_TOGETHER + 1)  # one is saved meanwhile
+            self._host.reserve(_TOGETHER + 1)  # plus one being saved
         self._staged: dict[bytes, BlockCopy] = {}  # copied out of the pool, not encoded yet
-        self._to_drop: list[bytes] = []  # next, before anything else is saved
-        self._dropping: Counter[bytes] = Counter()  # these, and those being dropped: what is stored must not be read
-        self._paused_until = 0.0  # the files are not written until then; 0: the last write succeeded
+        self._to_drop: list[bytes] = []  # before any other save
+        self._dropping: Counter[bytes] = Counter()  # queued or in progress: their stored content must not be read
+        self._paused_until = 0.0  # no file is written before then; 0: the last write succeeded
         self._num_saving = self._num_returning = 0
         self._restored: list[bytes] = []
         self._lost: list[bytes] = []
         self._saved, self._filled = _Moved(), _Moved()  # since the last result
         self._changed = threading.Condition()
         self._is_closed = False
-        # Two, because what is needed must not wait for what is put away.
+        # Two, because a restore must not wait for saves.
         self._saver, self._restorer = (
             ThreadPoolExecutor(1, f"evenflow-{name}", initializer=torch.set_num_threads, initargs=(1,))
             for name in ("save", "restore")
@@ -111,12 +111,12 @@ class KvTier:
     # ---- called by the thread that steps ----
 
     def apply(self, moves: TierMoves) -> None:
-        """Copy what is to be saved, start everything else. Never fails: at worst a block is lost."""
+        """Copy the blocks to be saved, start all other moves. Never fails: at worst a block is lost."""
         if moves.drops:
             self._start_drop(moves.drops)
-        room = self._memory.most_copied - self._num_saving
+        room = self._memory.max_copied - self._num_saving
         if moves.saves and room > 0:
-            self._stage(moves.saves[-room:])  # what came before these is not kept
+            self._stage(moves.saves[-room:])  # earlier ones are not kept
         for first in range(0, len(moves.restores), _TOGETHER):
             group = moves.restores[first : first + _TOGETHER]
             with self._changed:
@@ -124,10 +124,9 @@ class KvTier:
             self._restorer.submit(self._restore, group)
 
     def _start_drop(self, hashes: Sequence[bytes]) -> None:
-        """Soon, because a forgotten block's file may be wrong, and is read at the next start if this process dies.
+        """Drop blocks soon: their files may be wrong, and would be read at the next start if this process died.
 
-        Saves that have not begun are called off. A block that is saved anew meanwhile is read from its new copy, or is
-        lost.
+        Cancels pending saves. A block that is saved again meanwhile is read from its new copy, or lost.
         """
         with self._changed:
             self._to_drop += hashes
@@ -151,7 +150,7 @@ class KvTier:
         self._saver.submit(self._save, staged, copying)
 
     def wait(self) -> None:
-        """Wait for a while for a block to be restored or lost; with nothing to restore, until all blocks are saved."""
+        """Wait briefly until a block is restored or lost; with none to restore, until all blocks are saved."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._restored or self._lost or not (self._num_returning or self._num_saving), _WAIT_SECONDS
@@ -176,9 +175,9 @@ class KvTier:
         return result
 
     def measure(self) -> tuple[float, float]:
-        """Measure the seconds to save and to restore one block, with random content, while no request has one.
+        """Measure the seconds to save and to restore one block of random content. No request may hold blocks.
 
-        From files, if there are files: most of their blocks are not on the host too.
+        With files, restores are timed from files: most blocks are stored only there.
         """
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
         most = self._codec.most_bytes(self._layout)
@@ -187,7 +186,7 @@ class KvTier:
         times = []
         with torch.inference_mode():
             self._memory.write([0], [block])
-            for _ in range(3):  # the first is slower
+            for _ in range(3):  # the first run is slower
                 began = time.perf_counter()
                 for save, copy in zip(trials, self._memory.read([save.block for save in trials]), strict=True):
                     self._keep(save, copy)
@@ -201,7 +200,7 @@ class KvTier:
         return min(times)
 
     def config(self) -> TierConfig:
-        """The scheduler's view of this tier. With files, every saved block is in a file, or on the host if more fit."""
+        """The scheduler's view of this tier. Saved blocks go to the host and to files: capacity is the larger."""
         save_seconds, restore_seconds = self.measure()
         most = self._codec.most_bytes(self._layout)
         in_files = self._files.capacity(most) if self._files is not None else 0
@@ -209,15 +208,15 @@ class KvTier:
             num_blocks=max(in_files, self._host_bytes // most),
             save_seconds=save_seconds,
             restore_seconds=restore_seconds,
-            most_saving=self._memory.most_copied,
+            most_saving=self._memory.max_copied,
             keeps_all=self._files is not None,
             contents=self._files.contents if self._files is not None else (),
         )
 
     def close(self) -> None:
-        """Finish what is being saved, for a few seconds at most, and all drops: what is dropped may be wrong."""
+        """Finish pending saves within _CLOSE_SECONDS, and all drops: dropped content may be wrong."""
         with suppress(TimeoutError):
-            self._saver.submit(lambda: None).result(_CLOSE_SECONDS)  # after all that was submitted before
+            self._saver.submit(lambda: None).result(_CLOSE_SECONDS)  # behind all earlier work
         self._is_closed = True
         self._restorer.shutdown(cancel_futures=True)
         self._saver.shutdown()
@@ -225,21 +224,21 @@ class KvTier:
         self._staged.clear()
         del self._memory
 
-    # ---- called by the threads beside it ----
+    # ---- called by the background threads ----
 
     def _save(self, staged: list[tuple[Save, BlockCopy]], copying: float) -> None:
-        waits = True  # the first one, for the steps before it
-        while staged:  # a GPU's memory is free again once all its copies are
+        waits = True  # the first save, for earlier steps
+        while staged:  # popped: the GPU's buffer is freed with its last copy
             save, copy = staged.pop(0)
             self._drop_next()
             began, num_bytes = time.perf_counter(), 0
             try:
                 if not self._is_closed and self._staged.get(save.block_hash) is copy:  # else it was dropped
                     num_bytes = self._keep(save, copy)
-            except Exception:  # a GPU that fails, say: the block is lost, the thread goes on
+            except Exception:  # such as a GPU failure: the block is lost, the thread continues
                 logger.exception("a KV block was not kept")
             with self._changed:
-                if self._staged.get(save.block_hash) is copy:  # else it was dropped, and perhaps copied anew
+                if self._staged.get(save.block_hash) is copy:  # else it was dropped, and perhaps copied again
                     del self._staged[save.block_hash]
                 self._num_saving -= 1
                 if num_bytes:
@@ -248,7 +247,7 @@ class KvTier:
             waits = False
 
     def _keep(self, save: Save, copy: BlockCopy) -> int:
-        """Returns its bytes."""
+        """Store a block; returns its size in bytes."""
         with torch.inference_mode():
             data = self._encode(copy)
         self._write_file(Content(save.block_hash, save.tenant), data)
@@ -279,12 +278,12 @@ class KvTier:
         began = time.perf_counter()
         try:
             filled = self._fill(group)
-        except Exception as error:  # the blocks are lost, the thread goes on
+        except Exception as error:  # the blocks are lost, the thread continues
             logger.warning("%d KV blocks cannot be restored and are computed again: %r.", len(group), error)
             filled = {}
         seconds = (time.perf_counter() - began) / len(group)
         if lost := [block_hash for _, block_hash in group if block_hash not in filled]:
-            self._start_drop(lost)  # the scheduler will not, since it knows of none
+            self._start_drop(lost)  # the scheduler will not: it does not know them
         with self._changed:
             self._restored += filled
             self._lost += lost
@@ -293,7 +292,7 @@ class KvTier:
             self._changed.notify_all()
 
     def _fill(self, group: Sequence[tuple[int, bytes]]) -> dict[bytes, int]:
-        """Returns the bytes of those that are there, by hash."""
+        """Fill blocks of the pool; returns the sizes in bytes of the blocks found, by hash."""
         taken: dict[bytes, Held] = {}
         values: dict[bytes, Tensor] = {}
         with torch.inference_mode():
@@ -309,7 +308,7 @@ class KvTier:
                 if values:
                     blocks = [block for block, block_hash in group if block_hash in values]
                     self._memory.write(blocks, list(values.values()))
-            finally:  # what was taken goes back
+            finally:  # return the taken blocks
                 for block_hash, data in taken.items():
                     self._host.put(block_hash, data)
         return {name: size_of(taken[name]) if name in taken else self._layout.num_bytes for name in values}
@@ -344,7 +343,7 @@ class TieredExecutor:
 
     def __init__(self, executor: Executor, tier: KvTier) -> None:
         self._executor, self._tier = executor, tier
-        self._has_rows: deque[bool] = deque()  # of the steps in flight
+        self._has_rows: deque[bool] = deque()  # for each step in flight
 
     @property
     def caps(self) -> ExecutorCaps:

@@ -1,7 +1,7 @@
-"""What a failed step leaves of its sequences: nothing.
+"""Sequences of failed steps, which have lost their state.
 
-Steps behind it have been submitted already. Rows that build on what it did not compute are left out of them: the
-scheduler computes its requests again, and reads no such row.
+Later steps may have been submitted already. Their rows of lost sequences are left out: the scheduler recomputes these
+requests, and reads no such row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Remaining:
     """A plan without the rows of lost slots."""
 
     plan: StepPlan
-    rows: tuple[int, ...] | None = None  # the numbers of its rows in the whole plan; None: all are there
+    rows: tuple[int, ...] | None = None  # indices of its rows in the whole plan; None: all of them
     num_sequences: int = 0  # of the whole plan
 
     def result(self, found: StepResult) -> StepResult:
-        """The whole plan's: rows that were left out have a fault."""
+        """The result of the whole plan: rows left out have a fault."""
         rows = self.rows
         if rows is None:
             return found
@@ -46,7 +46,7 @@ class LostSlots:
         self._slots: set[int] = set()
 
     def add(self, plan: StepPlan) -> Set[int]:
-        """A step failed: none of these slots holds a sequence any more."""
+        """Add the slots of a failed step: none holds a sequence any more."""
         failed = {
             *plan.decodes.slots,
             *(chunk.slot for chunk in plan.chunks),
@@ -57,7 +57,7 @@ class LostSlots:
         return failed
 
     def remaining(self, plan: StepPlan) -> Remaining:
-        """What an executor can run of the next plan."""
+        """The part of the next plan that an executor can run."""
         lost = self._slots
         lost -= {*plan.released_slots, *(one.slot for one in plan.admissions)}
         if not lost:

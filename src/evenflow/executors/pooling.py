@@ -12,7 +12,7 @@ from evenflow.core.request import Pooling
 def add_rows(total: Tensor | None, rows: Tensor, pooling: Pooling) -> Tensor:
     """The sum of the pooled rows so far. In float64, so that rounding it to float32 hides where the chunks ended.
 
-    More rows than one may be at hand for `last` too: prompt logprobs want them all.
+    `last` may also get several rows: prompt logprobs need them all.
     """
     if pooling == "last":
         return rows[-1:].sum(0, dtype=torch.float64)
@@ -21,10 +21,10 @@ def add_rows(total: Tensor | None, rows: Tensor, pooling: Pooling) -> Tensor:
 
 
 def unit_length(total: Tensor) -> Tensor:
-    """The embedding: of the last row alone, or with the direction of the mean of all."""
+    """The embedding, of unit length: of the last row, or of the sum of all rows."""
     return F.normalize(total, dim=0).float()
 
 
 def to_bytes(embedding: Tensor) -> bytes:
-    """The form in which a StepResult holds it."""
+    """Encode for a StepResult."""
     return embedding.numpy().tobytes()

@@ -1,6 +1,6 @@
 """Recordings: a scheduler's calls as JSON lines, and their replay by a fresh scheduler.
 
-A plan that differs from the recorded one is a change of behaviour. Readers refuse a version that they do not know.
+A plan that differs from the recorded one is a change of behaviour. Readers refuse unknown versions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ write_line = msgspec.json.Encoder().encode
 
 
 def read(record: object, kind: type[Kind]) -> Kind:
-    """A plan, result, request or the like, from what a line holds of it."""
+    """Decode a plan, result, request or similar from a line's record."""
     return msgspec.convert(record, kind, str_keys=True)
 
 
 def header_record(scheduler: Scheduler) -> Record:
-    """The scheduler as it starts: its settings, and what it knows of step times."""
+    """The scheduler's initial state: its settings and learned step times."""
     return {
         "version": VERSION,
         "scheduler": asdict(scheduler.config) | policy_record(scheduler.config.policy),

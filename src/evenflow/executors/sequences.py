@@ -50,12 +50,12 @@ class Part(Generic[SlotT]):
 
     @property
     def num_wanted(self) -> int:
-        """How many of its last rows are needed after the last layer."""
+        """The number of trailing rows needed after the last layer."""
         return self.length if self.prompt_logprobs or self.pooling == "mean" else int(self.samples)
 
     @property
     def is_read_row_by_row(self) -> bool:
-        """Whether its wanted rows are needed for more than a sample."""
+        """Whether its rows are needed for more than sampling."""
         return self.prompt_logprobs or self.pooling is not None
 
     @property
@@ -64,7 +64,7 @@ class Part(Generic[SlotT]):
 
     @property
     def predicted(self) -> list[int]:
-        """The prompt's tokens at start + 1 .. end; the last prompt row predicts output, so it is left out."""
+        """The prompt's tokens at start + 1 .. end; without the last row, which predicts output."""
         sampled = self.slot.sampled
         return sampled.tokens[self.start + 1 : min(self.end + 1, sampled.num_prompt_tokens)]
 
@@ -76,15 +76,15 @@ class Part(Generic[SlotT]):
 
 @dataclass(slots=True)
 class SampledParts:
-    """What sampling gave, by the number of the part."""
+    """Samples by part."""
 
-    tokens: list[tuple[int, ...]]  # none for a part that does not sample, or failed
+    tokens: list[tuple[int, ...]]  # empty for a part that failed or does not sample
     errors: dict[int, str] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def take(self, numbers: Sequence[int], samples: Samples) -> None:
-        """Rows of samples, for the parts of these numbers."""
+        """Add rows of samples for the parts with these indices."""
         self.errors |= {numbers[row]: message for row, message in samples.errors.items()}
         self.faults |= {numbers[row]: message for row, message in samples.faults.items()}
         self.logprobs |= {numbers[row]: found for row, found in samples.logprobs.items()}
@@ -94,7 +94,7 @@ class SampledParts:
 
 
 def parts_of(plan: StepPlan, slots: Mapping[int, SlotT]) -> Iterator[Part[SlotT]]:
-    """In the order of the step's result: decodes, then chunks."""
+    """The plan's parts in the order of its result: decodes, then chunks."""
     for number, position in zip(plan.decodes.slots, plan.decodes.positions, strict=True):
         yield Part(slots[number], position, 1)
     for chunk in plan.chunks:
@@ -119,7 +119,7 @@ def new_sampled(admission: Admission, vocab_size: int, grammars: Grammars | None
 
 
 def out_of_memory(error: Exception, plan: StepPlan) -> OutOfMemory | None:
-    """What to tell the user if memory ran out in this step; None if the error is another one."""
+    """The user's error if memory ran out in this step; None for any other error."""
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in _MEMORY_MESSAGES):
         return None
     return OutOfMemory(

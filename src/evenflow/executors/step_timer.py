@@ -1,4 +1,4 @@
-"""When a step began and ended on its device: by events on a GPU, which runs behind the host, else by the clock."""
+"""Times a step on its device: with events on a GPU, which runs behind the host, else with the clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class StepTimer:
-    """Starts when created. A step behind another one starts when that one ends."""
+    """Starts when created. A step queued behind another starts when that one ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -18,13 +18,13 @@ class StepTimer:
             self._events[0].record()
 
     def stop(self) -> None:
-        """Call this when all of the step has been launched."""
+        """Call this once the whole step has been launched."""
         self._seconds = time.perf_counter() - self._began
         if self._events:
             self._events[1].record()
 
     def wait(self) -> None:
-        """Wait until the device has ended the step."""
+        """Wait until the device has finished the step."""
         if self._events:
             self._events[1].synchronize()
 

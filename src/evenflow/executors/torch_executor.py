@@ -1,4 +1,4 @@
-"""Runs steps of a Llama-family model with torch on the CPU, in order, on a thread of its own.
+"""Runs steps of a Llama-family model with torch on the CPU, in order, on its own thread.
 
 It owns the state of each slot: tokens, KV memory, block table. Each sample is appended to its slot's tokens, so the
 next step can be submitted before the host has seen it.
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 WeightFormat = Literal["float32", "int4"]
 
-_MAX_MEMORY_FOR_TWO_COPIES = 0.25  # of the machine's; a second, packed copy of the weights is made only within it
-_LOGPROB_ROWS = 64  # logit rows held in memory at once for prompt logprobs
+_MAX_MEMORY_FOR_TWO_COPIES = 0.25  # of the machine's; the limit for a second, packed copy of the weights
+_LOGPROB_ROWS = 64  # logit rows in memory at a time for prompt logprobs
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Slot:
     sampled: SampledSequence
     kv: Tensor
     block_ids: list[int] = field(default_factory=list)
-    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
+    row_sum: Tensor | None = None  # of the rows so far, for an embedding
 
 
 class TorchExecutor:
@@ -170,7 +170,7 @@ class TorchExecutor:
         return torch.split_with_sizes(hidden, [part.num_wanted for part in parts])
 
     def _sample(self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]) -> SampledParts:
-        """By the part's number; appends each token to its slot's."""
+        """Sample by part; appends each token to its slot."""
         numbers = [number for number, part in enumerate(parts) if part.samples]
         found = SampledParts([()] * len(parts))
         if not numbers:
@@ -178,7 +178,7 @@ class TorchExecutor:
         logits = self._decoder.logits(torch.cat([hidden[number][-1:] for number in numbers]))
         samples = sample(logits, [parts[number].slot.sampled for number in numbers])
         for number, token in zip(numbers, samples.tokens, strict=True):
-            # Appended even for a failed row: a step in flight reads it before the failure is known.
+            # Also of a failed row: a step in flight reads it before the failure is known.
             parts[number].slot.sampled.tokens.append(token)
         found.take(numbers, samples)
         return found
@@ -186,7 +186,7 @@ class TorchExecutor:
     def _all_prompt_logprobs(
         self, parts: list[Part[_Slot]], hidden: tuple[Tensor, ...]
     ) -> tuple[dict[int, LogprobRows], dict[int, str]]:
-        """Prompt logprobs and faults by the part's number."""
+        """Prompt logprobs and faults by part."""
         found: dict[int, LogprobRows] = {}
         faults: dict[int, str] = {}
         for number, part in enumerate(parts):
@@ -220,7 +220,7 @@ def _spans(parts: Sequence[Part[_Slot]]) -> list[Span]:
 
 
 def _wanted(parts: Sequence[Part[_Slot]]) -> list[int]:
-    """The rows that are needed after the last layer, of those of all parts."""
+    """Indices of the rows needed after the last layer, among all parts' rows."""
     ends = accumulate(part.length for part in parts)
     return [row for part, end in zip(parts, ends, strict=True) for row in range(end - part.num_wanted, end)]
 
@@ -230,7 +230,7 @@ def _num_logprob_rows(parts: Sequence[Part[_Slot]]) -> int:
 
 
 def _cut(parts: Sequence[Part[_Slot]], shedder: Shedder, done: int) -> Remainder | None:
-    """Shorten the parts if the step, after this many layers, would end too late."""
+    """Shorten the parts if the step would end too late, judged after this many layers."""
     if not shedder.after_layer(done):
         return None
     starts = accumulate((part.length for part in parts), initial=0)
@@ -242,12 +242,12 @@ def _cut(parts: Sequence[Part[_Slot]], shedder: Shedder, done: int) -> Remainder
 
 
 def default_threads() -> int:
-    """torch's choice, which counts the machine's cores, or less in a container that may not use them all."""
+    """torch's default, the machine's cores, or fewer if a container limits them."""
     return min(torch.get_num_threads(), num_cpus())
 
 
 def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
-    """How to make the layers' linears, and the output head's."""
+    """Makers of the layers' linears and of the output head."""
     if weights == "int4":
         return int4_linear, int4_head
     if weights != "float32":
@@ -259,7 +259,7 @@ def _linear_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinea
 
 
 def _fixed_order_forms(config: ModelConfig, weights: WeightFormat) -> tuple[MakeLinear, MakeLinear]:
-    """The same, with the native kernel for any number of rows."""
+    """The same, with the native kernel at any number of rows."""
     if not runs_natively(config):
         reason = why_unavailable() or f"they do not support this model, whose heads have {config.head_dim} values"
         raise InvalidConfig(

@@ -47,7 +47,7 @@ class PrefixStore:
     is_on_gpu = False
 
     @property
-    def most_copied(self) -> int:
+    def max_copied(self) -> int:
         return max(1, _MOST_COPIED_BYTES // self.layout.num_bytes)
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:

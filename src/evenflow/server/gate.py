@@ -48,8 +48,8 @@ def _tenant_queue(tenant: str) -> str:
     return f"tenant {tenant}"
 
 
-class Room:
-    """What one HTTP request holds of each queue that it is in."""
+class Reservation:
+    """The places and tokens that one HTTP request holds in its queues."""
 
     def __init__(self, gate: Gate, queues: list[_Queue], num_requests: int) -> None:
         self._gate = gate
@@ -58,7 +58,7 @@ class Room:
         self._num_tokens = 0
 
     def take_tokens(self, num_tokens: int) -> None:
-        """Hold these as well, now that prompts are counted; an ApiError if there is no room for them."""
+        """Hold tokens too, once prompts are counted; raises ApiError if there is no room."""
         for queue in self._queues:
             self._gate.check_tokens(queue, num_tokens)
         self._num_tokens = num_tokens
@@ -68,7 +68,7 @@ class Room:
         for queue in self._queues:
             self._gate.change(queue.name, num_requests, num_tokens)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> Reservation:
         self._change(self._num_requests)
         return self
 
@@ -104,15 +104,15 @@ class Gate:
         """Requests of one tenant that can run at a time."""
         return min(self._max_running(), self.limits.max_tenant_requests or self._max_running())
 
-    def enter(self, tenant: str, num_requests: int, service_class: str = "") -> Room:
-        """Room for this many requests during its context; an ApiError if there is none."""
+    def enter(self, tenant: str, num_requests: int, service_class: str = "") -> Reservation:
+        """Reserve places for this many requests during its context; raises ApiError if there are none."""
         if self.is_draining:
             self._on_refusal("draining")
             raise overloaded("The server is shutting down.")
         queues = self._queues(tenant, service_class)
         for queue in queues:
             self._check_requests(queue, num_requests, tenant)
-        return Room(self, queues, num_requests)
+        return Reservation(self, queues, num_requests)
 
     def check_num_choices(self, num_choices: int) -> None:
         """Refuse too many choices in one HTTP request, before anything is allocated for each."""

@@ -1,4 +1,4 @@
-"""One request's input, and how to find it in a record of a data file, whatever the fields are called."""
+"""One request's input, found in a record of a data file under any usual field name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT_FIELDS = ("prompt", "text", "input", "question", "messages")
 _PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_tokens", "input_tokens")
 _OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
 _ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
-_BLOCK_IDS = "hash_ids"  # Mooncake's, whose timestamps are in milliseconds
+_BLOCK_IDS = "hash_ids"  # Mooncake's field; its timestamps are in milliseconds
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
 
@@ -30,7 +30,7 @@ class ChatInput:
 
     @property
     def text(self) -> str:
-        """The contents, without the markers of a template."""
+        """The messages' contents, without a template's markers."""
         return "\n".join(message["content"] for message in self.messages)
 
 
@@ -48,7 +48,7 @@ Input = TextInput | ChatInput | TraceRequest
 
 
 class UnusableRecordError(ValueError):
-    """A record without an input. The message says what is missing and does not name the record."""
+    """A record without an input. The message names the missing field, not the record."""
 
 
 def input_of(record: Any, field: str | None) -> Input:
@@ -89,7 +89,7 @@ def _prompt(value: Any, field: str) -> Input:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its text in one piece; other parts, such as images, are dropped."""
+    """A message with its text joined; other parts, such as images, are dropped."""
     content = message.get("content", message.get("value"))
     if isinstance(content, list):
         parts = (part.get("text") for part in content if isinstance(part, Mapping))
@@ -107,7 +107,7 @@ def _traced(record: Mapping[str, Any], num_tokens: int) -> TraceRequest:
 
 
 def _count(record: Mapping[str, Any], names: Sequence[str], at_least: int) -> int | None:
-    """The number in the first of these fields that is set."""
+    """The number in the first of these fields with a value."""
     name = next((name for name in names if record.get(name) not in (None, "")), None)
     if name is None:
         return None

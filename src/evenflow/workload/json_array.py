@@ -13,7 +13,7 @@ _MAX_ELEMENT_CHARACTERS = 1 << 28  # a longer one is broken
 
 
 def iterate_json(text: TextIO) -> Iterator[Any]:
-    """A top-level array is streamed. An object is read whole: any of its fields may hold the records."""
+    """Stream a top-level array. An object is read whole: any of its fields may hold the records."""
     buffer = _Buffer(text)
     if buffer.next_character() == "[":
         yield from _array_elements(buffer)
@@ -22,7 +22,7 @@ def iterate_json(text: TextIO) -> Iterator[Any]:
 
 
 def _records_in(content: Any) -> Iterator[Any]:
-    """Datasets are often an object with a list of records next to a version; any other object is a record itself."""
+    """The records in an object: its list of records, as beside a version number, or the object itself."""
     lists: list[list[Any]] = []
     if isinstance(content, dict) and "messages" not in content:
         lists = [value for value in content.values() if isinstance(value, list)]
@@ -54,7 +54,7 @@ class _Buffer:
         self._decoder = json.JSONDecoder()
 
     def next_character(self) -> str:
-        """The next character that is not space, without taking it; empty at the end."""
+        """Peek at the next non-space character; empty at the end."""
         while True:
             space = _SPACE.match(self._window, self._position)
             assert space is not None
@@ -72,7 +72,7 @@ class _Buffer:
             try:
                 value, end = self._decoder.raw_decode(self._window, self._position)
             except ValueError:
-                # Doubling bounds the repeated attempts at a huge element to twice its length.
+                # Doubling bounds the work of repeated attempts at a huge element to twice its length.
                 if len(self._window) - self._position > _MAX_ELEMENT_CHARACTERS or not self._grow(wanted):
                     raise
                 wanted *= 2

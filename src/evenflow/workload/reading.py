@@ -1,7 +1,7 @@
 """Reads the inputs of a dataset one at a time, without holding a whole data file in memory.
 
-A dataset is a file or a folder: JSONL, JSON, CSV or Parquet (the first three also gzipped), or texts. What cannot be
-used is counted, never fatal.
+A dataset is a file or a folder: JSONL, JSON, CSV or Parquet (the first three also gzipped), or texts. Unusable
+records are counted, never fatal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.workload.inputs import KNOWN_FIELDS, Input, TextInput, UnusableRecordError, input_of
 from evenflow.workload.json_array import iterate_json
 
-_MAX_TEXT_BYTES = 1 << 28  # a text is one prompt and is read whole: far above any context
+_MAX_TEXT_BYTES = 1 << 28  # a text is one prompt, read whole; far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
 _PARQUET_ROWS = 256
 _NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
@@ -30,10 +30,10 @@ _RECORD_FORMATS = _NEVER_TEXTS | {".json", ".csv"}
 
 @dataclass(slots=True)
 class ReadTally:
-    """How far a dataset has been read, and what could not be used."""
+    """The progress of reading a dataset, and counts of unusable records."""
 
     num_bytes: int = 0  # of all its files
-    num_bytes_read: int = 0  # stays 0 for Parquet and gzip
+    num_bytes_read: int = 0  # 0 for Parquet and gzip
     unusable: Counter[str] = field(default_factory=Counter)  # by problem
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenflow.model.cuda.context_parts import MOST_PART_ROWS, ContextParts, Spans, divide_contexts
+from evenflow.model.cuda.context_parts import MAX_PART_ROWS, ContextParts, Spans, divide_contexts
 
 _BLOCK = 16
 
@@ -33,7 +33,7 @@ def test_rows_that_fill_the_processors_and_short_contexts_are_left_whole() -> No
     assert _divided((32_768, 1024)) is None
     assert _divided((0, 200)) is None
     assert _divided((1000, 200)) is None
-    assert _divided((60_000, MOST_PART_ROWS + 1)) is None
+    assert _divided((60_000, MAX_PART_ROWS + 1)) is None
 
 
 def _attended(spans: Spans, rows: NDArray[np.int32], num_blocks: int) -> NDArray[np.int64]:
@@ -61,7 +61,7 @@ def test_each_row_attends_to_each_block_once(chunks: list[tuple[int, int]]) -> N
     num_blocks = [-(-(start + length) // _BLOCK) for start, length in chunks]
     lengths = [length for _, length in chunks]
     own_rows = np.arange(sum(lengths), dtype=np.int32)
-    assert len(divided.part_rows) <= MOST_PART_ROWS
+    assert len(divided.part_rows) <= MAX_PART_ROWS
     times = _attended(divided.own, own_rows, sum(num_blocks))
     of_parts = _attended(divided.parts, divided.part_rows, sum(num_blocks))
     times[: len(of_parts)] += of_parts

@@ -18,7 +18,7 @@ def _layout(decode_contexts: list[int], chunks: list[tuple[int, int]]) -> StepLa
 
 
 def _splitting(**changes: int | bool) -> Splitting:
-    return Splitting(**{"least": 32, "num_programs": 8, "num_slots": 100, "unit_is_part": False, **changes})
+    return Splitting(**{"min_length": 32, "num_programs": 8, "num_slots": 100, "unit_is_part": False, **changes})
 
 
 def test_a_decode_is_a_tile_and_a_chunk_is_cut_into_tiles() -> None:
@@ -45,7 +45,7 @@ def test_a_graph_has_the_same_number_of_programs_for_any_contexts() -> None:
 
 
 def test_a_decodes_parts_follow_from_its_own_context() -> None:
-    units = decode_units(np.array([1, 128, 129, 4096, 4097, 8192, 8193, 131_072]), least=128)
+    units = decode_units(np.array([1, 128, 129, 4096, 4097, 8192, 8193, 131_072]), min_length=128)
     assert units.tolist() == [128, 128, 128, 128, 256, 256, 512, 4096]
 
 
@@ -55,16 +55,16 @@ _TILES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5000)), min_size=
 @given(
     tiles=_TILES,
     unit=st.sampled_from([16, 64, 512]),
-    least=st.integers(1, 600),
+    min_length=st.integers(1, 600),
     num_programs=st.integers(1, 70),
     num_slots=st.integers(0, 60),
     unit_is_part=st.booleans(),
 )
 def test_splits_cover_every_tile_once(
-    tiles: list[tuple[int, int]], unit: int, least: int, num_programs: int, num_slots: int, unit_is_part: bool
+    tiles: list[tuple[int, int]], unit: int, min_length: int, num_programs: int, num_slots: int, unit_is_part: bool
 ) -> None:
     table: Table = np.array([(row, row, *tile) for row, tile in enumerate(tiles)], dtype=np.int32)
-    splitting = Splitting(least, num_programs, num_slots, unit_is_part)
+    splitting = Splitting(min_length, num_programs, num_slots, unit_is_part)
     planned = schedule(table, np.array([unit << row % 3 for row in range(len(tiles))]), splitting)
     assert len(planned.items) <= len(tiles) + num_programs
     merges = {first_row: (first, count) for first_row, _, first, count in planned.merges.tolist()}

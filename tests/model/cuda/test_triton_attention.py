@@ -166,7 +166,7 @@ def test_a_decodes_bits_do_not_depend_on_the_others(
     group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_CUDA:
-        monkeypatch.setattr(decode_attention, "_LEAST_PART", 16)
+        monkeypatch.setattr(decode_attention, "_MIN_PART", 16)
     config, whole = _whole(group, head_dim, length, dtype, window)
     draw = random.Random(0)
     positions = [length - 1, *(draw.randrange(length) for _ in range(30 if HAS_CUDA else 5))]

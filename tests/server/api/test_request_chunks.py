@@ -11,7 +11,7 @@ from evenflow.core.plan import ChunkReason
 from evenflow.core.report import ChunkReport
 from evenflow.server.api import request_chunks
 from evenflow.server.api.request_chunks import RecentRequests
-from evenflow.server.metrics.observer import Observer, RequestRecord
+from evenflow.server.metrics.observer import Observer, ServedRequest
 from tests.server.serving import ANYONE, MODEL, RunningServer, scripted_server
 
 BUDGET = 64
@@ -88,7 +88,7 @@ def recent(*requests: tuple[str, int]) -> RecentRequests:
     observer = Observer("m")
     found = RecentRequests(observer)
     for request_id, num_chunks in requests:
-        record = RequestRecord(request_id, "", 1, 1, started_at=0.0)
+        record = ServedRequest(request_id, "", 1, 1, started_at=0.0)
         record.chunks += [(1.0, ChunkReport(request_id, 0, 1, ChunkReason.BUDGET, 0.1, False))] * num_chunks
         observer.on_request_started(record)
         observer.on_request_finished(request_id, "stop", 1)

@@ -22,7 +22,7 @@ from evenflow.server.metrics.observer import (
     EngineState,
     Listener,
     Observer,
-    RequestRecord,
+    ServedRequest,
     router,
 )
 from evenflow.server.metrics.tenants import MAX_TENANTS, OTHER_TENANTS, TenantFigures
@@ -34,9 +34,9 @@ DOCUMENTATION = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 class Kept(Listener):
     def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
+        self.records: list[ServedRequest] = []
 
-    def on_request_finished(self, record: RequestRecord) -> None:
+    def on_request_finished(self, record: ServedRequest) -> None:
         self.records.append(record)
 
 

@@ -1,7 +1,7 @@
-"""Triton functions that reduce parts of a context separately and merge them in the order of positions.
+"""Triton functions that reduce parts of a context separately, and merge them in order of positions.
 
-A part is the largest score, the sum of the weights relative to it, and the sum of the values by these weights. Merging
-is the same arithmetic in registers and here, so that a result does not depend on which kernel computed its parts.
+A part is the largest score, the sum of weights relative to it, and the weighted sum of values. Merging in registers
+uses the same arithmetic, so a result does not depend on the kernel that computed its parts.
 Import this module only where Triton is installed.
 """
 
@@ -20,7 +20,7 @@ from evenflow.model.cuda.splits import ITEM_FIELDS, MERGE_FIELDS, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Memory for parts of tiles: `num_slots` of them, each of `used_rows` rows of `width` values for each KV head."""
+    """Memory for `num_slots` parts of tiles, each with `used_rows` rows of `width` values for each KV head."""
 
     sums: Tensor
     weights: Tensor  # pairs of largest score and sum of weights
@@ -32,7 +32,7 @@ class Parts:
 
     @classmethod
     def of(cls, workspace: Tensor, *, num_kv_heads: int, group: int, used_rows: int, width: int) -> Parts:
-        """In all of the workspace, which is of float32."""
+        """Use the whole workspace, of float32."""
         slot_rows = num_kv_heads * used_rows
         num_slots = workspace.numel() // (slot_rows * (width + 2))
         end = num_slots * slot_rows * width
@@ -40,9 +40,9 @@ class Parts:
 
 
 def send(planned: Schedule, device: torch.device, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Items and merges, in new memory of the device, or in `target`, which a graph reads.
+    """Send items and merges to new device memory, or to `target`, which a graph reads.
 
-    The stream orders the copy after the step before. Pinned memory is reused only once it has been copied.
+    The stream orders the copy after the step before. Pinned memory is reused only after the copy.
     """
     packed = torch.from_numpy(np.concatenate((planned.items.ravel(), planned.merges.ravel())))
     if device.type == "cuda":
@@ -53,7 +53,7 @@ def send(planned: Schedule, device: torch.device, target: Tensor | None = None) 
 
 
 def merge(merges: Tensor, parts: Parts, output: Tensor) -> None:
-    """Write the rows of the tiles that `merges` names, if any, to `output` [rows, heads, head dim]."""
+    """Write the rows of the tiles in `merges`, if any, to `output` [rows, heads, head dim]."""
     if not len(merges):
         return
     _merge[(len(merges), parts.num_kv_heads, triton.cdiv(parts.used_rows, parts.group))](
@@ -81,7 +81,7 @@ def merged(
     part_weight: tl.tensor,
     part_total: tl.tensor,
 ) -> tl.tuple:
-    """Two parts as one. Every product that is added has its fma written out, so that all callers compute the same."""
+    """Merge two parts. Explicit fma, so that all callers compute the same bits."""
     new_largest = tl.maximum(largest, part_largest)
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     rescale, part_rescale = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
@@ -121,7 +121,7 @@ def _merge(
     USED_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The heads of one token of a shared tile: its parts in the order of their positions."""
+    """Merge the heads of one token of a shared tile: its parts in order of positions."""
     entry = merges + tl.program_id(0) * FIELDS
     kv_head, token = tl.program_id(1), tl.program_id(2)
     first_row, num_tokens = tl.load(entry), tl.load(entry + 1)
@@ -135,7 +135,7 @@ def _merge(
     largest = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     weight = tl.zeros((GROUP_BLOCK,), tl.float32)
     total = tl.zeros((GROUP_BLOCK, BLOCK_D), tl.float32)
-    for done in range(0, num_parts, 4):  # loads of four are on their way at once; parts that are not there add nothing
+    for done in range(0, num_parts, 4):  # four loads at a time; missing parts add nothing
         left = num_parts - done
         first = _load_part(part_sums, part_weights, row, is_member, BLOCK_D)
         second = _load_part(part_sums, part_weights, row + distance, is_member & (left > 1), BLOCK_D)

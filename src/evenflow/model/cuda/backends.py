@@ -1,4 +1,4 @@
-"""Chooses the kernels that a decoder runs on: the fastest attention backend that works here, and the operations.
+"""Chooses a decoder's kernels: the fastest attention backend that works here, and the operations.
 
 Backends are imported only when chosen: their packages may not be installed.
 """
@@ -27,13 +27,13 @@ _LARGEST_TRITON_HEAD = 256
 
 
 class _Unusable(Exception):
-    """A backend that does not work for this model or on this machine. The message: "why", or "why; what to do"."""
+    """This backend does not support the model or the machine. The message: "reason", or "reason; what to do"."""
 
 
 def choose_attention(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, deterministic: bool = False
 ) -> AttentionBackend:
-    """The backend that the variable names, else the fastest that works. A CPU has only the reference."""
+    """The backend named by the environment variable, else the fastest that works. A CPU has only the reference."""
     if deterministic and device.type != "cuda":
         raise InvalidConfig(f"Got device {device.type} but deterministic attention over paged memory needs cuda.")
     makers = _makers(device, deterministic)
@@ -55,7 +55,7 @@ def choose_attention(
 
 
 def choose_operations(device: torch.device, deterministic: bool = False) -> Operations:
-    """Fused kernels on a GPU with Triton, which comes with torch there."""
+    """Fused kernels on a GPU with Triton, which torch installs there."""
     if device.type == "cuda":
         try:
             return cast(Operations, _import("deterministic" if deterministic else "kernels", "Triton", "triton"))
@@ -67,13 +67,13 @@ def choose_operations(device: torch.device, deterministic: bool = False) -> Oper
 
 
 def can_capture(attention: AttentionBackend, operations: Operations) -> bool:
-    """Whether a graph can replay them: what is written in plain torch looks at values on the host."""
+    """Whether graphs can replay them: the plain torch versions read values on the host."""
     names = (getattr(operations, "__name__", ""), attention.name)
     return not any("reference" in name for name in names)
 
 
 def usable_backends(dtype: torch.dtype, device: torch.device) -> dict[str, str | None]:
-    """For each backend of a GPU, fastest first: why it cannot run a usual model here, or None. Builds nothing."""
+    """GPU backends, fastest first, with the reasons why they cannot run usual models here, or None. Builds nothing."""
     found: dict[str, str | None] = {}
     for name, check in (("flashinfer", _checked_flashinfer), ("triton", _checked_triton)):
         try:
@@ -88,7 +88,7 @@ _Maker = Callable[[ModelConfig, torch.dtype, torch.device], AttentionBackend]
 
 
 def _makers(device: torch.device, deterministic: bool) -> dict[str, _Maker]:
-    """By name, fastest first."""
+    """Constructors by name, fastest first."""
     if device.type != "cuda":
         return {"reference": _reference}
     makers: dict[str, _Maker] = {
@@ -104,7 +104,7 @@ def _flashinfer(deterministic: bool, config: ModelConfig, dtype: torch.dtype, de
         raise _Unusable("its kernels for this GPU sum in an order that depends on the chunks")
     try:
         return cast(AttentionBackend, module.FlashInferAttention(config, dtype, device, deterministic))
-    except (RuntimeError, OSError) as error:  # its kernels are built on first use, which needs CUDA's compiler
+    except (RuntimeError, OSError) as error:  # building its kernels needs CUDA's compiler
         raise _Unusable(f"its kernels cannot be built: {str(error).strip().splitlines()[0]}") from error
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
-_COPIED_SHARE = 32  # the part of the device's memory that copies may take, of what is left beside the KV cache
+_COPIED_SHARE = 32  # of the memory beside the KV cache, for copies: one part in this many
 
 
 class PagedBlocks:
@@ -20,7 +20,7 @@ class PagedBlocks:
     def __init__(self, kv: Tensor) -> None:
         self._kv = kv
         self.is_on_gpu = kv.is_cuda
-        # What is read or written must not wait for the steps that are queued, nor they for it.
+        # Copies must not wait for queued steps, nor queued steps for copies.
         self._streams = [torch.cuda.Stream(kv.device) for _ in range(2)] if kv.is_cuda else []  # type: ignore[no-untyped-call]
 
     @property
@@ -28,17 +28,17 @@ class PagedBlocks:
         return BlockLayout(tuple(self._kv[:, 0].shape), self._kv.dtype)
 
     @property
-    def most_copied(self) -> int:
+    def max_copied(self) -> int:
         """Maximum blocks per copy; one step can evict a gigabyte."""
         num_bytes = limits_of(self._kv.device).memory // _COPIED_SHARE
         return max(1, num_bytes // self.layout.num_bytes)
 
     def read(self, block_ids: Sequence[int]) -> Sequence[BlockCopy]:
-        """On a GPU, copied there first, after the steps launched so far."""
+        """On a GPU, copied on the device first, after the steps launched so far."""
         with torch.inference_mode():
             places = torch.tensor(block_ids).to(self._kv.device, non_blocking=True)
             copies = self._new_blocks(len(block_ids))
-            for number, layer in enumerate(self._kv):  # all of them at once would need the memory twice
+            for number, layer in enumerate(self._kv):  # layer by layer: all at once would double the memory
                 copies[:, number] = layer.index_select(0, places)
             blocks = copies.unbind()
         if not self._kv.is_cuda:
@@ -48,7 +48,7 @@ class PagedBlocks:
         return [partial(self._fetch, is_copied, block) for block in blocks]
 
     def _new_blocks(self, count: int) -> Tensor:
-        """Block after block, where the KV memory is."""
+        """Contiguous blocks on the KV memory's device."""
         return self._kv.new_empty((count, *self.layout.shape))
 
     def _fetch(self, is_copied: torch.cuda.Event, block: Tensor, into: Tensor | None) -> Tensor:
@@ -61,7 +61,7 @@ class PagedBlocks:
         return target
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
-        """On a GPU, copied there one after the other and then to their places together, which lie layers apart."""
+        """On a GPU, copied to the device one by one, then into all layers together."""
         if not self._kv.is_cuda:
             for block_id, block in zip(block_ids, blocks, strict=True):
                 self._kv[:, block_id].copy_(block)

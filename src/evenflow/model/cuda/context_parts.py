@@ -1,8 +1,8 @@
 """Splits long contexts of chunks into parts, so that even a few rows keep all processors of a GPU busy.
 
-FlashAttention 3 gives a processor one tile of a chunk's rows with all of its context: 256 rows of 32 heads keep 64
-processors busy, and 640 rows take as long as 1,024 on 132. In parts, rows attend to each of some equal parts of the
-context in one call, to their own positions in another, and the results are merged. Plain arithmetic on the host.
+FlashAttention 3 gives a processor one tile of a chunk's rows with its whole context: 256 rows of 32 heads keep 64
+processors busy, and 640 rows take as long as 1,024 on 132. With parts, one call attends to equal parts of the context,
+another to the rows' own positions, and the results are merged. Plain arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE_ROWS = 128
-MOST_PART_ROWS = 4096  # of chunks, and of all their parts: memory is kept for them
-_MOST_PARTS = 8
-# What parts cost, in positions that a tile could attend to meanwhile: more calls, and each row of a part.
+MAX_PART_ROWS = 4096  # of chunks, and of all their parts; memory is reserved for them
+_MAX_PARTS = 8
+# The cost of parts, in positions of a tile: more calls, and each row of a part.
 _CALL_COST, _ROW_COST = 1000, 0.8
 
 
 class Spans(NamedTuple):
-    """The sequences of a call: how many rows attend to how many positions. Those without rows skip positions."""
+    """The sequences of a call: rows, and positions attended to. Sequences without rows skip positions."""
 
     rows: list[int]
     positions: list[int]
 
 
 class ContextParts(NamedTuple):
-    """Two calls over the same positions, and how to merge them."""
+    """Two calls over the positions, and the merges of their results."""
 
     parts: Spans  # contexts
-    own: Spans  # the positions of the rows themselves, and of the block that they begin in
-    part_rows: NDArray[np.int32]  # for each row of the first call, which row of the chunks it is
-    merges: NDArray[np.int32]  # for each row of the chunks: its first row in `parts`, how far the next is, how many
+    own: Spans  # the rows' own positions, from the start of their first block
+    part_rows: NDArray[np.int32]  # row of the chunks, for each row of the first call
+    merges: NDArray[np.int32]  # for each row of the chunks: first row in `parts`, stride, count
 
 
 def divide_contexts(
     starts: Sequence[int], lengths: Sequence[int], num_heads: int, num_processors: int, block_size: int
 ) -> ContextParts | None:
-    """None where whole contexts are as fast, or chunks too large. Parts are of whole blocks."""
-    if sum(lengths) > MOST_PART_ROWS:
+    """None if whole contexts are as fast, or chunks too large. Parts have whole blocks."""
+    if sum(lengths) > MAX_PART_ROWS:
         return None
     tiles = [num_heads * -(-length // TILE_ROWS) for length in lengths]
     whole = [start + length for start, length in zip(starts, lengths, strict=True)]
-    least, best = _makespan(tiles, whole, num_processors), None
+    best_cost, best = _makespan(tiles, whole, num_processors), None
     num_blocks = [start // block_size for start in starts]
-    for most in range(2, _MOST_PARTS + 1):
-        part_blocks = max(1, -(-max(num_blocks) // most))
+    for num_parts in range(2, _MAX_PARTS + 1):
+        part_blocks = max(1, -(-max(num_blocks) // num_parts))
         counts = [-(-blocks // part_blocks) for blocks in num_blocks]
         num_rows = sum(count * length for count, length in zip(counts, lengths, strict=True))
-        if num_rows > MOST_PART_ROWS:
+        if num_rows > MAX_PART_ROWS:
             break
         part_tiles = [count * tile for count, tile in zip(counts, tiles, strict=True)]
         cost = _makespan(part_tiles, [part_blocks * block_size] * len(tiles), num_processors)
         cost += _makespan(tiles, lengths, num_processors) + _CALL_COST + _ROW_COST * num_rows
-        if cost < least:
-            least, best = cost, counts
+        if cost < best_cost:
+            best_cost, best = cost, counts
     return None if best is None else _divided(starts, lengths, num_blocks, best, block_size)
 
 
 def _makespan(tiles: Sequence[int], positions: Sequence[int], num_processors: int) -> float:
-    """Positions until the last processor is done, if tiles of about equal length are shared out."""
+    """Positions until the last processor finishes, for tiles of about equal length."""
     num_tiles = sum(tiles)
     if not num_tiles:
         return 0.0

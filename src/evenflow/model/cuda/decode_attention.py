@@ -1,7 +1,7 @@
-"""Attention of decodes over paged KV memory, in Triton: one program reads a context, or a part of it, in one loop.
+"""Attention of decodes over paged KV memory, in Triton: one program reads a context or a part of it, in one loop.
 
-A context is always reduced in parts at the same positions, which follow from its length alone, and parts are merged in
-order, by the program that computed them or by another kernel. So a decode's bits do not depend on the other decodes.
+A context is divided at positions that depend on its length alone, and its parts are merged in order, in the same
+program or by another kernel. So a decode's bits do not depend on the other decodes.
 Import this module only where Triton is installed.
 """
 
@@ -22,15 +22,15 @@ from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.splits import ITEM_FIELDS, Splitting, decode_tiles, decode_units, schedule
 
 LOG2_E = 1.4426950408889634
-LARGE_SHARED_MEMORY = 165 << 10  # bytes for one program, as on data-centre GPUs from Hopper on
-_TILE_BYTES = 32 << 10  # of keys; half of it where shared memory is small
-_LEAST_PART = 128  # positions
+LARGE_SHARED_MEMORY = 165 << 10  # bytes per program, on data-centre GPUs from Hopper on
+_TILE_BYTES = 32 << 10  # of keys; half of it with small shared memory
+_MIN_PART = 128  # positions
 _PROGRAMS_PER_PROCESSOR = 2
 
 
 class _Sizes(NamedTuple):
-    rows: int  # query heads of a KV head, padded to what a matrix product takes
-    width: int  # positions at a time
+    rows: int  # query heads of a KV head, padded for matrix products
+    width: int  # positions per iteration
     num_warps: int
     num_stages: int
 
@@ -42,7 +42,7 @@ class _Launch(NamedTuple):
 
 
 class DecodeAttention:
-    """The decodes of steps, planned once a step and run in each layer. `workspace` is for parts, of float32."""
+    """Attention of decodes, planned once a step and run in each layer. `workspace`: for parts, float32."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, workspace: Tensor) -> None:
         self._config, self._device = config, device
@@ -57,14 +57,14 @@ class DecodeAttention:
         self._launch: _Launch | None = None
 
     def plan(self, layout: StepLayout, block_tables: Tensor) -> None:
-        """Of the step's decodes, whose tables these are: share the contexts out, and send that to the device."""
+        """Divide the contexts of the step's decodes among programs, and send the plan to the device."""
         self._launch = None
         num_decodes = layout.num_decodes
         if not num_decodes:
             return
         contexts = np.asarray(layout.decode_contexts, dtype=np.int64)
-        splitting = Splitting(_LEAST_PART, self._num_programs, self._parts.num_slots, unit_is_part=True)
-        planned = schedule(decode_tiles(layout), decode_units(contexts, _LEAST_PART), splitting)
+        splitting = Splitting(_MIN_PART, self._num_programs, self._parts.num_slots, unit_is_part=True)
+        planned = schedule(decode_tiles(layout), decode_units(contexts, _MIN_PART), splitting)
         if layout.is_captured:
             planned = planned.padded(num_decodes + splitting.num_programs, num_decodes)
             if num_decodes not in self._graph_tables:
@@ -73,7 +73,7 @@ class DecodeAttention:
         self._launch = _Launch(*send(planned, self._device, target), block_tables)
 
     def run(self, layer: int, queries: Tensor, kv: Tensor, output: Tensor) -> None:
-        """Attend the first rows of the step; write to the same rows of `output`."""
+        """Compute the step's first rows; writes to the same rows of `output`."""
         if self._launch is None:
             return
         (items, merges, tables), sizes, config = self._launch, self._sizes, self._config
@@ -105,9 +105,9 @@ class DecodeAttention:
 
 
 def _sizes(group: int, key_bytes: int, shared_memory: int) -> _Sizes:
-    """Tiles of keys and of values of about the same bytes, whatever the heads: two of them are on their way."""
+    """Tile sizes: about the same bytes of keys and values for any head dim; two tiles are in flight."""
     is_large = shared_memory >= LARGE_SHARED_MEMORY
-    width = max(16, min(_LEAST_PART, (_TILE_BYTES if is_large else _TILE_BYTES // 2) // key_bytes))
+    width = max(16, min(_MIN_PART, (_TILE_BYTES if is_large else _TILE_BYTES // 2) // key_bytes))
     return _Sizes(triton.next_power_of_2(max(group, 16)), width, 4 if is_large else 2, 3)
 
 
@@ -139,7 +139,7 @@ def _attend(
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """One item and KV head. The loop goes on over the ends of parts, so that loads stay on their way."""
+    """One item and KV head. One loop over all parts, so that loads stay in flight."""
     item = items + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     if tl.load(item + 2) == 0:

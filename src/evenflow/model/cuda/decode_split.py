@@ -6,14 +6,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-_TILE_ROWS = 16  # of a decode's heads, at least
+_TILE_ROWS = 16  # of a decode's heads, at minimum
 
 
 def decode_split(num_pages: NDArray[Any], num_heads: int, num_kv_heads: int, num_processors: int) -> int | None:
-    """The pages after which a context is divided among a GPU's processors, if it must be said.
+    """Pages per part of a divided context, if FlashInfer needs to be told.
 
-    FlashInfer divides none as soon as there is a decode for every two processors, so that a single long context would
-    hold all others up. This is the least that divides them into as many parts as a graph has room for.
+    FlashInfer divides no context once there is a decode for every two processors, so one long context would delay all
+    others. This is the smallest part that still fits a graph's maximum number of parts.
     """
     group = num_heads // num_kv_heads
     if len(num_pages) <= 2 * num_processors // num_kv_heads or group > _TILE_ROWS:

@@ -17,7 +17,7 @@ from evenflow.model.cuda.operations import Operations
 from evenflow.model.projections import Projection, layer_projections, query_key_norms
 from evenflow.model.rope import Rotation
 
-# Larger matrix products are slower by row, on an H200 by a tenth at 8,192 rows, and need more memory.
+# Larger matrix products are slower per row (10% at 8,192 rows on an H200) and need more memory.
 _MLP_ROWS = 2048
 
 
@@ -32,7 +32,7 @@ class _Layer(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """By row. Graphs read the same tensors each time."""
+    """Inputs by row. A graph reads the same tensors each time."""
 
     token_ids: Tensor
     positions: Tensor
@@ -40,7 +40,7 @@ class RowInputs(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """What the layers of a step hand on, by row."""
+    """State passed from layer to layer of a step, by row."""
 
     residual: Tensor
     packed: Tensor  # queries, keys and values
@@ -53,7 +53,7 @@ class StepMemory(NamedTuple):
 
 
 class PagedDecoder:
-    """A model's weights. `tensors` are in the type and on the device that it runs in."""
+    """A model's weights. `tensors` have the model's data type and device."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class PagedDecoder:
         """KV memory of all layers; see `attention` for the shape of one."""
         config = self.config
         shape = (config.num_layers, num_blocks, 2, block_size, config.num_kv_heads, config.head_dim)
-        # Zeros: padding rows read what was never written, and a NaN there would spread.
+        # Zeros: padding rows read unwritten memory, where a NaN would spread.
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def kv_bytes_per_token(self) -> int:
@@ -105,7 +105,7 @@ class PagedDecoder:
         return StepMemory(*rows, *angles)
 
     def hidden(self, inputs: RowInputs, kv: Tensor, kept: Tensor | None = None) -> Tensor:
-        """What the head reads, for the rows in `kept` (None: all). `attention` must have been given the step's layout.
+        """Run all layers; returns the head's input for the rows in `kept` (None: all). Plan `attention` first.
 
         Writes the keys and values of every row into its entry of the KV memory.
         """
@@ -117,7 +117,7 @@ class PagedDecoder:
         return self.after_last_attention(memory, kept)
 
     def before_attention(self, index: int, inputs: RowInputs, kv: Tensor, memory: StepMemory) -> None:
-        """From the attention before to that of this layer, or from the start: it does not depend on the layout."""
+        """From the previous layer's attention, or the start, to this layer's. Independent of the layout."""
         config, layer, operations = self.config, self._layers[index], self._operations
         update = None
         if index:
@@ -142,7 +142,7 @@ class PagedDecoder:
         )
 
     def attention_of(self, kv: Tensor, memory: StepMemory) -> Callable[[int], object]:
-        """Attends in one layer after another of the planned step."""
+        """A function that runs one layer's attention of the planned step."""
         num_rows, config = len(memory.attended), self.config
         heads = memory.packed.view(num_rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries = heads[:, : config.num_heads]
@@ -153,7 +153,7 @@ class PagedDecoder:
         return lambda index: self.attention.run(index, queries, kv[index], attended)
 
     def after_last_attention(self, memory: StepMemory, kept: Tensor | None) -> Tensor:
-        """Rows no longer interact there: unwanted ones are dropped."""
+        """The rest of the last layer. Rows no longer interact: unwanted ones are dropped."""
         residual, attended = memory.residual, memory.attended
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
@@ -161,7 +161,7 @@ class PagedDecoder:
         return self._operations.add_rms_norm(residual, update, self._norm, self.config.rms_norm_eps)
 
     def _after_attention(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of a layer, up to what is to be added to `residual`."""
+        """The rest of a layer; returns the update of `residual`."""
         layer, operations = self._layers[index], self._operations
         projected = operations.linear(attended, *layer.output)
         rows = operations.add_rms_norm(residual, projected, layer.mlp_norm, self.config.rms_norm_eps)
@@ -174,14 +174,14 @@ class PagedDecoder:
         return update
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The vocabulary's scores for rows of `hidden`, in float32; written to `out` if it is given."""
+        """Logits of rows of `hidden`, in float32; written to `out` if given."""
         if out is None:
-            # The product is summed in float32 anyway; rounding it would cost a pass and make ties.
+            # Sums are float32 anyway; rounding them would cost a pass and create ties.
             out = torch.empty(len(hidden), len(self._head), dtype=torch.float32, device=self.device)
         return self._operations.linear(hidden, self._head, None, out)
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """By row, the token with the largest logit and the bits of that: int32 [2, rows]."""
+        """By row, the token with the largest logit and that logit's bits: int32 [2, rows]."""
         return self._operations.largest(logits)
 
 

@@ -1,9 +1,9 @@
 """The matrix product of the deterministic mode: each row's result is bitwise the same in any batch.
 
-Implements `Operations`; the others work row by row already. A library picks its kernel by the number of rows, and with
-it the order of the sums. Here every output is summed in one order, 16 inputs at a time from the first to the last, as
-tensor cores do it: by a kernel in Triton, whose tiles differ only in which outputs they hold, or by the library's, for
-each number of rows at which it gives the same bits. Import this module only where Triton is installed.
+Implements `Operations`; all other operations work row by row. A library chooses its kernel, and so the order of sums,
+by the number of rows. Here every output is summed in one order, 16 inputs at a time from first to last, as tensor cores
+do: by a Triton kernel, whose tile size does not change the order, or by the library for row counts with the same bits.
+Import this module only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ rope_and_write_kv = kernels.rope_and_write_kv
 silu_mul = kernels.silu_mul
 largest = kernels.largest
 
-_MOST_ROWS = 2048  # of one product; more are cut into pieces, so that few numbers of rows are compared
-_ROWS_COMPARED = 8  # their multiples, and what divides it: those of captured graphs are among them
-_agreements: dict[tuple[object, ...], bool] = {}  # where the library gives the same bits
+_MAX_ROWS = 2048  # per product; more are cut into pieces, which limits the row counts to compare
+_ROWS_COMPARED = 8  # row counts compared: its multiples and divisors, which include the captured graphs'
+_agreements: dict[tuple[object, ...], bool] = {}  # whether the library gives the same bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Tiling:
 
 
 def _tiling(num_rows: int, num_columns: int, dtype: torch.dtype, limits: Limits) -> _Tiling:
-    """Few rows: small tiles, so that all processors read the weight. Many: large ones, if they fill the GPU."""
+    """For few rows small tiles, so that all processors read the weight; for many, large ones if they fill the GPU."""
     if dtype == torch.float32:
         return _Tiling(64, 64, 32, 4, 3)
     if num_rows <= 32:
@@ -55,17 +55,17 @@ def _tiling(num_rows: int, num_columns: int, dtype: torch.dtype, limits: Limits)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Rows times the weight's rows, plus the bias; each row's result depends on that row alone, bit by bit."""
+    """Rows times the weight's rows, plus the bias; each row's result depends bitwise on that row alone."""
     output = rows.new_empty(len(rows), len(weight)) if out is None else out
-    for first in range(0, len(rows), _MOST_ROWS):
-        piece, target = rows[first : first + _MOST_ROWS], output[first : first + _MOST_ROWS]
+    for first in range(0, len(rows), _MAX_ROWS):
+        piece, target = rows[first : first + _MAX_ROWS], output[first : first + _MAX_ROWS]
         product = library_linear if _library_agrees(piece, weight, bias, target) else own_linear
         product(piece, weight, bias, target)
     return output
 
 
 def _library_agrees(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> bool:
-    """Does the library sum this many rows in the same order? Found out once, on noise: any other order shows."""
+    """Whether the library sums this many rows in the same order. Tested once, on noise, where any other order shows."""
     if not rows.is_cuda or (len(rows) % _ROWS_COMPARED and _ROWS_COMPARED % len(rows)):
         return False
     key = (len(rows), weight.shape, rows.dtype, output.dtype, bias is None, rows.device)
@@ -81,7 +81,7 @@ def _library_agrees(rows: Tensor, weight: Tensor, bias: Tensor | None, output: T
 
 
 def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    """By the kernel here, whatever the library would give."""
+    """The product by the Triton kernel, without the library."""
     (num_rows, num_inputs), num_columns = rows.shape, weight.shape[0]
     if num_inputs * rows.itemsize % 16 or num_inputs != weight.shape[1]:
         raise ValueError(
@@ -89,7 +89,7 @@ def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
         )
     assert output.is_contiguous(), "the kernel writes rows one after another"
     tiling = _tiling(num_rows, num_columns, rows.dtype, limits_of(rows.device))
-    # Descriptors let the GPU's copy engine compute addresses and fill what lies outside with zeros.
+    # Descriptors let the GPU's copy engine compute addresses and pad with zeros.
     _multiply[(triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns),)](
         TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.depth]),
         TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]),

@@ -1,13 +1,13 @@
-"""Attention by FlashInfer's FlashAttention-3 kernel for chunks, and by our own for decodes.
+"""Attention by FlashInfer's FlashAttention-3 kernel for chunks and our own kernel for decodes.
 
 Two calls per layer: one call for both is half as fast, since a chunk's tile wastes its rows on decodes. On Hopper GPUs
-chunks with long contexts take two: see `context_parts`. The keys and values of many rows are copied out of their pages
+chunks with long contexts take two: see `context_parts`. For many rows, keys and values are copied out of their pages
 first: see `gather`. Import this module only where FlashInfer is installed. Its kernels are compiled on first use and
 kept on disk.
 
-In deterministic mode chunks are never in parts, and always copied. FlashAttention 3 takes a row's positions in blocks
-from the last to the first, and masked positions add exactly nothing, so that a row's bits do not depend on the other
-rows of its tile; but blocks in pages are smaller.
+In deterministic mode chunks are never divided and always copied. FlashAttention 3 reads a row's positions in blocks
+from last to first, and masked positions add exactly zero, so a row's bits do not depend on the other rows of its tile;
+but its blocks are smaller when it reads pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.context_parts import MOST_PART_ROWS, TILE_ROWS, Spans, divide_contexts
+from evenflow.model.cuda.context_parts import MAX_PART_ROWS, TILE_ROWS, Spans, divide_contexts
 from evenflow.model.cuda.decode_attention import DecodeAttention
 from evenflow.model.cuda.gather import gather_kv
 from evenflow.model.cuda.graphs import capture
@@ -34,13 +34,13 @@ from evenflow.model.cuda.pinned import pinned, starts_of
 KNOWN_VERSION = "0.6.14"
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-_FLOAT_WORKSPACE = 256 << 20  # for what is split
+_FLOAT_WORKSPACE = 256 << 20  # for split contexts
 _INT_WORKSPACE = 2 << 20
-_LEAST_FA3_ROWS = 65  # fewer leave more than half of a tile idle
-_LEAST_GATHERED_ROWS = 384  # fewer do not gain what the copy costs
-_GATHERED_TOKENS = 1 << 17  # that chunks may attend to together; beyond them they read pages
+_MIN_FA3_ROWS = 65  # with fewer, more than half of a tile is idle
+_MIN_GATHERED_ROWS = 384  # with fewer, the copy costs more than it gains
+_GATHERED_TOKENS = 1 << 17  # of copied context; beyond it chunks read pages
 
-# What is called, by the names of its arguments.
+# Calls by their argument names.
 _USED_ARGUMENTS = {
     "BatchPrefillWithPagedKVCacheWrapper.__init__": "float_workspace_buffer kv_layout backend",
     "BatchPrefillWithPagedKVCacheWrapper.plan": (
@@ -59,7 +59,7 @@ _USED_ARGUMENTS = {
 
 
 def why_unsupported(dtype: torch.dtype, device: torch.device, head_dim: int | None = None) -> str | None:
-    """Why FlashInfer cannot be used for a model here; None if it can."""
+    """The reason why FlashInfer cannot run a model here; None if it can."""
     if dtype not in _DTYPES:
         return f"it has no kernels for {dtype}"
     if head_dim is not None and head_dim not in _HEAD_DIMS:
@@ -78,7 +78,7 @@ def why_unsupported(dtype: torch.dtype, device: torch.device, head_dim: int | No
 
 
 class _Gathering(NamedTuple):
-    """What a layer copies out of its pages; see `gather_kv`."""
+    """A layer's copy out of its pages; see `gather_kv`."""
 
     block_tables: Tensor
     starts: Tensor
@@ -87,7 +87,7 @@ class _Gathering(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The call for parts of the contexts, and how its results are merged; see `ContextParts`."""
+    """The call for parts of contexts, and the merge of its results; see `ContextParts`."""
 
     wrapper: Any
     part_rows: Tensor
@@ -98,13 +98,13 @@ class _Round(NamedTuple):
     """Chunks of a step that run together."""
 
     rows: slice
-    calls: dict[int | None, Any]  # by the layer's window
+    calls: dict[int | None, Any]  # by window size
     gathering: _Gathering | None  # None: calls read pages
     division: _Division | None
 
 
 class _PartMemory(NamedTuple):
-    """What parts read and write in a layer, by row."""
+    """A layer's inputs and outputs of parts, by row."""
 
     queries: Tensor
     outputs: Tensor
@@ -115,9 +115,8 @@ class _PartMemory(NamedTuple):
 class FlashInferAttention:
     """Implements `AttentionBackend`.
 
-    A plan's copies run on the stream of the layers, after the step before, so that one set of buffers on the device is
-    enough, shared by all wrappers of a kind. Only the host memory that they are copied from must not be overwritten too
-    early: an event guards it.
+    A plan's copies run on the layers' stream, after the step before, so all wrappers of a kind share one set of device
+    buffers. Only the host memory behind the copies must not be overwritten too early: an event guards it.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class FlashInferAttention:
         self.name = f"FlashInfer {flashinfer.__version__} ({self._chunk_kernels[0]} for chunks{mode})"
         num_gathered = min(_GATHERED_TOKENS, config.max_position) if is_hopper else 0
         if deterministic:
-            num_gathered = config.max_position  # of a sequence: there is no other way for it
+            num_gathered = config.max_position  # of a sequence, which must always fit
         shape = (2, num_gathered, config.num_kv_heads, config.head_dim)
         self._gathered = torch.empty(shape, dtype=dtype, device=device)
         self.waves = AttentionWaves(TILE_ROWS, num_tiles=1) if is_hopper else None
@@ -142,14 +141,14 @@ class FlashInferAttention:
         self._int_workspaces = {
             (kind, window): self._new_int_workspace() for kind in ("chunks", "parts") for window in self._windows
         }
-        # Chunks run after decodes, whose parts are merged by then.
+        # Decodes share the workspace: their parts are merged before chunks run.
         self._decodes = DecodeAttention(config, dtype, device, self._float_workspace.view(torch.float32))
         self._chunks = {
             (kernel, window): self._paged_wrapper(kernel, "chunks", window)
             for kernel in self._chunk_kernels
             for window in self._windows
         }
-        self._gathered_chunks: list[dict[int | None, Any]] = []  # by the round
+        self._gathered_chunks: list[dict[int | None, Any]] = []  # by round
         if is_hopper:
             shared = {window: self._int_workspaces["chunks", window] for window in self._windows}
             self._gathered_chunks.append({window: self._gathered_wrapper(memory) for window, memory in shared.items()})
@@ -161,7 +160,7 @@ class FlashInferAttention:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._repeated: torch.cuda.CUDAGraph | None = None
-        self._blocks: list[Tensor] = []  # that the step reads, not for graphs
+        self._blocks: list[Tensor] = []  # read by the step, not by graphs
         self._rounds: list[_Round] = []
         self._compile()
 
@@ -171,7 +170,7 @@ class FlashInferAttention:
         self._blocks = []
         tables = layout.block_tables[: layout.num_decodes]
         if layout.num_decodes and not layout.is_captured:
-            # Of their own: `repeated` counts them up.
+            # Copies, because `repeated` increments them.
             tables = tables[:, : -(-max(layout.decode_contexts) // layout.block_size)].clone()
             self._blocks.append(tables)
         self._decodes.plan(layout, tables)
@@ -201,7 +200,7 @@ class FlashInferAttention:
         return output
 
     def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> Callable[[], None] | None:
-        """A graph of one layer, made for this step. It ends with adding a layer's blocks to all that it read."""
+        """A graph of one layer, captured for this step. It ends by advancing all block numbers to the next layer."""
         if not self._rounds or len(self._windows) > 1:
             return None
 
@@ -224,7 +223,7 @@ class FlashInferAttention:
         merge_parts(output, own_log_sums, parts, log_sums, division.merges)
 
     def _round_sizes(self, layout: StepLayout) -> list[int]:
-        """How many chunks run together: all, or if all must be copied, as many as there is memory for."""
+        """Chunks per round: all, or if all must be copied, as many as fit the memory."""
         if not self._deterministic:
             return [len(layout.chunk_lengths)] if layout.chunk_lengths else []
         sizes: list[int] = []
@@ -241,8 +240,8 @@ class FlashInferAttention:
         starts, lengths, num_rows = layout.chunk_starts[chunks], layout.chunk_lengths[chunks], rows.stop - rows.start
         whole = Spans(list(lengths), np.add(starts, lengths).tolist())
         tables, num_positions = layout.block_tables[layout.num_decodes :][chunks], sum(whole.positions)
-        kernel = self._chunk_kernels[0] if self._deterministic or num_rows >= _LEAST_FA3_ROWS else "fa2"
-        is_worth_it = kernel == "fa3" and num_rows >= _LEAST_GATHERED_ROWS and num_positions <= self._gathered.shape[1]
+        kernel = self._chunk_kernels[0] if self._deterministic or num_rows >= _MIN_FA3_ROWS else "fa2"
+        is_worth_it = kernel == "fa3" and num_rows >= _MIN_GATHERED_ROWS and num_positions <= self._gathered.shape[1]
         gathering = pages = divided = division = None
         if self._deterministic or is_worth_it:
             tables = tables.clone()
@@ -273,7 +272,7 @@ class FlashInferAttention:
     def _plan_spans(
         self, wrapper: Any, spans: Spans, pages: Tensor | None, block_size: int, window: int | None, causal: bool
     ) -> None:
-        """Of chunks in pages, or if there are none, in order."""
+        """Plan chunks in pages, or without pages in order."""
         arguments = self._shared_arguments(window) | {
             "qo_indptr": starts_of(spans.rows),
             "head_dim_qk": self._config.head_dim,
@@ -296,13 +295,13 @@ class FlashInferAttention:
         return {
             "num_qo_heads": self._config.num_heads,
             "num_kv_heads": self._config.num_kv_heads,
-            "window_left": -1 if window is None else window - 1,  # without the position itself
+            "window_left": -1 if window is None else window - 1,  # excluding the position itself
             "q_data_type": self._dtype,
             "sm_scale": self._config.attention_scale,
         }
 
     def _pages(self, tables: Tensor, contexts: Sequence[int], block_size: int) -> Tensor:
-        """The used entries of the tables one after another."""
+        """The used entries of all tables, concatenated."""
         counts = -(-np.asarray(contexts, dtype=np.int64) // block_size)
         rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
@@ -325,19 +324,19 @@ class FlashInferAttention:
         return torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._device)
 
     def _new_part_memory(self) -> _PartMemory:
-        rows = (MOST_PART_ROWS, self._config.num_heads)
+        rows = (MAX_PART_ROWS, self._config.num_heads)
         values = (torch.empty(*rows, self._config.head_dim, dtype=self._dtype, device=self._device) for _ in range(2))
         log_sums = (torch.empty(rows, dtype=torch.float32, device=self._device) for _ in range(2))
         return _PartMemory(*values, *log_sums)
 
     def _compile(self) -> None:
-        """All kernels now, so that a missing compiler shows here, and no request waits for one to be loaded."""
+        """Compile all kernels now: a missing compiler shows here, and no request waits for a load."""
         config, block_size = self._config, 16
         kv = torch.zeros(1, 2, block_size, config.num_kv_heads, config.head_dim, dtype=self._dtype, device=self._device)
-        # Gathered, in pages by either kernel, and both in parts.
+        # Gathered; in pages, by either kernel; and both in parts.
         chunks = [(0, 1)]
         if not self._deterministic:
-            chunks += [(0, _LEAST_FA3_ROWS), (0, 512), (1 << 14, 256), (1 << 14, 640)]
+            chunks += [(0, _MIN_FA3_ROWS), (0, 512), (1 << 14, 256), (1 << 14, 640)]
         for start, length in chunks:
             context = start + length
             contexts = torch.tensor((1, context), device=self._device)

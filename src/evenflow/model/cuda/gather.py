@@ -1,7 +1,7 @@
-"""Copies the keys and values of sequences out of paged KV memory, one token after another.
+"""Copies keys and values of sequences out of paged KV memory into contiguous memory.
 
-FlashAttention 3 reads contiguous memory a fifth faster than pages, which for hundreds of rows is worth the copy. Import
-this module only where Triton is installed.
+FlashAttention 3 reads contiguous memory a fifth faster than pages, which pays for the copy from hundreds of rows on.
+Import this module only where Triton is installed.
 """
 
 from __future__ import annotations

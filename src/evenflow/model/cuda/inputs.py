@@ -1,7 +1,6 @@
 """A step's inputs on the device: block tables by slot, the last token of each slot, and the rows of one step.
 
-The host keeps a copy of the block tables, to know where each row's keys and values go. All of a step's numbers travel
-in one copy.
+The host keeps a copy of the block tables, to compute each row's KV entry. All of a step's numbers are sent in one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from evenflow.model.cuda.decoder import RowInputs
 class RowSpan(NamedTuple):
     """Rows of a step: positions [start, start + length) of the sequence in a slot.
 
-    The tokens of a chunk are known; a decode feeds the slot's last sample (None), or if it runs again, what was fed.
+    A chunk's tokens are known; a decode feeds the slot's last sample (None), a repeated decode its earlier token.
     """
 
     slot: int
@@ -39,17 +38,17 @@ class RowSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Tensors on the device. A captured step has the same ones each time, with other values."""
+    """Tensors on the device. A captured step reuses the same ones with other values."""
 
     inputs: RowInputs
     sequences: Tensor  # slots: decodes first, then chunks
-    num_fed: int  # decodes that feed the last sample, which come first
-    kept: Tensor | None  # rows that are needed after the last layer; None: all
+    num_fed: int  # leading decodes, which feed the last sample
+    kept: Tensor | None  # rows needed after the last layer; None: all
     layout: StepLayout
 
 
 class DeviceInputs:
-    """Owns what outlives a step. Slot `num_slots` and block `num_blocks` are spare: padding rows use them."""
+    """Owns the state between steps. Slot `num_slots` and block `num_blocks` are for padding rows."""
 
     def __init__(
         self,
@@ -68,10 +67,10 @@ class DeviceInputs:
         self._host_tables = np.full((num_slots + 1, width), num_blocks, dtype=np.int32)
         self._tables = torch.from_numpy(self._host_tables).to(device, copy=True)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
-        # What graphs read.
+        # The graphs' inputs.
         captured_rows = max(captured_rows, num_slots)
-        most_numbers = 4 * captured_rows + 2 * num_slots  # four by row and two by sequence
-        self._captured_numbers = torch.zeros(most_numbers, dtype=torch.int32, device=device)
+        max_numbers = 4 * captured_rows + 2 * num_slots  # four by row and two by sequence
+        self._captured_numbers = torch.zeros(max_numbers, dtype=torch.int32, device=device)
         self._captured_tokens = torch.zeros(captured_rows, dtype=torch.int32, device=device)
         self._captured_tables = self._tables[:num_slots].clone()
 
@@ -87,8 +86,8 @@ class DeviceInputs:
         self._tables.view(-1)[on_device[0]] = on_device[1].int()
 
     def load(self, spans: Sequence[RowSpan], kept: Sequence[int] | None, captured_rows: int | None = None) -> StepRows:
-        """The rows of a step: decodes, decodes that run again, then chunks. With `captured_rows`, padded to as many in
-        the memory that graphs read; attention does not see the padding."""
+        """Load a step's rows: decodes, repeated decodes, then chunks. With `captured_rows`, padded to that many in
+        the graphs' memory; attention ignores the padding."""
         decodes, chunks = [span for span in spans if span.is_decode], [span for span in spans if not span.is_decode]
         num_fed = sum(span.token_ids is None for span in spans)
         slots, positions, entries, contexts = self._fields(spans)
@@ -120,7 +119,7 @@ class DeviceInputs:
         return rows
 
     def load_captured_decodes(self, spans: Sequence[RowSpan], num_rows: int) -> StepRows:
-        """Decodes alone, padded to `num_rows` of them, in the memory that graphs read. The graph itself must begin with
+        """Load decodes alone, padded to `num_rows`, in the graphs' memory. The graph itself must begin with
         `feed_last_tokens`."""
         spares = (self._spare_slot, 0, self._spare_entry, 1)
         fields = [_padded(field, num_rows, spare) for field, spare in zip(self._fields(spans), spares, strict=True)]
@@ -133,7 +132,7 @@ class DeviceInputs:
         return StepRows(inputs, sequences, num_rows, None, layout)
 
     def feed_last_tokens(self, rows: StepRows) -> None:
-        """Decodes feed the last samples of their slots."""
+        """Feed the last samples of the slots to their decodes."""
         token_ids = rows.inputs.token_ids[: rows.num_fed]
         torch.index_select(self.last_tokens, 0, rows.sequences[: rows.num_fed], out=token_ids)
 
@@ -141,7 +140,7 @@ class DeviceInputs:
         return self._pinned(values).to(self._device, non_blocking=True)
 
     def _send(self, fields: Sequence[NDArray[np.int64]], target: Tensor | None) -> tuple[Tensor, ...]:
-        """All in one copy, to new memory or to the first part of `target`."""
+        """Send everything in one copy, to new memory or the start of `target`."""
         numbers = np.concatenate(fields).astype(np.int32)
         if target is None:
             sent = self.to_device(numbers)
@@ -150,7 +149,7 @@ class DeviceInputs:
         return torch.split_with_sizes(sent, [*map(len, fields)])
 
     def _pinned(self, values: NDArray[np.generic]) -> Tensor:
-        """Page-locked, or the copy would wait for the device. torch keeps it until the copy has been made."""
+        """Page-locked memory, so that the copy does not wait for the device. torch keeps it until then."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 

@@ -1,6 +1,6 @@
 """The decoder's small operations on a GPU, each fused into one Triton kernel: norms, rotary positions, activation.
 
-Implements `Operations`. A row's result depends on that row alone, so that it is bitwise the same in any batch. Import
+Implements `Operations`. A row's result depends on that row alone and is bitwise the same in any batch. Import
 this module only where Triton is installed.
 """
 
@@ -17,7 +17,7 @@ linear = library_linear
 
 _HEADS_PER_PROGRAM = 8
 _ACTIVATION_BLOCK = 1024
-_SEARCH_BLOCK, _SEARCH_PARTS = 4096, 32  # logits at a time, and the most parts of a row that are searched in parallel
+_SEARCH_BLOCK, _SEARCH_PARTS = 4096, 32  # logits per block; maximum parts of a row searched in parallel
 
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -101,7 +101,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+    """The most likely token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
     rows, width = logits.shape
     found = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     if rows == 0:

@@ -10,14 +10,14 @@ import torch
 
 class Limits(NamedTuple):
     num_processors: int
-    shared_memory: int  # bytes that one program can have
+    shared_memory: int  # bytes per program
     memory: int  # bytes
 
 
 @cache
 def limits_of(device: torch.device) -> Limits:
     if device.type != "cuda":
-        return Limits(16, 227 << 10, 8 << 30)  # for kernels in an interpreter: few, so that small tests split work too
+        return Limits(16, 227 << 10, 8 << 30)  # for the interpreter: few processors, so that small tests split work too
     properties = torch.cuda.get_device_properties(device)
     # Not in torch's type hints.
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)

@@ -14,7 +14,7 @@ from evenflow.model.sampler import pack_rows
 
 
 class Logprobs(NamedTuple):
-    """By row: the chosen token's, and the likeliest tokens with theirs, best first."""
+    """By row: the chosen token's logprob, and the most likely tokens with theirs, best first."""
 
     chosen_ids: Tensor
     chosen: Tensor
@@ -22,12 +22,12 @@ class Logprobs(NamedTuple):
     top: Tensor
 
     def to_host(self) -> Logprobs:
-        """Starts copies. They can be read once the device has come so far."""
+        """Start copies, readable once the device has reached them."""
         return Logprobs(*map(start_copy, self))
 
     def rows(self, num_top: int | None) -> LogprobRows:
-        """On the host: for each row the chosen token and as many of the likeliest as asked."""
-        end = _most(num_top)
+        """On the host, for each row: the chosen token and the requested number of most likely ones."""
+        end = _slice_end(num_top)
         ids = torch.cat([self.chosen_ids.unsqueeze(1), self.top_ids[:, :end]], 1)
         return pack_rows(ids, torch.cat([self.chosen.unsqueeze(1), self.top[:, :end]], 1))
 
@@ -36,17 +36,17 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, chosen_ids: Tensor, num_top: Sequence[int | None]) -> Logprobs:
-    """Of the model itself: `logits` are raw."""
+    """Log-probabilities of raw logits, before sampling rules."""
     vocab_size = logits.shape[-1]
-    most = max(min(_most(count) or 0, vocab_size) if count != ALL_LOGPROBS else vocab_size for count in num_top)
+    width = max(min(_slice_end(count) or 0, vocab_size) if count != ALL_LOGPROBS else vocab_size for count in num_top)
     total = _log_sum_exp(logits)
-    top, top_ids = logits.topk(most)
+    top, top_ids = logits.topk(width)
     chosen = logits.gather(1, chosen_ids.unsqueeze(1)) - total
     return Logprobs(chosen_ids, chosen.squeeze(1), top_ids, top - total)
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """By row, with the same bits in any batch: a reduction by torch picks its order of sums by the number of rows."""
+    """By row, with the same bits in any batch: torch's reduction chooses its order of sums by the number of rows."""
     largest = logits.amax(-1, keepdim=True)
     sums = (logits - largest).exp_()
     while (width := sums.shape[-1]) > 1:
@@ -56,13 +56,13 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
     return sums.log() + largest
 
 
-def _most(count: int | None) -> int | None:
-    """As the end of a slice."""
+def _slice_end(count: int | None) -> int | None:
+    """The count as the end of a slice."""
     return None if count == ALL_LOGPROBS else count or 0
 
 
 def start_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host that does not wait for the device: readable after an event that is recorded later."""
+    """Copy to the host without waiting for the device; readable after an event recorded later."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

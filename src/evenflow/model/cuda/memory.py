@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for keys and values: measured by running the largest steps once."""
+"""Measures a GPU's memory left for keys and values, by running the largest steps once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from evenflow.model.cuda.inputs import DeviceInputs, RowSpan
 from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequence
 from evenflow.model.sampler import SampledSequence
 
-_RESERVE = 256 << 20  # for fragments, and what libraries take later
+_RESERVE = 256 << 20  # for fragmentation and later allocations of libraries
 
 
 def kv_memory(decoder: PagedDecoder, *, utilization: float, max_rows: int, max_num_seqs: int, max_len: int) -> int:
-    """Bytes for KV memory, beside all that is in use now and what a step takes. Below 0: the model does not fit."""
+    """Bytes left for KV memory beside current use and the largest steps. Negative: the model does not fit."""
     free, total = torch.cuda.mem_get_info(decoder.device)
     with torch.inference_mode():
         step = _peak(decoder, lambda: run_largest_step(decoder, max_rows, max_num_seqs, max_len))
-        # Graphs have memory of their own: those of decodes, and those of layers.
+        # Decode graphs and layer graphs each have their own memory.
         graphs = _peak(decoder, lambda: run_largest_step(decoder, max_num_seqs, max_num_seqs, max_len))
         layer_rows = max(mixed_graph_sizes(max_rows), default=0)
         graphs += _peak(decoder, lambda: run_largest_step(decoder, layer_rows, 0, max_len)) if layer_rows else 0
@@ -32,7 +32,7 @@ def kv_memory(decoder: PagedDecoder, *, utilization: float, max_rows: int, max_n
 
 
 def _peak(decoder: PagedDecoder, run: Callable[[], Tensor]) -> int:
-    """Bytes that it takes besides its KV memory, which it returns."""
+    """Peak bytes of a run besides its KV memory."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(decoder.device)
     torch.cuda.reset_peak_memory_stats(decoder.device)
@@ -48,7 +48,7 @@ def run_largest_step(decoder: PagedDecoder, num_rows: int, num_sampled: int, max
     inputs = DeviceInputs(
         num_slots=len(lengths), num_blocks=0, block_size=block_size, max_model_len=max_len, device=decoder.device
     )
-    # All rows share one block: only shapes matter.
+    # All rows share one block: only shapes count here.
     rows = inputs.load([RowSpan(slot, 0, length, [0] * length) for slot, length in enumerate(lengths)], None)
     decoder.attention.plan(rows.layout)
     hidden = decoder.hidden(rows.inputs, kv)
@@ -58,5 +58,5 @@ def run_largest_step(decoder: PagedDecoder, num_rows: int, num_sampled: int, max
     one = DeviceSequence.of(0, sampled, 2, inputs.to_device)
     count = min(num_sampled, GROUP_ROWS)
     DeviceSampler(inputs.to_device).sample(logits, decoder.likeliest(logits), [one] * count)
-    inputs.to_device(np.zeros(1)).sum().item()  # until all of it has run
+    inputs.to_device(np.zeros(1)).sum().item()  # waits for all of it
     return kv

@@ -10,9 +10,9 @@ _HEADS_AT_ONCE = 8
 
 
 def merge_parts(output: Tensor, log_sums: Tensor, parts: Tensor, part_log_sums: Tensor, merges: Tensor) -> None:
-    """Merge into `output` [rows, heads, head dim] the parts that `merges` names, see `ContextParts`.
+    """Merge the parts in `merges` into `output` [rows, heads, head dim]; see `ContextParts`.
 
-    Logarithms, to base 2, are of the sums that an output was divided by: [rows, heads].
+    Logarithms, to base 2, are of the divisors of each output: [rows, heads].
     """
     num_rows, num_heads, head_dim = output.shape
     assert output[0].is_contiguous()

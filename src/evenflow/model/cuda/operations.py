@@ -1,7 +1,7 @@
 """The interface of a layer's operations besides attention. Three modules implement it: `kernels` for GPUs,
-`deterministic` for GPUs with results that are bitwise the same in any batch, and `reference_ops` in plain torch.
+`deterministic` for GPUs with bitwise the same results in any batch, and `reference_ops` in plain torch.
 
-The GPU versions do not wait for the device, so that a graph can capture them.
+The GPU versions never wait for the device, so graphs can capture them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Operations(Protocol):
         """SiLU of the first half of each row times its second half."""
 
     def largest(self, logits: Tensor) -> Tensor:
-        """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+        """The most likely token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Rows times the weight's rows, plus the bias. `out` may be float32: the sums are not rounded then."""
+        """Rows times the weight's rows, plus the bias. With a float32 `out`, sums are not rounded."""
 
 
 def library_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The fastest for these sizes: the order of the sums depends on the number of rows."""
+    """The fastest product of these sizes; its order of sums depends on the number of rows."""
     if out is None:
         return F.linear(rows, weight, bias)
     if out.dtype != rows.dtype:

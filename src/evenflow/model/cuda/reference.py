@@ -1,4 +1,4 @@
-"""Attention over paged KV memory in plain torch, on any device: what the kernels are tested against."""
+"""Attention over paged KV memory in plain torch, on any device: the reference in tests of the kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReferenceAttention:
         return attended
 
     def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> None:
-        """There is none."""
+        """Not supported."""
 
     def _attend(self, queries: Tensor, kv: Tensor, table: Tensor, start: int, window: int | None) -> Tensor:
         end = start + len(queries)

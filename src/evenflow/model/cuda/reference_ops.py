@@ -1,4 +1,4 @@
-"""The fused operations of `kernels` in plain torch: what these are tested against, and what runs without Triton."""
+"""The operations of `kernels` in plain torch: their reference in tests, and the fallback without Triton."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
+    """The most likely token of each row and the bits of its logit, a NaN if the row has one: int32 [2, rows]."""
     values, tokens = logits.max(-1)
     return torch.stack((tokens.int(), values.view(torch.int32)))
 

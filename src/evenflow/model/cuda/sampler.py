@@ -1,7 +1,7 @@
 """Logits to tokens on the device, for all sampled rows of a step, without waiting for it.
 
 The rules are those of `model.sampler`. Greedy rows cost one search for the largest logits; all others are computed
-together, in groups that bound memory.
+together, in groups to bound memory.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from evenflow.model.sampler import (
 
 ToDevice = Callable[[NDArray[np.generic]], Tensor]
 
-GROUP_ROWS = 64  # rows of logits that are copied at a time
+GROUP_ROWS = 64  # rows of logits copied at a time
 
 
 @dataclass
 class DeviceSequence:
-    """A running sequence. Its last tokens may be known to the device alone: see `sampled`."""
+    """A running sequence. Its last tokens may be only on the device: see `sampled`."""
 
     slot: int
     sampled: SampledSequence
-    history: Tensor | None  # its tokens on the device, if penalties count them
-    row_sum: Tensor | None = None  # of the wanted rows so far, for an embedding
+    history: Tensor | None  # its tokens on the device, for penalties
+    row_sum: Tensor | None = None  # of the rows so far, for an embedding
 
     @classmethod
     def of(cls, slot: int, sampled: SampledSequence, max_tokens: int, to_device: ToDevice) -> DeviceSequence:
@@ -53,28 +53,28 @@ class DeviceSequence:
 
     @cached_property
     def is_plain(self) -> bool:
-        """The likeliest token is all that it needs."""
+        """Whether it needs only the most likely token."""
         params = self.sampled.params
         is_free = self.history is None and self.sampled.rules is None and self.sampled.constraint is None
         return is_free and params.temperature == 0 and not params.min_tokens and params.logprobs is None
 
     @cached_property
     def follows_output(self) -> bool:
-        """Whether the host must know all tokens before it can say which may come next."""
+        """Whether the host needs all earlier tokens to determine the allowed next ones."""
         rules = self.sampled.rules
         return self.sampled.constraint is not None or (rules is not None and rules.follows_output)
 
 
 @dataclass(slots=True)
 class PendingSamples:
-    """Samples on their way to the host."""
+    """Samples being copied to the host."""
 
     numbers: Tensor  # int32: a row of tokens, and one of the largest logits' bits
     errors: dict[int, str]
     logprobs: list[tuple[list[int], list[int | None], Logprobs]] = field(default_factory=list)
 
     def read(self) -> Samples:
-        """Once the device has come so far."""
+        """Read the samples; call only after the device has reached them."""
         tokens, bits = self.numbers
         faults = logit_faults(bits.view(torch.float32).tolist())
         failed = faults.keys() | self.errors.keys()
@@ -94,9 +94,9 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, likeliest: Tensor, sequences: Sequence[DeviceSequence]
     ) -> tuple[Tensor, PendingSamples]:
-        """A token for each row, on the device and on its way to the host. Rows beyond the sequences are ignored.
+        """Sample a token for each row, on the device and copied to the host. Padding rows are ignored.
 
-        `likeliest` is what `Operations.largest` found.
+        `likeliest`: the result of `Operations.largest`.
         """
         numbers_of_rows = likeliest[:, : len(sequences)]
         errors: dict[int, str] = {}
@@ -122,7 +122,7 @@ class DeviceSampler:
 
     @staticmethod
     def _append(tokens: Tensor, sequences: Sequence[DeviceSequence]) -> None:
-        """Each to the history of its sequence, if that has one: all by one call."""
+        """Append each token to its sequence's history, if any, in one call."""
         ends = [
             (row, sequence.history[len(sequence.sampled.tokens) :][:1])
             for row, sequence in enumerate(sequences)
@@ -176,7 +176,7 @@ class DeviceSampler:
             flat.index_add_(0, self._to_device(np.concatenate(biased)), self._to_device(np.concatenate(biases)))
 
     def _penalise(self, scores: Tensor, group: Sequence[DeviceSequence]) -> None:
-        """Repetition counts all tokens, presence and frequency only the output."""
+        """Apply penalties: repetition counts all tokens, presence and frequency only the output."""
         penalised = [(place, one.history, one.sampled) for place, one in enumerate(group) if one.history is not None]
         if not penalised:
             return
@@ -203,7 +203,7 @@ class DeviceSampler:
         scores[places] = values - (presence * (counts > 0) + frequency * counts)
 
     def _draw(self, scores: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-        """By one uniform number and the cumulative weights of each row; see `model.sampler`."""
+        """Draw by one uniform number and the cumulative weights of each row; see `model.sampler`."""
         params = [sequence.params for sequence in sequences]
         temperatures, min_p = self._columns([(max(one.temperature, MIN_TEMPERATURE), one.min_p) for one in params])
         weights = scores.sub_(scores.amax(-1, keepdim=True)).div_(temperatures).exp_()
@@ -217,7 +217,7 @@ class DeviceSampler:
         numbers = np.array([[uniform(sequence.seed, len(sequence.tokens))] for sequence in sequences])
         target = self._to_device(numbers) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-        # A row of NaNs finds nothing. It fails, but a step in flight still feeds its token.
+        # A row of NaNs finds none. It fails, but a step in flight still feeds its token.
         return tokens.clamp_(max=scores.shape[1] - 1)
 
     def _columns(self, rows: Sequence[tuple[float, ...]]) -> tuple[Tensor, ...]:
@@ -232,6 +232,6 @@ def _threshold(weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> 
     kth = ordered.gather(1, (top_k - 1).clamp(0, vocab_size - 1))
     threshold = torch.where((top_k > 0) & (top_k < vocab_size), torch.maximum(min_p, kth), min_p)
     sums = ordered.masked_fill_(ordered < threshold, 0).cumsum(-1, dtype=torch.float64)
-    # The token that brings the sum to top_p is the last one in.
+    # The token that reaches top_p is the last one kept.
     last = torch.searchsorted(sums, top_p * sums[:, -1:]).clamp_(max=vocab_size - 1)
     return torch.where(top_p < 1, ordered.gather(1, last), threshold)

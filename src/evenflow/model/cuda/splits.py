@@ -1,4 +1,4 @@
-"""How the attention of a step is cut into programs: tiles of rows, and splits of a tile's KV if there are few tiles.
+"""Divides a step's attention among programs: tiles of rows, and splits of a tile's KV if tiles are few.
 
 Plain arithmetic on the host, without the device.
 """
@@ -20,27 +20,25 @@ Table = NDArray[np.int32]
 # Sequence, first row, tokens, position of the first token, first and last KV position, slot or -1, unit.
 ITEM_FIELDS = 8
 MERGE_FIELDS = 4  # first row, tokens, first slot, number of slots
-_MOST_PARTS = 32  # of a decode's context
-# How much longer than an even share splits may be: longer ones are fewer, which may save programs a second round.
+_MAX_PARTS = 32  # of a decode's context
+# Allowed length of splits over an even share: fewer, longer splits may avoid a second round of programs.
 _SLACKS = (1.0, 1.25, math.inf)
-_MERGE_COST = 64  # positions that a program could read meanwhile
+_MERGE_COST = 64  # in positions read by a program
 
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """What splits are allowed and worth it."""
+    """Limits on splits."""
 
-    least: int  # positions; a shorter split costs more to merge than it saves
-    num_programs: int  # that fill the device, for each KV head
-    num_slots: int  # parts that the workspace holds
-    unit_is_part: (
-        bool  # every unit is reduced apart and merged in order, so that a result does not depend on the splits
-    )
+    min_length: int  # positions; a shorter split costs more to merge than it saves
+    num_programs: int  # per KV head, to fill the device
+    num_slots: int  # parts in the workspace
+    unit_is_part: bool  # units are reduced separately: results do not depend on the splits
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One row for each program of a KV head, and one for each tile that several programs share."""
+    """Items: a row for each program of a KV head. Merges: a row for each tile shared by several programs."""
 
     items: Table
     merges: Table
@@ -50,7 +48,7 @@ class Schedule:
         return self.items.size + self.merges.size
 
     def padded(self, num_items: int, num_merges: int) -> Schedule:
-        """With rows of zeros, which name no tokens."""
+        """Padded with rows of zeros, which have no tokens."""
         return Schedule(_padded(self.items, num_items), _padded(self.merges, num_merges))
 
 
@@ -66,12 +64,12 @@ def decode_tiles(layout: StepLayout) -> Table:
     return np.stack((sequences, sequences, np.ones_like(sequences), positions), axis=1).astype(np.int32)
 
 
-def decode_units(contexts: NDArray[np.int64], least: int) -> NDArray[np.int64]:
-    """In how large parts decodes reduce their contexts: powers of two, at most `_MOST_PARTS` of them.
+def decode_units(contexts: NDArray[np.int64], min_length: int) -> NDArray[np.int64]:
+    """Sizes of the parts of decodes' contexts: powers of two, for at most `_MAX_PARTS` parts.
 
-    It follows from a decode's own context alone, so that its result does not depend on the others.
+    A size depends on the decode's own context alone, so its result does not depend on other decodes.
     """
-    shares = np.maximum(_ceil_div(contexts, _MOST_PARTS), least)
+    shares = np.maximum(_ceil_div(contexts, _MAX_PARTS), min_length)
     return np.int64(1) << np.ceil(np.log2(shares)).astype(np.int64)
 
 
@@ -90,7 +88,7 @@ def chunk_tiles(layout: StepLayout, tokens_per_tile: int) -> Table:
 
 
 def schedule(tiles: Table, units: NDArray[np.int64] | int, splitting: Splitting) -> Schedule:
-    """At most `len(tiles) + num_programs` items, the longest first, so that short ones fill the gaps at the end.
+    """At most `len(tiles) + num_programs` items, longest first, so that short ones fill the gaps at the end.
 
     A split begins at a multiple of its tile's unit of positions.
     """
@@ -118,15 +116,15 @@ def schedule(tiles: Table, units: NDArray[np.int64] | int, splitting: Splitting)
 def _lengths(
     ends: NDArray[np.int64], units: NDArray[np.int64], slack: float, splitting: Splitting
 ) -> NDArray[np.int64]:
-    """Of the splits of each tile, in whole units."""
+    """Lengths of each tile's splits, in whole units."""
     share = min(slack * ends.sum() / splitting.num_programs, float(ends.max()))
-    counts = _ceil_div(ends, max(splitting.least, int(share)))
+    counts = _ceil_div(ends, max(splitting.min_length, int(share)))
     counts[_num_parts(ends, units, counts, splitting).cumsum() > splitting.num_slots] = 1
     return _ceil_div(_ceil_div(ends, counts), units) * units
 
 
 def _cost(ends: NDArray[np.int64], splitting: Splitting, lengths: NDArray[np.int64]) -> float:
-    """About the positions until the last program is done."""
+    """Estimated positions until the last program finishes."""
     counts = _ceil_div(ends, lengths)
     num_items = int(counts.sum())
     rounds = -(-num_items // splitting.num_programs)
@@ -137,7 +135,7 @@ def _cost(ends: NDArray[np.int64], splitting: Splitting, lengths: NDArray[np.int
 def _num_parts(
     ends: NDArray[np.int64], units: NDArray[np.int64], counts: NDArray[np.int64], splitting: Splitting
 ) -> NDArray[np.int64]:
-    """Slots that each tile needs; none if one program does all of it."""
+    """Part slots of each tile; 0 if one program reads all of it."""
     return np.where(counts > 1, _ceil_div(ends, units) if splitting.unit_is_part else counts, 0)
 
 

@@ -1,12 +1,11 @@
-"""Attention over paged KV memory in Triton alone: a kernel for chunks beside that for decodes.
+"""Attention over paged KV memory in Triton alone: a kernel for chunks, beside the one for decodes.
 
 A tile is a run of tokens of one sequence, with all query heads of a KV head. Import this module only where Triton is
 installed.
 
-In deterministic mode a prompt's token has bitwise the same result for any chunks, batch and prefix hits: its KV is
-always cut at the same absolute positions, each part is reduced alike, and parts are merged in the order of their
-positions, be it in registers or by the merging kernel. What happens to one row of a tile does not depend on the other
-rows.
+In deterministic mode a prompt token's result is bitwise the same for any chunks, batch and prefix hits: its KV is
+divided at the same absolute positions, each part is reduced alike, and parts are merged in order, in registers or by
+the merging kernel. The rows of a tile do not affect each other.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from evenflow.model.cuda.decode_attention import LARGE_SHARED_MEMORY, LOG2_E, De
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.splits import ITEM_FIELDS, Splitting, chunk_tiles, schedule
 
-_DETERMINISTIC_SPLIT = 512  # positions reduced in one go: a multiple of the kernel's width
-_LEAST_SPLIT = 512  # positions
+_DETERMINISTIC_SPLIT = 512  # positions per part: a multiple of the kernel's width
+_MIN_SPLIT = 512  # positions
 _WORKSPACE_BYTES = 64 << 20  # for the parts of split tiles
-# The deterministic mode has more of them: a part of the device's memory. 32-bit offsets reach all of it.
-_DETERMINISTIC_SHARE, _MOST_WORKSPACE_BYTES = 1 / 256, 512 << 20
+# Deterministic mode has more parts, in a share of the device's memory within the range of 32-bit offsets.
+_DETERMINISTIC_SHARE, _MAX_WORKSPACE_BYTES = 1 / 256, 512 << 20
 
 
 class _Sizes(NamedTuple):
     rows: int  # (token, query head) pairs of a tile
-    width: int  # positions of KV at a time
+    width: int  # positions of KV per iteration
     num_warps: int
-    num_stages: int  # half of them for loads of the block table: 5 keep two tiles of KV on their way, 3 keep one
+    num_stages: int  # half of them for the block table: 5 keep two KV tiles in flight, 3 keep one
 
 
 def _sizes(head_dim: int, group: int, dtype: torch.dtype, deterministic: bool, shared_memory: int) -> _Sizes:
@@ -76,8 +75,8 @@ class TritonAttention:
         self._sizes = _sizes(config.head_dim, self._group, dtype, deterministic, limits.shared_memory)
         num_bytes = _WORKSPACE_BYTES
         if deterministic:
-            num_bytes = max(num_bytes, min(int(_DETERMINISTIC_SHARE * limits.memory), _MOST_WORKSPACE_BYTES))
-        # Chunks run after decodes, whose parts are merged by then.
+            num_bytes = max(num_bytes, min(int(_DETERMINISTIC_SHARE * limits.memory), _MAX_WORKSPACE_BYTES))
+        # Decodes share the workspace: their parts are merged before chunks run.
         workspace = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
         sizes = {"num_kv_heads": config.num_kv_heads, "group": self._group, "width": self._head_block}
         self._parts = Parts.of(workspace, used_rows=self._sizes.rows, **sizes)
@@ -91,7 +90,7 @@ class TritonAttention:
         tiles = chunk_tiles(layout, self._sizes.rows // self._group)
         if len(tiles):
             unit = _DETERMINISTIC_SPLIT if self._deterministic else self._sizes.width
-            splitting = Splitting(_LEAST_SPLIT, self._num_programs, self._parts.num_slots, self._deterministic)
+            splitting = Splitting(_MIN_SPLIT, self._num_programs, self._parts.num_slots, self._deterministic)
             self._chunks = _Chunks(*send(schedule(tiles, unit, splitting), self._device), layout.block_tables)
 
     def run(self, layer: int, queries: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
@@ -103,7 +102,7 @@ class TritonAttention:
         return output
 
     def repeated(self, queries: Tensor, kv: Tensor, out: Tensor) -> None:
-        """There is none."""
+        """Not supported."""
 
     def _attend(self, chunks: _Chunks, layer: int, queries: Tensor, kv: Tensor, output: Tensor) -> None:
         sizes, config = self._sizes, self._config
@@ -163,7 +162,7 @@ def _attend(
     PART: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """One item and KV head. PART: positions reduced apart and merged in order, 0 for all at once."""
+    """One item and KV head. PART: positions reduced separately and merged in order; 0: all at once."""
     item = items + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     first_row, num_tokens, first_position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -232,7 +231,7 @@ def _reduce(
     """Softmax over positions [begin, end) with a running maximum: (largest score, sum of weights, sum of values)."""
     if WINDOW > 0:
         masked_from = begin
-    else:  # every row sees all positions before that of the first row: masks take time
+    else:  # every row sees all positions before the first row: no mask needed
         masked_from = tl.maximum(begin, tl.minimum(end, tl.min(position)) // WIDTH * WIDTH)
         state = _reduce_range(
             query, position, memory, table, begin, masked_from, scale, state, HEAD_DIM, BLOCK_SIZE, WIDTH, WINDOW, False
@@ -258,7 +257,7 @@ def _reduce_range(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tuple:
-    # Every product that is added has its fma written out, so that all callers compile to the same arithmetic.
+    # Explicit fma, so that all callers compile to the same arithmetic.
     keys, block_stride, part_stride, entry_stride = memory
     largest, weight, total = state
     column = tl.arange(0, query.shape[1])

@@ -1,7 +1,7 @@
-"""Runs matrix products in many sizes once, before the first request of a host engine.
+"""Runs matrix products of many sizes once, before a host engine's first request.
 
-CUDA loads a kernel at its first launch, and waits for the whole device meanwhile. Libraries have another kernel for
-every few rows, so without this all streams wait for an extra step whenever a step first has a new number of rows.
+CUDA loads a kernel at its first launch and waits for the whole device. Libraries switch kernels every few rows, so
+without this all streams would wait an extra step at each new number of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Product = Callable[[Tensor], object]
 
 @torch.inference_mode()
 def warm_up(products: Iterable[tuple[Product, Tensor]], sizes: Sequence[int]) -> float:
-    """Run each product with the first of its rows, as many as each size says; returns the seconds."""
+    """Run each product at each size; returns the seconds."""
     started = time.perf_counter()
     for product, rows in products:
         for size in sizes:
@@ -28,6 +28,6 @@ def warm_up(products: Iterable[tuple[Product, Tensor]], sizes: Sequence[int]) ->
 
 
 def warm_up_logits(compute: Product, hidden: Tensor) -> str:
-    """Of all numbers of these rows; returns a line for the log."""
+    """Run the output layer at all row counts up to these; returns a line for the log."""
     seconds = warm_up([(compute, hidden)], range(len(hidden), 0, -1))
     return f"evenflow: logits of {len(hidden)} batch sizes in {seconds:.1f} s"

@@ -17,7 +17,7 @@ from evenflow.server.api import response_models as models
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
 from evenflow.server.errors import ApiError
-from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
+from evenflow.server.metrics.observer import Listener, Observer, ServedRequest
 
 MAX_FINISHED = 1024  # requests that are kept after their end
 _MAX_CHUNKS = 1 << 16  # of all of them: a long prompt beside many streams may have thousands
@@ -31,17 +31,17 @@ class RecentRequests(Listener):
 
     def __init__(self, observer: Observer) -> None:
         self._open = observer.requests
-        self._finished: deque[RequestRecord] = deque()
+        self._finished: deque[ServedRequest] = deque()
         self._num_chunks = 0
         observer.listen(self)
 
-    def on_request_finished(self, record: RequestRecord) -> None:
+    def on_request_finished(self, record: ServedRequest) -> None:
         self._finished.append(record)
         self._num_chunks += len(record.chunks)
         while len(self._finished) > MAX_FINISHED or self._num_chunks > _MAX_CHUNKS:
             self._num_chunks -= len(self._finished.popleft().chunks)
 
-    def find(self, response_id: str, caller: Caller) -> list[RequestRecord]:
+    def find(self, response_id: str, caller: Caller) -> list[ServedRequest]:
         """The requests of this caller's response, one per choice, in the order of the choices."""
         pattern = re.compile(_REQUEST_ID.format(re.escape(response_id)))
         found = [
@@ -75,7 +75,7 @@ def request_routes(recent: RecentRequests) -> APIRouter:
     return routes
 
 
-def _prefill(record: RequestRecord) -> dict[str, Any]:
+def _prefill(record: ServedRequest) -> dict[str, Any]:
     def since_arrival(at: float | None) -> float | None:
         return None if at is None else round(at - record.started_at, 6)
 

@@ -26,7 +26,7 @@ from evenflow.server.access import Caller
 from evenflow.server.engine.link import Link
 from evenflow.server.engine.process import EngineFactory, run_engine_process
 from evenflow.server.engine.supervised import SupervisedEngine
-from evenflow.server.metrics.observer import Observer, RequestRecord
+from evenflow.server.metrics.observer import Observer, ServedRequest
 
 logger = logging.getLogger("evenflow")
 
@@ -114,7 +114,7 @@ class ServedEngine(SupervisedEngine):
         if not self.is_up:
             raise self.failure
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
-        record = RequestRecord(
+        record = ServedRequest(
             request.id,
             tenant,
             *sizes,

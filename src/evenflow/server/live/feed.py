@@ -1,6 +1,6 @@
-"""The live page: its files, and the feed of steps and figures that it draws.
+"""The live page's files, and its feed of steps and figures.
 
-The feed is server-sent events, ten batches a second, as columns. A slow reader misses steps.
+The feed is server-sent events, ten batches a second, as columns. Slow readers miss steps.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from starlette.exceptions import HTTPException
 from evenflow.core.report import Stall, StepReport
 from evenflow.server.access import Caller
 from evenflow.server.metrics.by_class import busiest
-from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
+from evenflow.server.metrics.observer import Listener, Observer, ServedRequest
 
 MAX_READERS = 64
-MAX_OWN_READERS = 8  # of one client, a key or an address
+MAX_OWN_READERS = 8  # per client: a key or an address
 BATCH_S = 0.1
 _BATCHES_PER_FIGURES = 5
-_MAX_STEPS = 4096  # kept for readers: twenty seconds of the fastest engines
-_STEPS_AT_ONCE = 512  # in one message
+_MAX_STEPS = 4096  # kept for readers: twenty seconds of the fastest engine
+_STEPS_AT_ONCE = 512  # per message
 _TBT_WINDOW_S = 5
-_TTFT_WINDOW_S = 30  # there are far fewer first tokens
+_TTFT_WINDOW_S = 30  # longer, because first tokens are far fewer
 _HIT_RATE_WINDOW_S = 60
 _STALL_WINDOW_S = 300
 _NUM_WORST_STALLS = 6
-_NUM_TENANTS = 8  # shown, those with the most open requests
+_NUM_TENANTS = 8  # shown: those with the most open requests
 
 _FOLDER = Path(__file__).parent / "dashboard"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -49,7 +49,7 @@ _HEADERS = {
 
 
 class StepRow(NamedTuple):
-    """A step as the page draws it. Requests are numbered: numbers are short and reveal nothing."""
+    """A step for the page. Requests are numbered: numbers are short and reveal nothing."""
 
     step: int
     at: float
@@ -57,7 +57,7 @@ class StepRow(NamedTuple):
     predicted: float
     decode_seconds: float
     decodes: int
-    tokens: int  # given to streams
+    tokens: int  # sent to streams
     budget: int
     target: float | None
     late: int
@@ -65,7 +65,7 @@ class StepRow(NamedTuple):
 
 
 class LiveFeed(Listener):
-    """Keeps the last steps and the worst stalls for all readers of the page."""
+    """The last steps and the worst stalls, for all readers of the page."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -87,7 +87,7 @@ class LiveFeed(Listener):
         """End all feeds: an open one would delay the server's shutdown."""
         self._is_closed = True
 
-    # ---- what the observer reports ----
+    # ---- called by the observer ----
 
     def on_step(self, report: StepReport) -> None:
         for admission in report.admissions:
@@ -97,7 +97,7 @@ class LiveFeed(Listener):
         self._rows.append(self._row(report))
         self._num_steps += 1
 
-    def on_request_finished(self, record: RequestRecord) -> None:
+    def on_request_finished(self, record: ServedRequest) -> None:
         self._numbers.pop(record.request_id, None)
 
     def _number(self, request_id: str) -> int:
@@ -141,7 +141,7 @@ class LiveFeed(Listener):
         recent = [one for one in self._stalls if one["at"] > report.at - _STALL_WINDOW_S]
         self._stalls = sorted([*recent, entry], key=lambda one: -one["gap"])[:_NUM_WORST_STALLS]
 
-    # ---- what is sent to the page ----
+    # ---- sent to the page ----
 
     async def stream(self, caller: Caller | None = None) -> AsyncIterator[bytes]:
         """One reader's feed: the model, then steps and figures until one side disconnects.
@@ -171,7 +171,7 @@ class LiveFeed(Listener):
                 del self._readers[client]
 
     def _columns(self, num_steps: int) -> dict[str, Any]:
-        """The last steps, at most what one message holds, as columns: that is how the page stores them."""
+        """The last steps, at most one message's worth, as columns, which is how the page stores them."""
         num_kept = min(num_steps, len(self._rows), _STEPS_AT_ONCE)
         rows = islice(self._rows, len(self._rows) - num_kept, None)
         columns = zip(*rows, strict=True)
@@ -212,7 +212,7 @@ class LiveFeed(Listener):
 
 
 def _seen_by(caller: Caller | None, stall: dict[str, Any]) -> dict[str, Any]:
-    """Ids are their keys' own: clients may choose them."""
+    """Request ids are visible to their own key only: clients may choose them."""
     is_own = caller is not None and (caller.is_admin or caller.name == stall["key"])
     return {name: value for name, value in stall.items() if name != "key" and (is_own or name != "id")}
 
@@ -222,7 +222,7 @@ def _message(event: str, data: object) -> bytes:
 
 
 def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
-    """The page at / and its files, open to all, and its feed, behind these dependencies (`Depends(...)`)."""
+    """The page at / and its files, open to all; its feed, guarded by these dependencies (`Depends(...)`)."""
     routes = APIRouter(include_in_schema=False)
     files = {path.name: path for path in _FOLDER.iterdir()}
 

@@ -16,13 +16,13 @@ from evenflow.core.report import StepReport
 from evenflow.server.errors import ApiError
 from evenflow.server.metrics.observer import Listener, Observer
 
-_MAX_CHUNKS = 64  # that the speed is the mean of
-_MIN_CHUNK_TOKENS = 128  # shorter ones take as long as a step takes anyway
+_MAX_CHUNKS = 64  # averaged for the speed
+_MIN_CHUNK_TOKENS = 128  # shorter ones take as long as any step
 _MAX_SEND_S = 600.0
 
 
 class PrefillSpeed(Listener):
-    """How fast recent prompts were computed, in tokens per second."""
+    """The speed of recent prefill, in tokens per second."""
 
     def __init__(self, observer: Observer) -> None:
         self._chunks: deque[tuple[int, float]] = deque(maxlen=_MAX_CHUNKS)
@@ -34,7 +34,7 @@ class PrefillSpeed(Listener):
 
     @property
     def tokens_per_s(self) -> float:
-        """The usual speed if no long chunk has been seen."""
+        """The mean of recent long chunks; a typical speed if there were none."""
         seconds = sum(seconds for _, seconds in self._chunks)
         return sum(length for length, _ in self._chunks) / seconds if seconds else USUAL_RATE
 

@@ -21,13 +21,13 @@ class _Class:
         self.recent_ttft = RecentQuantiles(window_s)
         self.recent_tbt = RecentQuantiles(window_s)
         self.num_open = 0
-        self.num_waiting = 0  # of these, without a step yet
+        self.num_waiting = 0  # of these, not in any step yet
         metrics.open_requests(name).set_function(lambda: self.num_open)
         metrics.waiting(name).set_function(lambda: self.num_waiting)
 
 
 class ClassFigures:
-    """What each class's requests wait for, and get."""
+    """Counts, waits and gaps of each class's requests."""
 
     def __init__(self, metrics: ClassMetrics, window_s: int) -> None:
         self._metrics = metrics
@@ -43,7 +43,7 @@ class ClassFigures:
             self._classes[name].num_waiting += 1
 
     def on_begun(self, name: str) -> None:
-        """A request was part of a step for the first time."""
+        """A request is in a step for the first time."""
         if name:
             self._classes[name].num_waiting -= 1
 
@@ -54,12 +54,12 @@ class ClassFigures:
 
     @property
     def only(self) -> str | None:
-        """The class of all open requests, "" if they have none; None if there are several."""
+        """The single class of all open requests, "" if they have none; None for several classes."""
         names = [name for name, one in self._classes.items() if one.num_open]
         return None if len(names) > 1 else next(iter(names), "")
 
     def on_gap(self, name: str, gap: float, count: int, now: float) -> None:
-        """This many tokens came this long after the ones before."""
+        """Record a gap before this many tokens."""
         if name:
             self._classes[name].tbt.observe(gap, count)
             self._classes[name].recent_tbt.observe(gap, count, now)
@@ -74,7 +74,7 @@ class ClassFigures:
         self._metrics.tokens(name).inc(num_output_tokens)
 
     def rows(self, now: float, tbt_window_s: float, ttft_window_s: float) -> Iterator[dict[str, Any]]:
-        """One row for each class that has been used."""
+        """One row for each class used so far."""
         for name, one in self._classes.items():
             tbt = one.recent_tbt.quantiles(_SHARES, now, tbt_window_s)
             ttft = one.recent_ttft.quantiles(_SHARES, now, ttft_window_s)
@@ -82,11 +82,11 @@ class ClassFigures:
             yield {"name": name, **counts, "ttft": ttft, "tbt": tbt}
 
 
-def busiest(open_requests: Sequence[tuple[str, bool]], most: int) -> list[dict[str, Any]]:
-    """Tenants with the most open requests, each of these given by its tenant and whether it has begun."""
+def busiest(open_requests: Sequence[tuple[str, bool]], limit: int) -> list[dict[str, Any]]:
+    """Tenants with the most open requests. A request is given as (tenant, has begun)."""
     num_open = Counter(tenant for tenant, _ in open_requests)
     running = Counter(tenant for tenant, has_begun in open_requests if has_begun)
     return [
         {"name": tenant, "running": running[tenant], "waiting": count - running[tenant]}
-        for tenant, count in num_open.most_common(most)
+        for tenant, count in num_open.most_common(limit)
     ]

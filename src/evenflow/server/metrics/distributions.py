@@ -1,6 +1,6 @@
 """Distributions that take many equal values at once: a histogram for Prometheus, and recent quantiles.
 
-Every token is counted here, so one call takes all tokens of a step with the same gap.
+Every token is counted here, so one call takes all tokens of a step with equal gaps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_RATIO = 1.02  # between the bounds of adjacent buckets: bounds the error of a quantile
+_RATIO = 1.02  # of adjacent bucket bounds, which limits the error of a quantile
 _LOG_RATIO = math.log(_RATIO)
 
 
@@ -22,7 +22,7 @@ class BulkHistogram(Collector):
     """One histogram under one or more names."""
 
     def __init__(self, names: dict[str, str], buckets: Sequence[float], labels: dict[str, str]) -> None:
-        self._names = names  # name to documentation
+        self._names = names  # documentation by name
         self._bounds = [*buckets, math.inf]
         self._labels = labels
         self._counts = [0] * len(self._bounds)
@@ -39,7 +39,7 @@ class BulkHistogram(Collector):
             yield family
 
     def add_to(self, family: HistogramMetricFamily) -> None:
-        """Add its figures, with its labels, to a family."""
+        """Add the samples with these labels to a metric family."""
         bounds = [*(str(float(bound)) for bound in self._bounds[:-1]), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family.add_metric(list(self._labels.values()), buckets, self._sum)
@@ -57,7 +57,7 @@ class SplitBulkHistogram(Collector):
         self._histograms: dict[str, BulkHistogram] = {}
 
     def __call__(self, value: str) -> BulkHistogram:
-        """The histogram of this value."""
+        """The histogram for this value."""
         if value not in self._histograms:
             self._histograms[value] = BulkHistogram({}, self._buckets, self._labels | {self._label: value})
         return self._histograms[value]
@@ -70,7 +70,7 @@ class SplitBulkHistogram(Collector):
 
 
 class RecentQuantiles:
-    """Quantiles of positive values over the last seconds, within 2%, in constant memory."""
+    """Quantiles of recent positive values, within 2%, in constant memory."""
 
     def __init__(self, max_seconds: int) -> None:
         # Per second, the number of values in each bucket of a geometric scale.
@@ -83,7 +83,7 @@ class RecentQuantiles:
         self._slots[-1][1][math.ceil(math.log(max(value, 1e-6)) / _LOG_RATIO)] += count
 
     def quantiles(self, shares: Sequence[float], now: float, seconds: float) -> list[float | None]:
-        """The values below which these shares lie; None if there were no values."""
+        """Quantiles for these shares; None without values."""
         counts: Counter[int] = Counter()
         for second, slot in self._slots:
             if second > now - seconds - 1:

@@ -1,4 +1,4 @@
-"""Every metric with its name, type, labels and buckets. Those called `vllm:` match vLLM 0.32."""
+"""All metrics: names, types, labels, buckets. The `vllm:` ones match vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1)
 
-_PHASES = (  # of a request: name, text, and the fields of RequestRecord for its start and its end
+_PHASES = (  # of a request: name, text, ServedRequest's fields for start and end
     ("vllm:e2e_request_latency_seconds", "Arrival to end.", "started_at", "finished_at"),
     ("vllm:request_queue_time_seconds", "Arrival to first step.", "started_at", "admitted_at"),
     ("vllm:request_prefill_time_seconds", "First step to first token.", "admitted_at", "first_token_at"),
     ("vllm:request_decode_time_seconds", "First token to last.", "first_token_at", "last_token_at"),
     ("vllm:request_inference_time_seconds", "First step to last token.", "admitted_at", "last_token_at"),
 )
-_REQUEST_TOKENS = (  # name, text, and the field of RequestRecord
+_REQUEST_TOKENS = (  # name, text, ServedRequest's field
     ("vllm:request_prompt_tokens", "Tokens of a request's prompt.", "num_prompt_tokens"),
     ("vllm:request_generation_tokens", "Tokens generated for a request.", "num_output_tokens"),
     ("vllm:request_max_num_generation_tokens", "Most tokens that a request could get.", "max_tokens"),
@@ -50,7 +50,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class MetricFactory:
-    """Creates metrics with the labels that all of vLLM's have."""
+    """Creates metrics with the labels common to all of vLLM's."""
 
     def __init__(self, collectors: CollectorRegistry, model_name: str) -> None:
         self._collectors = collectors
@@ -71,17 +71,17 @@ class MetricFactory:
         return metric
 
     def split_gauge(self, name: str, text: str, label: str) -> Callable[[str], Gauge]:
-        """The gauge of a label's value."""
+        """The gauge for a label's value."""
         return cache(partial(self._create(Gauge, name, text, [*self._labels, label]).labels, *self._labels.values()))
 
     def split_histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> SplitBulkHistogram:
-        """The histogram of a label's value."""
+        """The histogram for a label's value."""
         metric = SplitBulkHistogram(name, text, label, buckets, self._labels)
         self._collectors.register(metric)
         return metric
 
     def split_counter(self, name: str, text: str, label: str, known: Iterable[str] = ()) -> Callable[[str], Counter]:
-        """The counter of a label's value. `known` values start at 0, so rates include their first increment."""
+        """The counter for a label's value. `known` values start at 0, so that rates include their first increment."""
         metric = self._create(Counter, name, text, [*self._labels, label])
         counter = cache(partial(metric.labels, *self._labels.values()))
         for value in known:
@@ -104,7 +104,7 @@ class MetricFactory:
 
 
 class VllmMetrics:
-    """Metrics that dashboards for vLLM show, as far as this engine has them."""
+    """vLLM's metrics for its dashboards, as far as this engine has them."""
 
     def __init__(self, factory: MetricFactory) -> None:
         counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
@@ -141,7 +141,7 @@ class VllmMetrics:
 
 
 def token_histograms(factory: MetricFactory, max_model_len: int) -> list[tuple[str, Histogram]]:
-    """vLLM's histograms whose buckets end at the model's context, each with the field of RequestRecord it shows."""
+    """vLLM's histograms with buckets up to the model's context, each with its ServedRequest field."""
     buckets = tuple(
         float(mantissa * 10**exponent)
         for exponent in range(len(str(max_model_len)))
@@ -152,7 +152,7 @@ def token_histograms(factory: MetricFactory, max_model_len: int) -> list[tuple[s
 
 
 class EvenflowMetrics:
-    """What vLLM's metrics lack: how steps were filled, how long they took, and what delayed tokens."""
+    """evenflow's own metrics: fill and time of steps, causes of late tokens."""
 
     def __init__(self, factory: MetricFactory) -> None:
         counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
@@ -193,7 +193,7 @@ class EvenflowMetrics:
 
 
 class ClassMetrics:
-    """Metrics by class of service. There are only as many classes as the engine's settings have."""
+    """Metrics by class of service. The settings bound the number of classes."""
 
     def __init__(self, factory: MetricFactory) -> None:
         label = "service_class"

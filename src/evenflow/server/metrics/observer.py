@@ -1,6 +1,6 @@
-"""Metrics derived from step reports and from requests that start and finish.
+"""Metrics derived from step reports and from starts and ends of requests.
 
-The server notifies `Observer`, always on the same thread; the live page and traces listen to it.
+The server notifies `Observer`, always on one thread; the live page and traces listen to it.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from evenflow.server.metrics.instruments import (
 logger = logging.getLogger("evenflow.server")
 
 WINDOW_S = 60  # of the recent quantiles
-MAX_CHUNKS = 4096  # kept of an open request: one that is preempted again and again may have any number
+MAX_CHUNKS = 4096  # kept per open request: repeated preemptions may add any number
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What changes with the engine process, not with its steps."""
+    """The state of the engine's process, independent of its steps."""
 
     is_up: bool
     num_restarts: int = 0
-    max_model_len: int = 0  # 0: not known yet
+    max_model_len: int = 0  # 0: unknown
     num_blocks: int = 0
     block_size: int = 0
-    policy: str = ""  # for the next step; each report has its own
+    policy: str = ""  # of the next step; reports have their own
     target_s: float | None = None
 
 
 @dataclass(slots=True)
-class RequestRecord:
-    """One request's life in the server. Times are the clock's; None: not yet."""
+class ServedRequest:
+    """One request in the server, from acceptance to end. Times by the clock; None: not yet."""
 
     request_id: str
     tenant: str
     num_prompt_tokens: int
     max_tokens: int
     started_at: float
-    key: str = ""  # the name of the API key that sent it; "" if there are none
-    endpoint: str = ""  # the path that it was sent to; "" if a host reported it
-    model: str = ""  # as the response names it; likewise
+    key: str = ""  # the name of the sender's API key; "" without keys
+    endpoint: str = ""  # the request's path; "" for requests of a host engine
+    model: str = ""  # its name in the response; likewise
     service_class: str = ""  # likewise
-    admitted_at: float | None = None  # the start of the first step that it was part of
+    admitted_at: float | None = None  # the start of its first step
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_cached_tokens: int = 0  # at its first admission
     num_preemptions: int = 0
     num_retries: int = 0  # after faults
-    chunks: deque[tuple[float, ChunkReport]] = field(  # the last ones, each with the time of its commit
+    chunks: deque[tuple[float, ChunkReport]] = field(  # the latest, each with its commit time
         default_factory=lambda: deque(maxlen=MAX_CHUNKS)
     )
     num_output_tokens: int = 0
@@ -86,22 +86,22 @@ class RequestRecord:
 
 
 class Listener:
-    """Follows an Observer. Does nothing by itself."""
+    """The interface of an Observer's listeners. Does nothing by itself."""
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed."""
 
-    def on_request_started(self, record: RequestRecord) -> None:
+    def on_request_started(self, record: ServedRequest) -> None:
         """A request was accepted."""
 
-    def on_first_token(self, record: RequestRecord) -> None:
-        """A request got its first token; again, if it was retried since."""
+    def on_first_token(self, record: ServedRequest) -> None:
+        """A request got its first token; called again after a retry."""
 
-    def on_request_retried(self, record: RequestRecord) -> None:
-        """A request is computed again after a fault."""
+    def on_request_retried(self, record: ServedRequest) -> None:
+        """A request is recomputed after a fault."""
 
-    def on_request_finished(self, record: RequestRecord) -> None:
-        """A request ended, whatever the reason."""
+    def on_request_finished(self, record: ServedRequest) -> None:
+        """A request ended, for any reason."""
 
 
 class Observer:
@@ -109,23 +109,23 @@ class Observer:
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model_name = model_name
-        self.clock = clock  # of all times here
+        self.clock = clock  # the source of all times here
         self.collectors = CollectorRegistry()
         self.engine_state = EngineState(is_up=False)
         self.policy = ""  # of the next step
         self.target_s: float | None = None
         self.feasible_target_s: float | None = None
         self.last_report: StepReport | None = None  # None: nothing runs
-        self.admission_failure: str | None = None  # what is wrong if nothing is admitted although it could be
+        self.admission_failure: str | None = None  # the reason, if requests wait in spite of free capacity
         self.recent_tbt = RecentQuantiles(WINDOW_S)
         self.recent_ttft = RecentQuantiles(WINDOW_S)
-        self.requests: dict[str, RequestRecord] = {}  # that have not ended
+        self.requests: dict[str, ServedRequest] = {}  # open ones
         self._factory = MetricFactory(self.collectors, model_name)
         self._vllm = VllmMetrics(self._factory)
         self._own = EvenflowMetrics(self._factory)
         self.classes = ClassFigures(ClassMetrics(self._factory), WINDOW_S)
         self._token_histograms: list[tuple[str, Histogram]] = []  # empty until the model's context is known
-        self._last_token_at: dict[str, float] = {}  # apart from the records: every token looks here
+        self._last_token_at: dict[str, float] = {}  # outside the records, for fast access at every token
         self.tenants = self._factory.tenant_figures()
         self._listeners: list[Listener] = []
         self._best_effort = BestEffort(logger)
@@ -133,13 +133,13 @@ class Observer:
         self.collectors.register(PROCESS_COLLECTOR)
 
     def listen(self, listener: Listener) -> None:
-        """Notify this one too, from now on."""
+        """Notify this listener from now on."""
         self._listeners.append(listener)
 
     # ---- the engine ----
 
     def on_engine_state(self, state: EngineState) -> None:
-        """The engine process came up (with its limits known), went down, or was restarted; or its policy changed."""
+        """The engine process came up (with known limits), went down or restarted; or its policy changed."""
         self._own.up.set(state.is_up)
         self._own.restarts.inc(state.num_restarts - self.engine_state.num_restarts)
         self.engine_state = state
@@ -152,9 +152,9 @@ class Observer:
             self.last_report = self.admission_failure = None
 
     def on_step(self, report: StepReport) -> None:
-        """A step was committed. Call this before `on_request_finished` of the requests that it ended."""
+        """A step was committed. Call before `on_request_finished` for the requests it ended."""
         self.policy, self.target_s, self.feasible_target_s = report.policy, report.target_s, report.feasible_target_s
-        if self.requests:  # else all were aborted while this step ran
+        if self.requests:  # else all were aborted during the step
             self.last_report = report
         for count in (
             *(self._record_faults, self._record_admissions, self._record_tokens, self._observe_step),
@@ -165,10 +165,10 @@ class Observer:
 
     # ---- requests ----
 
-    def on_request_started(self, record: RequestRecord, num_choices: int | None = 1) -> None:
-        """A request goes to the engine.
+    def on_request_started(self, record: ServedRequest, num_choices: int | None = 1) -> None:
+        """A request was sent to the engine.
 
-        An API call for several choices is several requests: the first has their number, the others None.
+        A call with several choices makes several requests: `num_choices` is their number in the first, else None.
         """
         self.requests[record.request_id] = record
         self._best_effort.run("metrics", partial(self._count_request, record, num_choices), None)
@@ -177,18 +177,18 @@ class Observer:
     def on_request_finished(
         self, request_id: str, reason: str, num_tokens: int, now: float | None = None, error: str | None = None
     ) -> None:
-        """A request ended: by stop, length, abort or error. Call this once for every request that was started."""
+        """A request ended by stop, length, abort or error. Call exactly once for every started request."""
         record = self.requests.pop(request_id)
         record.last_token_at = self._last_token_at.pop(request_id, None)
         record.finish_reason, record.num_output_tokens, record.error = reason, num_tokens, error
         record.finished_at = self.clock() if now is None else now
         self._best_effort.run("metrics", partial(self._observe_request, record), None)
-        if not self.requests:  # no further step may come
+        if not self.requests:  # there may be no further step
             self.last_report = None
         self._tell(Listener.on_request_finished, record)
 
     def on_request_retried(self, request_id: str) -> None:
-        """The engine died before anybody saw a token of this request: the next one computes it from the start."""
+        """The engine died before this request's first token reached the client: the next engine recomputes it."""
         record = self.requests[request_id]
         record.num_retries += 1
         record.first_token_at = None
@@ -197,16 +197,16 @@ class Observer:
         self._tell(Listener.on_request_retried, record)
 
     def on_request_rejected(self, reason: str) -> None:
-        """A request was refused for lack of capacity; `reason` is one of REFUSALS."""
+        """A request was refused for lack of capacity. `reason`: one of REFUSALS."""
         self._own.rejected(reason).inc()
 
-    def _count_request(self, record: RequestRecord, num_choices: int | None) -> None:
+    def _count_request(self, record: ServedRequest, num_choices: int | None) -> None:
         self.classes.on_started(record.service_class)
         if num_choices is not None:
             self._vllm.params_n.observe(num_choices)
 
-    def _tell(self, event: Callable[..., None], what: StepReport | RequestRecord) -> None:
-        """A listener that fails costs itself this event: no request, and no other listener."""
+    def _tell(self, event: Callable[..., None], what: StepReport | ServedRequest) -> None:
+        """Notify all listeners. A failing listener loses this event, but affects no request and no other listener."""
         for listener in self._listeners:
             call = partial(getattr(listener, event.__name__), what)
             self._best_effort.run(f"{type(listener).__name__}.{event.__name__}", call, None)
@@ -235,7 +235,7 @@ class Observer:
         own.tier_seconds("in").inc(tier.restore_seconds)
 
     def _record_admissions(self, report: StepReport) -> None:
-        """Record which requests were admitted and which chunks they got."""
+        """Record the admissions and chunks of a step."""
         for admission in report.admissions:
             self._vllm.prefix_queries.inc(admission.num_tokens)
             self._vllm.prefix_hits.inc(admission.num_cached_tokens)
@@ -256,7 +256,7 @@ class Observer:
                 record.chunks.append((report.at, chunk))
 
     def _record_tokens(self, report: StepReport) -> None:
-        """Measure the gap before each token: all streams of a step at once, because few gaps differ."""
+        """Measure the gap before each token, for all streams of a step at once: few of their gaps differ."""
         resumed = []
         for chunk in report.chunks:
             if chunk.gave_token and chunk.request_id in self._last_token_at:
@@ -266,7 +266,7 @@ class Observer:
         self._record_gaps([*report.decoded, *resumed], report.at)
         self._vllm.generation_tokens.inc(report.num_output_tokens)
 
-    def _record_first_token(self, record: RequestRecord, now: float) -> None:
+    def _record_first_token(self, record: ServedRequest, now: float) -> None:
         record.first_token_at = self._last_token_at[record.request_id] = now
         self._tell(Listener.on_first_token, record)
         ttft = now - record.started_at
@@ -282,7 +282,7 @@ class Observer:
     def _record_gaps(self, request_ids: Iterable[str], now: float) -> None:
         last = self._last_token_at
         known = [request_id for request_id in request_ids if request_id in last]
-        if (only := self.classes.only) is not None:  # as a rule, and it spares a look at each request
+        if (only := self.classes.only) is not None:  # the usual case, which avoids a lookup per request
             gaps = {(only, gap): count for gap, count in Counter([now - last[one] for one in known]).items()}
         else:
             gaps = Counter([(self.requests[one].service_class, now - last[one]) for one in known])
@@ -316,7 +316,7 @@ class Observer:
 
     # ---- finished requests ----
 
-    def _observe_request(self, record: RequestRecord) -> None:
+    def _observe_request(self, record: ServedRequest) -> None:
         self._vllm.request_success(record.finish_reason).inc()
         self._vllm.request_preemptions.observe(record.num_preemptions)
         self._own.request_chunks.observe(len(record.chunks))
@@ -330,7 +330,7 @@ class Observer:
         )
         for field_name, histogram in self._token_histograms:
             histogram.observe(getattr(record, field_name))
-        for start, end, histogram in self._vllm.phases:  # those that the request completed
+        for start, end, histogram in self._vllm.phases:  # phases that the request completed
             if (started_at := getattr(record, start)) is not None and (ended_at := getattr(record, end)) is not None:
                 histogram.observe(ended_at - started_at)
         if record.num_output_tokens > 1 and record.first_token_at is not None and record.last_token_at is not None:
@@ -340,7 +340,7 @@ class Observer:
     # ---- gauges ----
 
     def _connect_gauges(self) -> None:
-        """Gauges are computed when they are read."""
+        """Connect the gauges, which are computed on reading."""
 
         def last(figure: Callable[[StepReport], float]) -> Callable[[], float]:
             return lambda: 0 if self.last_report is None else figure(self.last_report)
@@ -365,7 +365,7 @@ def _or_nan(value: float | None) -> float:
 
 
 class FiguresFor(Collector):
-    """What this caller may see: other keys' tenants are for admins."""
+    """This caller's view: only admins see other keys' tenants."""
 
     def __init__(self, observer: Observer, caller: Caller) -> None:
         self._observer = observer

@@ -1,4 +1,4 @@
-"""The checks of `evenflow audit`: reads request logs, and checks that each accepted request has exactly one end."""
+"""The checks of `evenflow audit`: reads request logs and checks that each accepted request ended exactly once."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import msgspec
 from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
-_MAX_PROBLEMS = 20  # listed
+_MAX_PROBLEMS = 20  # listed at most
 
 
 @dataclass(slots=True)
 class Accounts:
-    """What became of the requests in a log."""
+    """The outcomes of the requests in a log."""
 
     num_accepted: int = 0
-    num_first_tokens: int = 0  # requests that gave a token
+    num_first_tokens: int = 0  # requests with a token
     num_retries: int = 0
     ended: Counter[str] = field(default_factory=Counter)  # by finish reason
-    num_ended_only: int = 0  # accepted before the first line of this log, which was rotated
-    cut_off: list[str] = field(default_factory=list)  # open when a server died
-    still_open: list[str] = field(default_factory=list)  # at the end of the log, of a server that did not close it
+    num_ended_only: int = 0  # accepted before this log's first line: the log was rotated
+    cut_off: list[str] = field(default_factory=list)  # open at a server's death
+    still_open: list[str] = field(default_factory=list)  # at the end of a log that its server did not close
     num_torn_lines: int = 0
     num_lost_lines: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
     def adds_up(self) -> bool:
-        """Every accepted request has exactly one end, or was open when its server died or the log ended."""
+        """Whether every accepted request ended exactly once, or was open when its server died or the log ended."""
         others = len(self.cut_off) + len(self.still_open) - self.num_ended_only
         return not self.problems and self.num_accepted == sum(self.ended.values()) + others
 
@@ -42,7 +42,7 @@ class Accounts:
 
 
 def read_accounts(paths: Iterable[str | Path]) -> Accounts:
-    """The accounts of a log, given as its files from the oldest to the newest."""
+    """The accounts of a log, given as its files from oldest to newest."""
     reader, files = _Reader(), [Path(path) for path in paths]
     for path in files:
         reader.read(path)
@@ -54,15 +54,15 @@ def read_accounts(paths: Iterable[str | Path]) -> Accounts:
 class _Reader:
     def __init__(self) -> None:
         self._accounts = Accounts()
-        self._open: dict[str, bool] = {}  # whether each has given a token
-        self._is_whole: bool | None = None  # does the log begin with the server? None: no line yet
+        self._open: dict[str, bool] = {}  # request id to whether it has a token
+        self._is_whole: bool | None = None  # the log begins with the server's start; None: no line yet
 
     @property
     def is_empty(self) -> bool:
         return self._is_whole is None
 
     def read(self, path: Path) -> None:
-        """A file may be empty, if it was rotated a moment ago."""
+        """Read a file, which may be empty right after a rotation."""
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
@@ -133,7 +133,7 @@ class _Reader:
 
 
 def _parsed(lines: list[bytes], accounts: Accounts) -> Iterator[dict[str, Any]]:
-    """A line that is not JSON was torn when a machine died."""
+    """Decode lines; counts those torn by a crash, which are not JSON."""
     for line in filter(None, lines):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])

@@ -1,14 +1,14 @@
 """The request log: JSON lines that account for each request, without its text. `request_accounts` reads them.
 
-    {"event": "opened", ...}         the server starts; requests of an earlier run are over
+    {"event": "opened", ...}         the server starts; requests of earlier runs have ended
     {"event": "accepted", ...}       a request was accepted
     {"event": "first_token", ...}    it got its first token
-    {"event": "retried", ...}        it is computed again after a fault
-    {"event": "ended", ...}          it ended, with its figures
+    {"event": "retried", ...}        it is recomputed after a fault
+    {"event": "ended", ...}          it ended; with its figures
     {"event": "lost", "lines": N}    lines that could not be written
     {"event": "closed", ...}         the server ends
 
-A thread writes the lines, so a slow disk delays no stream. If the disk is full, lines are lost and serving goes on.
+A thread writes the lines, so a slow disk delays no stream. If the disk is full, lines are lost and serving continues.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from evenflow import __version__
 from evenflow.core.report import StepReport
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
-from evenflow.server.metrics.observer import Listener, Observer, RequestRecord
+from evenflow.server.metrics.observer import Listener, Observer, ServedRequest
 
 logger = logging.getLogger("evenflow")
 
-_MAX_PENDING = 10_000  # lines that wait for the disk
-_CLOSE_S = 2.0  # for the last lines
+_MAX_PENDING = 10_000  # unwritten lines
+_CLOSE_S = 2.0  # to write the last lines
 
 
 class RequestLog(Listener):
-    """Appends to a file, and starts a new one after the file was renamed or deleted."""
+    """Appends to a file; starts a new one after the file was renamed or deleted."""
 
     def __init__(self, path: Path, observer: Observer) -> None:
         self._open_requests = observer.requests
         self._clock = observer.clock
-        self._gaps: dict[str, tuple[float, float]] = {}  # when the last token came, and the longest gap so far
+        self._gaps: dict[str, tuple[float, float]] = {}  # the last token's time, and the longest gap so far
         self._lines: queue.Queue[bytes | None] = queue.Queue(_MAX_PENDING)
         self._writer = _Writer(path, self._lines)
         self._thread = threading.Thread(target=self._writer.run, name="evenflow-request-log", daemon=True)
@@ -56,18 +56,18 @@ class RequestLog(Listener):
                 last, longest = gaps.get(request_id, (now, 0.0))
                 gaps[request_id] = now, max(longest, now - last)
 
-    def on_request_started(self, record: RequestRecord) -> None:
+    def on_request_started(self, record: ServedRequest) -> None:
         self._write("accepted", **self._about(record), max_tokens=record.max_tokens)
 
-    def on_first_token(self, record: RequestRecord) -> None:
+    def on_first_token(self, record: ServedRequest) -> None:
         self._write("first_token", id=record.request_id, ttft_s=_since(record.started_at, record.first_token_at))
 
-    def on_request_retried(self, record: RequestRecord) -> None:
-        if record.first_token_at is None:  # it begins again
+    def on_request_retried(self, record: ServedRequest) -> None:
+        if record.first_token_at is None:  # retried
             self._gaps.pop(record.request_id, None)
         self._write("retried", id=record.request_id)
 
-    def on_request_finished(self, record: RequestRecord) -> None:
+    def on_request_finished(self, record: ServedRequest) -> None:
         _, longest_gap = self._gaps.pop(record.request_id, (0.0, 0.0))
         self._write(
             "ended",
@@ -82,8 +82,8 @@ class RequestLog(Listener):
             error=record.error,
         )
 
-    def _about(self, record: RequestRecord) -> dict[str, object]:
-        """What is known of a request from its start."""
+    def _about(self, record: ServedRequest) -> dict[str, object]:
+        """The fields known from a request's start."""
         return {
             "id": record.request_id,
             "time": _text(self._wall_time(record.started_at)),
@@ -105,7 +105,7 @@ class RequestLog(Listener):
             self._writer.num_dropped += 1
 
     def close(self) -> None:
-        """Write what is left, unless the disk hangs."""
+        """Write the remaining lines, unless the disk hangs."""
         self._write("closed", time=_text(time.time()))
         with suppress(queue.Full):
             self._lines.put(None, timeout=_CLOSE_S)
@@ -113,14 +113,14 @@ class RequestLog(Listener):
 
 
 class _Writer:
-    """The thread's part."""
+    """The writing thread's state."""
 
     def __init__(self, path: Path, lines: queue.Queue[bytes | None]) -> None:
         self._path = path
         self._lines = lines
-        self.num_dropped = 0  # lines that found no room, counted by the other thread
+        self.num_dropped = 0  # lines dropped for lack of room, counted by the other thread
         self._num_failed = 0
-        self._num_reported = 0  # of both
+        self._num_reported = 0  # of dropped and failed lines
         self._is_failing = False
         try:
             self._file = LineFile(path, "ab")

@@ -1,4 +1,4 @@
-"""Figures by tenant, for a bounded number of them: clients can make up names, and those must not displace real ones."""
+"""Figures for a bounded number of tenants: clients can make up names, which must not displace real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-MAX_TENANTS = 100  # of one key, each with its own label
+MAX_TENANTS = 100  # per key, each with its own label
 MAX_TENANT_CHARACTERS = 64
 OTHER_TENANTS = "other"
 
@@ -20,7 +20,7 @@ _FAMILIES = {
 
 
 class TenantFigures(Collector):
-    """Counts per key and tenant. When a key has too many tenants, the one with the fewest tokens joins `other`."""
+    """Counts per key and tenant. Beyond a key's limit, the tenant with the fewest tokens joins `other`."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
@@ -38,7 +38,7 @@ class TenantFigures(Collector):
         return self.collect_for(None)
 
     def collect_for(self, key: str | None) -> Iterator[Metric]:
-        """The figures of one key; None: of all."""
+        """The figures of one key; None: of all keys."""
         shown = self._by_key if key is None else {key: self._by_key.get(key, {})}
         for place, (name, text) in enumerate(_FAMILIES.items()):
             family = CounterMetricFamily(name, text, labels=[*self._labels, "key", "tenant"])
@@ -49,7 +49,7 @@ class TenantFigures(Collector):
 
 
 def _label(tenant: str) -> str:
-    """Its name on one line, as Python escapes it; never that of the others."""
+    """The tenant's name on one line, escaped as in Python; never equal to `other`."""
     return rf"\{OTHER_TENANTS}" if tenant == OTHER_TENANTS else repr(tenant[:MAX_TENANT_CHARACTERS])[1:-1]
 
 

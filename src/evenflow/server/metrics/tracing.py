@@ -1,7 +1,7 @@
 """OpenTelemetry traces: one span per request, with its queueing, chunks and first token as events.
 
-A span is built from the request's record after its end, so tracing costs nothing before. Needs the extra `otel`, which
-is imported when a tracer is made.
+A span is built from the request's record after its end: no cost before. Needs the extra `otel`, imported when a tracer
+is made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from evenflow.errors import InvalidConfig, MissingDependency
-from evenflow.server.metrics.observer import Listener, RequestRecord
+from evenflow.server.metrics.observer import Listener, ServedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -29,7 +29,7 @@ class RequestTracer(Listener):
         # The server's clock has an arbitrary zero; spans need the time of day.
         self._epoch = time.time() - time.perf_counter()
 
-    def on_request_finished(self, record: RequestRecord) -> None:
+    def on_request_finished(self, record: ServedRequest) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         span = self._tracer.start_span(
@@ -54,7 +54,7 @@ class RequestTracer(Listener):
             span.set_status(Status(StatusCode.ERROR))
         span.end(self._time_of_day(record.finished_at))
 
-    def _add_events(self, span: Span, record: RequestRecord) -> None:
+    def _add_events(self, span: Span, record: ServedRequest) -> None:
         if record.admitted_at is not None:
             queue_s = record.admitted_at - record.started_at
             span.set_attribute("gen_ai.latency.time_in_queue", queue_s)
@@ -71,7 +71,7 @@ class RequestTracer(Listener):
         return int((self._epoch + at) * _NANOSECONDS)
 
     def close(self) -> None:
-        """Send the remaining spans, waiting a few seconds at most."""
+        """Send the remaining spans, for at most a few seconds."""
         self._provider.shutdown()
 
 

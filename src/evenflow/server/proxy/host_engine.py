@@ -26,17 +26,17 @@ from evenflow.server.metrics.observer import Observer
 from evenflow.server.proxy.step_receiver import StepReceiver
 from evenflow.server.proxy.warm_up import warm_up
 
-_HEALTH_CHECK_S = 0.5  # while it starts
+_HEALTH_CHECK_S = 0.5  # during its start
 _SETTLE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 20.0
-_FORGET_S = 1.0  # after the last request: time for the last report to arrive
+_FORGET_S = 1.0  # after the last request, so that the last report can arrive
 _STDERR = 2
-# Ends the host and its workers when its standard input closes: they must not outlive a killed front.
+# Ends the host and its workers once its standard input closes: they must not outlive a killed front.
 _GUARD = 'read -r _; kill -s TERM "$1" && sleep 10; kill -s KILL -- "-$1"'
 
 
 class HostEngine(SupervisedEngine):
-    """One host engine's server, which routes reach over `http`."""
+    """A host engine's server. Routes use `http` to reach it."""
 
     def __init__(self, launch: HostLaunch, observer: Observer, has_keys: bool) -> None:
         self.name = launch.package.name
@@ -45,17 +45,17 @@ class HostEngine(SupervisedEngine):
         self._has_keys = has_keys
         super().__init__(self.name, launch.policy, observer)
         self._launch = launch
-        self._last_target = launch.policy or DEFAULT_POLICY  # the next one is paced as this one
+        self._last_target = launch.policy or DEFAULT_POLICY  # the next target is paced alike
         self._folder = RunFolder(Path(tempfile.mkdtemp(prefix="evenflow-")))
         transport = httpx.AsyncHTTPTransport(
             uds=str(self._folder.http_socket) if launch.port is None else None,
-            # The host may close an idle connection at any time, and a new one on this machine costs little.
+            # No idle connections: the host may close one at any time, and a new local one is cheap.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self.http = httpx.AsyncClient(transport=transport, base_url=launch.base_url, timeout=None, trust_env=False)
         self._open: set[Callable[[EvenflowError], None]] = set()
 
-    # ---- what routes use ----
+    # ---- used by routes ----
 
     def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         started_with = self._launch.policy
@@ -70,7 +70,7 @@ class HostEngine(SupervisedEngine):
         self._publish_state()
 
     async def max_model_len(self) -> int | None:
-        """The context of the first model that it lists; None if it does not say."""
+        """The context of its first listed model; None if unknown."""
         if not self.is_up:
             raise self.failure
         try:
@@ -80,7 +80,7 @@ class HostEngine(SupervisedEngine):
 
     @contextmanager
     def proxying(self, fail: Callable[[EvenflowError], None]) -> Iterator[None]:
-        """A request is open during this context; `fail` ends it if the host dies."""
+        """Register an open request; `fail` ends it if the host dies."""
         if not self.is_up:
             raise self.failure
         self._open.add(fail)
@@ -101,7 +101,7 @@ class HostEngine(SupervisedEngine):
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _forget_requests(self) -> None:
-        """Once no request is open, end those whose end the host has not reported."""
+        """Once no request is open, end requests whose end the host did not report."""
         if not self._open:
             for request_id in list(self._observer.requests):
                 self._observer.on_request_finished(request_id, FinishReason.ABORT, 0)
@@ -118,7 +118,7 @@ class HostEngine(SupervisedEngine):
                 env=self._launch.environment(folder, self.policy),
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
-                start_new_session=True,  # the front handles an interrupt at the terminal
+                start_new_session=True,  # the front handles Ctrl-C
             )
             guard = start_guard(process.pid)
             ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
@@ -145,7 +145,7 @@ class HostEngine(SupervisedEngine):
 
     async def _settles(self, ended: asyncio.Future[int]) -> bool:
         if (path := self._launch.settle_path) is not None:
-            with suppress(httpx.HTTPError):  # it can serve without
+            with suppress(httpx.HTTPError):  # optional
                 await self.http.post(path, timeout=_SETTLE_TIMEOUT_S)
         return not ended.done()
 
@@ -164,10 +164,10 @@ class HostEngine(SupervisedEngine):
 
 
 def log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """As the loop does, except for what says nothing.
+    """Log like the event loop, but drop one harmless error.
 
-    httpx's sockets wait for data by a future whose result the loop sets. If data arrive in the very turn in which a
-    client disconnects, that future is cancelled by then.
+    httpx's sockets wait for data with a future set by the loop. If data arrive in the same turn as a client's
+    disconnect, the future is already cancelled.
     """
     is_late_result = (
         isinstance(context.get("exception"), asyncio.InvalidStateError) and "set_result" in context["message"]
@@ -177,7 +177,7 @@ def log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 
 def start_guard(group: int) -> subprocess.Popen[bytes]:
-    """A process that ends this process group once its standard input closes."""
+    """Start a process that ends this process group once its standard input closes."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "evenflow-guard", str(group)],
         stdin=subprocess.PIPE,
@@ -187,7 +187,7 @@ def start_guard(group: int) -> subprocess.Popen[bytes]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the host, then kill what is left of its processes."""
+    """Terminate the host, then kill its remaining processes."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Refuses what a host engine would silently ignore: settings of a request for evenflow that make no sense."""
+"""Refuses invalid evenflow settings in a request, which a host engine would silently ignore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def check_settings(
     content: bytes, paths: Sequence[Sequence[str]], caller: Caller, target: float | None, classes: Classes
 ) -> None:
-    """Raise for the first bad setting in the host's own fields. A body that is no JSON object is left to the host."""
+    """Raise for the first invalid setting. A body that is not a JSON object is left to the host."""
     try:
         fields = _decode(content)
         given = [(path, msgspec.json.decode(fields[path[0]])) for path in paths if path[0] in fields]
@@ -33,7 +33,7 @@ def check_settings(
 
 
 def _at(value: Any, path: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """The objects at this path, in each member of a batch."""
+    """The objects at this path, in every member of a batch."""
     if isinstance(value, list):
         for one in value:
             yield from _at(one, path)

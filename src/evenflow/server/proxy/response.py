@@ -1,6 +1,6 @@
 """Serves a host engine's routes through evenflow's front: streams bytes both ways with backpressure.
 
-A client that disconnects aborts its request in the host too.
+A client's disconnect also aborts its request in the host.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from evenflow.server.proxy.separation import check_stored_response, keep_apart
 
 _READS = ("GET", "HEAD")
 _METHODS = [*_READS, "POST", "PUT", "PATCH", "DELETE"]
-# Headers of one connection, not of the request; and the key, which is evenflow's.
+# Headers of the connection, not of the request; and evenflow's own key.
 _HOP_HEADERS = set(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _DROPPED_FROM_REQUEST = _HOP_HEADERS | {b"host", b"authorization", b"x-api-key", b"content-length", b"expect"}
-# Hosts can also be told to change weights, to sleep or to run code, on routes that each release adds to. So what a key
-# may reach is listed, and what a web page may reach by itself, which can send a GET from an image.
+# Hosts also have routes that change weights, sleep or run code, and each release adds some. So the routes open to a key
+# are listed, and so are those open to a web page, which can send a GET as an image.
 _READ_BY_ALL = re.compile(rb"/(v1/models(/[\w-][\w.:-]*)*|v1/responses/[\w.~-]+|openapi\.json)")
 _DELETED_BY_ALL = re.compile(rb"/v1/responses/[\w.~-]+")
 _POSTED_BY_ALL = re.compile(
@@ -66,13 +66,13 @@ class HostService(Service):
     client: HostEngine
 
     async def load_limits(self) -> LoadLimits:
-        """What the live page's load has to fit in. The host counts tokens, so here they are estimated."""
+        """Limits of the live page's load. Only the host counts tokens; they are estimated here."""
         max_model_len = await self.client.max_model_len()
         return LoadLimits(max_model_len=max_model_len, max_requests=self.gate.max_tenant_running)
 
 
 def proxy_routes(service: HostService, may_be_a_page: bool) -> APIRouter:
-    """Proxies every path that has no route before this one. A web page may send requests where there are no keys."""
+    """Proxy every path without an earlier route. Without keys, web pages may send requests."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/{path:path}", methods=_METHODS)
@@ -152,7 +152,7 @@ class ProxyResponse(Response):
             await self._send_failure(self._failure, send)
 
     def fail(self, failure: EvenflowError) -> None:
-        """End the response with an error that the client sees."""
+        """End the response with an error visible to the client."""
         if self._relay is not None and not self._relay.done():
             self._failure = failure
             self._relay.cancel()
@@ -176,11 +176,11 @@ class ProxyResponse(Response):
         if self._is_event_stream:
             path = self._request.url.path
             await send({"type": "http.response.body", "body": failed_stream(as_api_error(failure), path)})
-        # Otherwise the connection closes early: the only way to mark half a response as failed.
+        # Otherwise close the connection early: the only way to mark a partial response as failed.
 
 
 def metrics_routes(service: HostService, observer: Observer) -> APIRouter:
-    """The route /metrics: the host's metrics, and those of evenflow's that it does not have."""
+    """The route /metrics: the host's metrics, and evenflow's where the host has none."""
     routes = APIRouter()
     engine = service.client
 
@@ -195,7 +195,7 @@ def metrics_routes(service: HostService, observer: Observer) -> APIRouter:
     async def metrics(request: Request) -> Response:
         host_metrics = b""
         if engine.is_up:
-            with suppress(httpx.TransportError):  # the host is going down, which evenflow's own metrics show
+            with suppress(httpx.TransportError):  # the host is going down; evenflow's own metrics show it
                 response = await engine.http.get("/metrics", headers={"accept": "text/plain"})
                 host_metrics = response.content if response.is_success else b""
         return Response(

@@ -1,7 +1,7 @@
-"""Keeps the requests of different API keys apart in a host engine, which has no notion of keys.
+"""Separates the requests of different API keys in a host engine, which does not know keys.
 
-With keys, each request gets an id that names its key (`~NAME~ID`), by which the host's reports and stored responses
-are told apart, and a salt of that key for the prefix cache. Both replace what the client chose.
+With keys, each request gets an id with its key's name (`~NAME~ID`), which separates the host's reports and stored
+responses, and the key's salt for the prefix cache. Both replace the client's choice.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ID_HEADER = "x-request-id"  # vLLM prefers it to the body's field
 
 _RESPONSES = "/v1/responses"
 _STORED_RESPONSE = re.compile(rf"{_RESPONSES}/([^/]+)(/cancel)?")
-_RENDER = "render"  # in place of a stored response's id
+_RENDER = "render"  # a fixed path in the place of a stored response's id
 _OWNER = re.compile(r"~([A-Za-z0-9._-]{1,64})~")
 _CHOSEN_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-# They reach another request's KV or run on after the response: nothing here could tell whose these are.
+# They reach another request's KV or continue after the response, so their owner cannot be checked here.
 _ADMINS_FIELDS = {
     "background",
     "bootstrap_host",
@@ -40,27 +40,27 @@ _ADMINS_FIELDS = {
 }
 _NOTHING = (b"null", b"false")
 _JSON_TYPES = ("", "application/json")
-_FORM_TYPES = ("multipart/form-data", "application/x-www-form-urlencoded")  # of audio; no host parses them elsewhere
+_FORM_TYPES = ("multipart/form-data", "application/x-www-form-urlencoded")  # for audio; hosts parse them nowhere else
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
 
 def owner_of(host_id: str) -> str:
-    """The name of the key whose request or response this is; "" if it names none."""
-    found = _OWNER.search(host_id)  # the first one is the front's: a client's part comes after it
+    """The name of the owning key; "" if the id has none."""
+    found = _OWNER.search(host_id)  # the first match is the front's: the client's part follows it
     return "" if found is None else found[1]
 
 
 def check_stored_response(path: str, caller: Caller) -> None:
-    """Refuse another key's stored response, as if there were none."""
+    """Refuse another key's stored response as if it did not exist."""
     stored = _STORED_RESPONSE.fullmatch(path)
     if stored is not None and stored[1] != _RENDER:
         _check_owner(stored[1], caller)
 
 
 def keep_apart(request: httpx.Request, launch: type[HostLaunch], caller: Caller) -> httpx.Request:
-    """The request with an id and salts of its key, if it has one."""
+    """The request with its key's id and salts, if it has a key."""
     if not caller.name:
         return request
     headers, content = request.headers.copy(), request.read()
@@ -115,14 +115,14 @@ def _check_owner(response_id: str, caller: Caller) -> None:
 
 
 def _id_for(caller: Caller, path: str, chosen: object) -> str:
-    """An id of this key: with the client's own if that is plain text, else with a random one."""
+    """An id of this key, with the client's own part if that is plain text, else a random one."""
     is_plain = isinstance(chosen, str) and _CHOSEN_ID.fullmatch(chosen) is not None
     own_id = f"~{caller.name}~{chosen if is_plain else uuid.uuid4().hex}"
-    return f"resp_{own_id}" if path == _RESPONSES else own_id  # hosts find no other id of a response
+    return f"resp_{own_id}" if path == _RESPONSES else own_id  # the only form in which hosts find a response
 
 
 def _salted(caller: Caller, salt: Any) -> str | list[str]:
-    """The client's own salt, or those of its batch, as nobody without its key can have them."""
+    """The client's salt, or those of its batch, made unique to its key."""
     if isinstance(salt, list):
         return [str(_salted(caller, one)) for one in salt]
     return hashlib.sha256(f"{caller.key}/{'' if salt is None else salt}".encode()).hexdigest()

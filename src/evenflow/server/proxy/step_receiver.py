@@ -10,7 +10,7 @@ import msgspec
 from evenflow.core.request import FinishReason
 from evenflow.framing import FrameReader
 from evenflow.hosts.messages import HostStep
-from evenflow.server.metrics.observer import Observer, RequestRecord
+from evenflow.server.metrics.observer import Observer, ServedRequest
 from evenflow.server.proxy import warm_up
 from evenflow.server.proxy.separation import owner_of
 
@@ -18,7 +18,7 @@ _decode = msgspec.msgpack.Decoder(HostStep).decode
 
 
 class StepReceiver(asyncio.Protocol):
-    """The connection to one of the host's engine processes. The warm-up's requests are not observed."""
+    """The connection to one of the host's engine processes. Requests of the warm-up are not observed."""
 
     def __init__(self, observer: Observer, has_keys: bool) -> None:
         self._observer = observer
@@ -35,13 +35,13 @@ class StepReceiver(asyncio.Protocol):
             if not (_is_of_warm_up(new.request_id) or new.request_id in observer.requests):
                 sizes = new.num_prompt_tokens, new.max_tokens
                 key = owner_of(new.request_id) if self._has_keys else ""
-                observer.on_request_started(RequestRecord(new.request_id, "", *sizes, started_at=new.at, key=key))
+                observer.on_request_started(ServedRequest(new.request_id, "", *sizes, started_at=new.at, key=key))
         chunk_ids = (chunk.request_id for chunk in step.report.chunks)
         if not all(map(_is_of_warm_up, chain(step.report.ids, chunk_ids))):
             observer.on_step(step.report)
         for left in step.left:
-            if left.request_id in observer.requests:  # else it was forgotten
-                # Why it ended shows in the host's own metrics.
+            if left.request_id in observer.requests:  # else it was already ended here
+                # The host's own metrics show the reason of its end.
                 observer.on_request_finished(left.request_id, FinishReason.STOP, left.num_output_tokens, step.report.at)
 
 

@@ -1,6 +1,6 @@
 """Warms up a host engine before it serves, so that its kernels are loaded and its step times are known.
 
-Sends prompts beside streams, as ordinary requests to the engine's OpenAI API; little else of the engine is known here.
+Sends prompts beside streams as ordinary requests to the engine's OpenAI API. Must not depend on the kind of engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from evenflow.errors import EndpointFailed
 
 logger = logging.getLogger("evenflow")
 
-REQUEST_ID = "evenflow-warm-up"  # part of the id of each request: the engine's reports are told apart by it
+REQUEST_ID = "evenflow-warm-up"  # part of each request's id, which marks it in the engine's reports
 TIME_LIMIT_S = 10.0
-# Streams that decode, and the prompts sent beside them one after the other. Both grow slowly, so that a slow engine has
-# seen some of everything when time is up. A number of streams is one less than a power of two, the usual limit of an
-# engine: that leaves a slot for the prompt.
+# Decoding streams, and the prompts sent beside them in turn. Both grow slowly, so that a slow engine has seen some of
+# every kind when time is up. The numbers of streams are one below powers of two, the usual limits of engines, which
+# leaves a slot for the prompt.
 _STAGES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (0, (256,)),
     (1, (256, 1024)),
@@ -36,17 +36,17 @@ _STAGES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (7, (16_384,)),
     (0, (4096, 16_384)),
 )
-_STREAM_PROMPT, _STREAM_OUTPUT = 64, 1024  # tokens; a stream ends with its stage
-_PROMPT_OUTPUT = 8  # tokens that decode at the prompt's context
-_STREAMS_START_S = 3.0  # after the first one: the others wait longer only if the engine has no room for them
-_ASSUMED_CONTEXT = 2048  # of an engine that does not report it
-# Vocabularies begin with control tokens, up to a thousand of them. A very small one has no ids beyond that.
+_STREAM_PROMPT, _STREAM_OUTPUT = 64, 1024  # tokens; streams end with their stage
+_PROMPT_OUTPUT = 8  # tokens decoded at the prompt's context
+_STREAMS_START_S = 3.0  # after the first one; others take longer only if the engine has no room
+_ASSUMED_CONTEXT = 2048  # if the engine does not report it
+# Vocabularies begin with up to a thousand control tokens. A very small one has no other ids.
 _TOKEN_IDS = range(1000, 2000)
 _LOW_TOKEN_IDS = range(10, 110)
 
 
 async def warm_up(http: httpx.AsyncClient, name: str) -> None:
-    """Warm up the engine of this name within `TIME_LIMIT_S`. A failure is logged: the engine can serve without it."""
+    """Warm up the engine within `TIME_LIMIT_S`. A failure is only logged: the engine can serve without warm-up."""
     started_at = time.monotonic()
     logger.info("Warming up %s: prompts beside streams, for at most %.0f s.", name, TIME_LIMIT_S)
     try:
@@ -65,7 +65,7 @@ async def _run_until(limit: float, endpoint: _Endpoint) -> None:
             await _run_stages(endpoint)
     except TimeoutError:
         logger.info("The warm-up used its %.0f s; longer prompts beside more streams were not run.", TIME_LIMIT_S)
-        # An answer comes when the engine has ended the step that it was in and dropped what was cancelled.
+        # Answered once the engine has finished its current step and dropped cancelled requests.
         await _check(await endpoint.complete(1, 1))
 
 
@@ -82,7 +82,7 @@ class _Endpoint:
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[None]:
-        """A stream that has its first token. The rest is not read; the engine goes on until the context ends."""
+        """Open a stream and read its first token only. The engine continues until the context ends."""
         num_prompt_tokens = min(_STREAM_PROMPT, self.max_model_len // 2)
         max_tokens = min(_STREAM_OUTPUT, self.max_model_len - num_prompt_tokens)
         body = self._body(num_prompt_tokens, max_tokens) | {"stream": True}
@@ -93,11 +93,11 @@ class _Endpoint:
             yield
 
     def _body(self, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-        # Random tokens: no prefix cache holds them, and nothing will match what they leave there.
+        # Random tokens match nothing in a prefix cache, now or later.
         prompt = random.choices(self.token_ids, k=num_prompt_tokens)
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         request_id = f"{REQUEST_ID}-{next(self._numbers)}"
-        return body | {"request_id": request_id, "rid": request_id}  # the names that vLLM and SGLang have for it
+        return body | {"request_id": request_id, "rid": request_id}  # vLLM's and SGLang's names for it
 
 
 async def _connect(http: httpx.AsyncClient) -> _Endpoint:
@@ -128,7 +128,7 @@ async def _run_stages(endpoint: _Endpoint) -> None:
 
 
 async def _open_streams(endpoint: _Endpoint, streams: AsyncExitStack, count: int) -> bool:
-    """False if the engine does not run all of them at a time."""
+    """False if the engine does not run all of them at once."""
     if count:
         await streams.enter_async_context(endpoint.stream())
     try:

@@ -1,4 +1,4 @@
-// "Try it": a conversation. Each answer says how long its tokens took.
+// "Try it": a conversation. Each answer shows its time to first token and longest gap.
 
 import { Completion } from "./completion.js";
 import { count } from "./words.js";
@@ -71,7 +71,7 @@ export class Chat {
     if (isBusy) this.note.textContent = "Waiting for the first token…";
   }
 
-  // Shows the answer as it comes; returns what to say at its end. A message that is refused goes back to its field.
+  // Shows the answer as it streams; returns the closing line. A refused message goes back to its field.
   async answer(messages, signal) {
     const completion = new Completion();
     const turn = this.addTurn("assistant", "");
@@ -94,7 +94,7 @@ export class Chat {
     figures.textContent = `${word}: ${completion.summary}.`;
     turn.append(figures);
     this.scroll();
-    return `${word}.`; // for those who cannot see it
+    return `${word}.`; // for screen readers
   }
 
   body(messages) {

@@ -1,5 +1,5 @@
 // One click puts a load on the server: chats, and long prompts beside them, as ordinary requests of this page.
-// The server says what to send, at live/load.
+// The server decides the load, at live/load.
 
 import { Completion, Refused } from "./completion.js";
 import { authorization, refusal } from "./key.js";
@@ -47,7 +47,7 @@ export class Load {
     } catch (error) {
       outcome = this.reason(error);
     }
-    this.stopper.abort(); // what is still open
+    this.stopper.abort(); // requests still open
     this.stopper = null;
     clearInterval(this.timer);
     this.state.hidden = true;

@@ -1,4 +1,4 @@
-// The tables of classes and tenants: who runs, who waits, and what they see.
+// The tables of classes and tenants: running and waiting requests, gaps and first tokens.
 
 import { count, duration } from "./words.js";
 

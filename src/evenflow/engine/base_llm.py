@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: a model that is loaded, its settings, its requests."""
+"""The base of `LLM` and `AsyncLLM`: loading a model, its settings, preparing requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Conversation = Sequence[Mapping[str, Any]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
 
 
-class LoadedModel(ABC):
+class BaseLLM(ABC):
     """Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line."""
 
     def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
@@ -47,7 +47,7 @@ class LoadedModel(ABC):
 
     @property
     def _is_here(self) -> bool:
-        """Not so in a copy of the process that `os.fork` made: that has only the thread which called it."""
+        """False in a fork of the process, which lacks the engine's threads."""
         return os.getpid() == self._process_id
 
     def _check_process(self) -> None:
@@ -63,16 +63,16 @@ class LoadedModel(ABC):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output."""
+        """The maximum number of tokens of a prompt and its output."""
         return self._intake.limits.max_model_len
 
     def set_policy(self, policy: str | PolicySpec) -> None:
-        """Plan by another policy from the next step on; the model, its KV cache and the requests stay."""
+        """Change the policy from the next step on; the model, its KV cache and the requests stay."""
         spec = self.config.with_policy(policy).resolve_policy(self.max_model_len)
         self._set_policy(spec.bounded(self.config.max_num_batched_tokens))
 
     def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
-        """Keep another target from the next step on, paced as before unless stated; None: keep none."""
+        """Change the target from the next step on, paced as before unless stated; None: no target."""
         self._set_policy(self._policy.with_target(target, paced))
 
     @abstractmethod
@@ -89,7 +89,7 @@ class LoadedModel(ABC):
         service_class: str | None = None,
         priority: int | None = None,
     ) -> Request:
-        """Check and tokenise a request without running it; it arrives now. May be called on any thread.
+        """Check and tokenise a request without running it; its arrival is now. Callable on any thread.
 
         `tenant`, `service_class` and `priority`: see docs/shares.md. `cache_salt`: prompts with different salts share
         no cached prefixes; None: the tenant's name.
@@ -106,7 +106,7 @@ class LoadedModel(ABC):
         )
 
     def encode_chat(self, messages: Conversation) -> list[int]:
-        """The token ids of a conversation, up to where the reply begins."""
+        """The token ids of a conversation up to the start of the reply."""
         if not messages:
             raise InvalidRequest("Got an empty conversation but expected at least one message.")
         return self.tokenizer.encode_chat(messages)
