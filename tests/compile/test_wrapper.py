@@ -330,8 +330,8 @@ def test_a_time_target_sizes_chunks_by_what_was_measured(caplog: pytest.LogCaptu
 
     optimizer = ChunkedPrefillOptimizer(chunk_size=2048, enable_threshold=0, target_seconds=0.1)
     for length in (16, 32, 64, 128, 256, 512) * 3:
-        optimizer.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
-    assert 60 < optimizer.within_target(0, 2048) <= 100
+        optimizer.sizes.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
+    assert 60 < optimizer.sizes.within_target(0, 2048) <= 100
     with caplog.at_level(logging.WARNING):
         tokens = random_tokens(1, 200)
         model = small_model("llama")

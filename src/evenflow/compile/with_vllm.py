@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD
 from evenflow.advisor.vllm_config import DatasetStats, VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
@@ -24,7 +25,7 @@ from evenflow.advisor.vllm_flags import (
     installed_version,
 )
 from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, Run, summed_calls
-from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
+from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
 from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import warn_once_about
@@ -125,7 +126,9 @@ class VLLMChunkedModelWrapper(ModelInterface):
         uncached = [len(row) - (output.num_cached_tokens or 0) for row, output in zip(rows, outputs, strict=True)]
         is_cut = max(uncached) > _tokens_per_step(self.engine, len(rows))
         self._count(num_tokens, is_cut, time.perf_counter() - started)
-        return _with_answers(tokens, answers, _pad_token(self.wrapped_module, call))
+        pad = _pad_token(self.wrapped_module, call)
+        padded = pad_sequence([tokens.new_tensor(answer) for answer in answers], batch_first=True, padding_value=pad)
+        return torch.cat((tokens, padded), dim=1)
 
     def _count(self, num_tokens: int, is_cut: bool, seconds: float) -> None:
         self.stats["calls"] += 1
@@ -146,7 +149,7 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
     def __init__(
         self,
         base_compiler: Any = None,
-        graph_config: Any = None,
+        graph_config: GraphConfig | Mapping[str, Any] | None = None,
         vllm_config: VLLMChunkedPrefillConfig | None = None,
         chunking_threshold: int | None = None,
         engine: Any = None,
@@ -240,15 +243,14 @@ def create_vllm_enhanced_compiler(
 
     Without CUDA graphs vLLM runs eagerly.
     """
-    compiler = EnhancedAOTWithVLLMChunking(
+    vllm_config = vllm_config or VLLMChunkedPrefillConfig()
+    return EnhancedAOTWithVLLMChunking(
         create_enhanced_compiler(enable_cuda_graphs=enable_cuda_graphs, **other_kwargs),
-        vllm_config=vllm_config,
+        vllm_config=replace(vllm_config, enable_chunked_prefill=enable_chunked_prefill),
         chunking_threshold=chunking_threshold,
         engine=engine,
         dataset_analysis=dataset_analysis,
     )
-    compiler.vllm_config = replace(compiler.vllm_config, enable_chunked_prefill=enable_chunked_prefill)
-    return compiler
 
 
 def _folder_for_vllm(model: Model, model_id: str) -> Path | None:
@@ -304,9 +306,3 @@ def _pad_token(module: Any, call: Mapping[str, Any]) -> int:
     candidates = (call.get("pad_token_id"), module.generation_config.pad_token_id, module.config.eos_token_id, 0)
     pad = next(candidate for candidate in candidates if candidate is not None)
     return pad if isinstance(pad, int) else int(pad[0])
-
-
-def _with_answers(tokens: Tensor, answers: list[list[int]], pad: int) -> Tensor:
-    longest = max(map(len, answers))
-    padded = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], dtype=tokens.dtype)
-    return torch.cat((tokens, padded.to(tokens.device)), dim=1)
