@@ -182,10 +182,10 @@ class ChunkedPrefillWrapper(ModelInterface):
     """Called like the model; inputs over the optimizer's threshold run in chunks over the model's own KV cache.
 
     `execution_stats` counts calls that were answered, each decoding step of `generate` included; its `chunked_calls`
-    are those that were cut.
+    are those that were cut. Without an optimizer nothing is cut.
     """
 
-    def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer, model_id: str) -> None:
+    def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer | None, model_id: str) -> None:
         super().__init__(compiled_model)
         self.compiled_model = compiled_model
         self.chunked_optimizer = chunked_optimizer
@@ -193,17 +193,19 @@ class ChunkedPrefillWrapper(ModelInterface):
         self.execution_stats: dict[str, int] = dict.fromkeys(_CALLS, 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(args, kwargs).output
+        if self.chunked_optimizer is None:
+            run = Run(self.compiled_model(*args, **kwargs), 1)
+        else:
+            run = self.chunked_optimizer.run(self.compiled_model, args, kwargs)
+        self._count(run.num_chunks > 1)
+        return run.output
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-        """A call, with the number of chunks that it ran in."""
-        run = self.chunked_optimizer.run(self.compiled_model, args, kwargs)
+    def _count(self, was_cut: bool) -> None:
         self.execution_stats["total_calls"] += 1
-        self.execution_stats["chunked_calls" if run.num_chunks > 1 else "traditional_calls"] += 1
-        return run
+        self.execution_stats["chunked_calls" if was_cut else "traditional_calls"] += 1
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
-        return self.chunked_optimizer.should_chunk(num_new_tokens)
+        return self.chunked_optimizer is not None and self.chunked_optimizer.should_chunk(num_new_tokens)
 
     def get_chunking_stats(self) -> dict[str, Any]:
         """`execution_stats`, the share of calls that ran in chunks, and the optimizer's own counts.
@@ -224,9 +226,11 @@ def summed_calls(execution_stats: Collection[Mapping[str, Any]]) -> dict[str, fl
 
 
 def chunking_stats(
-    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer
+    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer | None
 ) -> dict[str, Any]:
     """The statistics of models that share an optimizer, summed."""
+    if optimizer is None:
+        return summed_calls(execution_stats)
     return {
         **summed_calls(execution_stats),
         "whole_calls": dict(optimizer.whole_calls),
