@@ -95,9 +95,11 @@ def test_a_cache_that_holds_tokens_already(name: str, attention: str) -> None:
     ):
         cache = make_cache()
         model(tokens[:, :40], past_key_values=cache)
-        output = wrap(model)(tokens[:, 40:], past_key_values=cache)
+        wrapped = wrap(model)
+        output = wrapped(tokens[:, 40:], past_key_values=cache)
         assert output.past_key_values is cache
         assert int(cache.get_seq_length()) == 120
+        assert wrapped.chunked_optimizer.stats["memory_saved_mb"] == pytest.approx((80 - CHUNK) * 120 * 4 / 1e6)
         assert_close(output.logits, wanted)
 
 

@@ -101,7 +101,7 @@ def example_calls(model: Model, inputs: Any) -> list[dict[str, Any]]:
     for example in inputs if is_several else [inputs]:
         if hasattr(example, "keys"):
             named = named_arguments(model, (), example)
-        elif isinstance(example, list | Tensor) and len(example):
+        elif isinstance(example, Tensor) or (isinstance(example, list) and example):
             named = named_arguments(model, (example,), {})
         elif isinstance(example, tuple) and example and not any(isinstance(item, int) for item in example):
             named = named_arguments(model, example, {})
