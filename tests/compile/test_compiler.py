@@ -393,7 +393,7 @@ def test_modes_are_those_of_torch() -> None:
     with pytest.raises(InvalidConfig, match="fastest"):
         create_enhanced_compiler(mode="fastest")
     with pytest.raises(InvalidConfig, match="colour"):
-        GraphConfig.of({"colour": 1})
+        create_enhanced_compiler(graph_config={"colour": 1})
 
 
 @pytest.mark.slow

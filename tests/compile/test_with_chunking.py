@@ -95,8 +95,7 @@ def test_chunks_are_on_where_a_trigger_fires(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.INFO, "evenflow")
     for length, wrapped in ((20, False), (4000, True)):
         compiler = create_enhanced_compiler_with_chunking(None, cache_dir=tmp_path)
-        with torch.inference_mode():
-            model = compiler._wrapped(small_model("llama"), random_tokens(1, length), "small")
+        model = compiler.compile_model(small_model("llama"), random_tokens(1, length), "small")
         assert isinstance(model, ChunkedPrefillWrapper) == wrapped
     told = [record.getMessage() for record in caplog.records if "chunked prefill is on" in record.getMessage()]
     assert told == [

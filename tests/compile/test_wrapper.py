@@ -95,9 +95,11 @@ def test_a_cache_that_holds_tokens_already(name: str, attention: str) -> None:
     ):
         cache = make_cache()
         model(tokens[:, :40], past_key_values=cache)
-        output = wrap(model)(tokens[:, 40:], past_key_values=cache)
+        wrapped = wrap(model)
+        output = wrapped(tokens[:, 40:], past_key_values=cache)
         assert output.past_key_values is cache
         assert int(cache.get_seq_length()) == 120
+        assert wrapped.chunked_optimizer.stats["memory_saved_mb"] == pytest.approx((80 - CHUNK) * 120 * 4 / 1e6)
         assert_close(output.logits, wanted)
 
 
@@ -330,8 +332,8 @@ def test_a_time_target_sizes_chunks_by_what_was_measured(caplog: pytest.LogCaptu
 
     optimizer = ChunkedPrefillOptimizer(chunk_size=2048, enable_threshold=0, target_seconds=0.1)
     for length in (16, 32, 64, 128, 256, 512) * 3:
-        optimizer.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
-    assert 60 < optimizer.within_target(0, 2048) <= 100
+        optimizer.sizes.step_times.observe(ExecutorCaps().prefill_shape(0, length), length * 1e-3)
+    assert 60 < optimizer.sizes.within_target(0, 2048) <= 100
     with caplog.at_level(logging.WARNING):
         tokens = random_tokens(1, 200)
         model = small_model("llama")

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from evenflow.errors import MissingDependency
 from evenflow.model.cuda.limits import limits_of
-from evenflow.sglang.mixed_flash_attention import MixedFlashAttention, install_flash_attention
-from evenflow.sglang.mixed_flashinfer import MixedFlashInfer, install_flashinfer
+from evenflow.sglang.mixed_attention import (
+    MixedFlashAttention,
+    MixedFlashInfer,
+    install_flash_attention,
+    install_flashinfer,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.3
@@ -190,7 +194,7 @@ def test_without_a_target_sglang_goes_its_own_way(steering: Any) -> None:
 def test_contexts_that_are_too_long_to_copy_go_sglangs_way(monkeypatch: pytest.MonkeyPatch) -> None:
     most_bytes = 2 * 49 * KV_HEADS * DIM * 4
     share = limits_of(torch.device("cpu")).memory // most_bytes
-    monkeypatch.setattr("evenflow.sglang.mixed_flashinfer._COPIED_SHARE", share)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention._COPIED_SHARE", share)
     backend = Backend()
     installed(backend)
     assert run(backend, Batch([(40, 10), (17, 1)])).unique().tolist() == [7.0]
@@ -221,7 +225,7 @@ def test_other_attention_is_left_alone() -> None:
 
 
 def test_a_version_that_lacks_what_is_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenflow.sglang.plugin.version", lambda name: "9.9")
+    monkeypatch.setattr("evenflow.hosts.launch.installed_version", lambda packages: "9.9")
     backend = Backend()
     del backend.use_paged
     with pytest.raises(MissingDependency, match=r"SGLang 9\.9 lacks .*Backend\.use_paged"):
@@ -261,8 +265,8 @@ class FlashBackend:
 def flash(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module in which SGLang's backend finds its kernel, on a GPU of 16 processors."""
     limits = SimpleNamespace(num_processors=16)
-    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
-    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 2)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention.limits_of", lambda device: limits)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention._LONG", 2)
     module = ModuleType(FlashBackend.__module__)
     module.flash_attn_with_kvcache = FlashAttention()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, FlashBackend.__module__, module)
@@ -313,7 +317,7 @@ def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any, monkeyp
         backend.init_forward_metadata(batch)
         assert torch.allclose(run_flash(flash, batch), batch.expected(), atol=1e-5)
     assert kernel.calls == [(17, 3, 0), (1, 3, 0), (17, 1, 4)]  # 801 of 1,617 positions
-    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 1000)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention._LONG", 1000)
     backend.init_forward_metadata(batch)
     run_flash(flash, batch)
     assert kernel.calls[3:] == [(18, 3, 0)]

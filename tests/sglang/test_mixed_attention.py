@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from evenflow.sglang.mixed_flash_attention import install_flash_attention
+from evenflow.sglang.mixed_attention import install_flash_attention
 from tests.hosts.test_sglang_attention import (
     DIM,
     HEADS,
@@ -144,8 +144,8 @@ def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, mo
     for name in ("sgl_kernel", "sgl_kernel.flash_attn"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     limits = SimpleNamespace(num_processors=16)
-    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention.limits_of", lambda device: limits)
-    monkeypatch.setattr("evenflow.sglang.mixed_flash_attention._LONG", 2)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention.limits_of", lambda device: limits)
+    monkeypatch.setattr("evenflow.sglang.mixed_attention._LONG", 2)
     from sglang.srt.layers.attention import flashattention_backend as module
 
     kernel = FlashAttention()

@@ -370,7 +370,7 @@ def test_every_number_of_logit_rows_is_computed_before_the_first_request(
     """By SGLang's own output layer, on a device that computes shapes alone."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
-    from evenflow.sglang.output_layer import warm_up_output_layer
+    from evenflow.sglang.hooks import warm_up_output_layer
 
     processor = LogitsProcessor.__new__(LogitsProcessor)
     torch.nn.Module.__init__(processor)

@@ -22,7 +22,7 @@ from evenflow.errors import MissingDependency  # isort: skip
 from evenflow.advisor.vllm_flags import caps_lone_prompts  # isort: skip
 from evenflow.vllm import plugin  # isort: skip
 from evenflow.vllm.graphs import CAPTURE_SIZES, graph_flags  # isort: skip
-from evenflow.vllm.launch import VllmLaunch, worker_flags  # isort: skip
+from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags  # isort: skip
 from evenflow.core.report import StepReport  # isort: skip
 from evenflow.hosts.reporter import Reporter  # isort: skip
 
@@ -50,7 +50,7 @@ def run_until_answered(driver: Driver, request: Any) -> None:
 
 
 def test_installed_vllm_is_a_tested_one() -> None:
-    assert vllm_version().startswith(tuple(f"{version}." for version in plugin.TESTED_VERSIONS))
+    assert vllm_version().startswith(tuple(f"{version}." for version in VLLM.tested_versions))
 
 
 def test_vllm_takes_the_sizes_of_graphs_and_the_worker() -> None:
@@ -83,7 +83,7 @@ def test_changed_interface_is_refused_with_one_message() -> None:
 
 def test_missing_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_REQUEST_ATTRIBUTES", ("num_tokens", "no_such_counter"))
-    with pytest.raises(MissingDependency, match=r"no Request\.no_such_counter"):
+    with pytest.raises(MissingDependency, match=r"relies on: Request\.no_such_counter"):
         make_scheduler()
 
 

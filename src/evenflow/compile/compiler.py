@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from evenflow.compile.aot.artifacts import ArtifactStore, artifact_key
 from evenflow.compile.aot.packages import PackageMaker, record_graph
-from evenflow.compile.base_compiler import check_base_compiler, compile_elsewhere
-from evenflow.compile.example_inputs import example_calls
-from evenflow.compile.model_call import Model, hugging_face_module, input_shape, model_name
+from evenflow.compile.model_call import Model, example_calls, hugging_face_module, input_shape, model_name
 from evenflow.compile.model_interface import FasterModel
 from evenflow.compile.monitoring import Compilation, PerformanceMonitor
 from evenflow.errors import InvalidConfig, UnsupportedModel
@@ -30,36 +27,23 @@ logger = logging.getLogger("evenflow")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CUDA_GRAPHS = "triton.cudagraphs"
 
+Settings = TypeVar("Settings")
 
-class Settings:
-    """Base of dataclasses that can also be given as a mapping, or as any object with the same attributes."""
 
-    __slots__ = ()
-
-    @classmethod
-    def fields_in(cls, settings: Any) -> dict[str, Any]:
-        """The fields that a mapping or an object has."""
-        names = inspect.signature(cls).parameters
-        if isinstance(settings, Mapping):
-            return {name: settings[name] for name in names if name in settings}
-        return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-
-    @classmethod
-    def of(cls, settings: Any) -> Self:
-        """From any of these forms; None gives the defaults."""
-        if isinstance(settings, cls):
-            return settings
-        fields, known = cls.fields_in(settings), ", ".join(inspect.signature(cls).parameters)
-        if isinstance(settings, Mapping):
-            if unknown := [str(name) for name in settings if name not in fields]:
-                raise InvalidConfig(f"Got {', '.join(unknown)} but {cls.__name__} has only {known}.")
-        elif settings is not None and not fields:
-            raise InvalidConfig(f"Got {settings!r} but expected a {cls.__name__}, or a mapping with some of {known}.")
-        return cls(**fields)
+def settings_of(kind: type[Settings], given: Any) -> Settings:
+    """Settings given as an object of their class or as a mapping; None gives the defaults."""
+    if isinstance(given, kind):
+        return given
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidConfig(f"Got {given!r} but expected a {kind.__name__}, or a mapping of {', '.join(names)}.")
+    if unknown := [str(name) for name in given or {} if name not in names]:
+        raise InvalidConfig(f"Got {', '.join(unknown)} but {kind.__name__} has only {', '.join(names)}.")
+    return kind(**(given or {}))
 
 
 @dataclass(frozen=True, slots=True)
-class GraphConfig(Settings):
+class GraphConfig:
     """`mode` is one of torch.compile's; CUDA graphs are recorded if the mode has them and they are enabled."""
 
     mode: str = "reduce-overhead"
@@ -83,9 +67,8 @@ class GraphConfig(Settings):
 class EnhancedAOTModelCompiler:
     """Compiles a transformers model into a callable with the same interface.
 
-    `base_compiler` compiles instead of evenflow if it is given: any object with `compile_model_aot(model, inputs,
-    config, mode)` or `compile_model(model, example_inputs, model_id, **kwargs)`, another of these compilers included.
-    `graph_config` is a GraphConfig or a mapping; alone, it may also come first.
+    `graph_config` is a GraphConfig or a mapping; alone, it may also come first. `base_compiler` compiles in evenflow's
+    place: another of these compilers, or any object with `compile_model_aot(model, inputs, config, mode)`.
 
     Packages are cached in `cache_dir` (by default beside the models that evenflow fetched), under a key of weights,
     configuration, versions, device and mode. If anything fails, the caller gets the plain model and the log says why.
@@ -94,7 +77,7 @@ class EnhancedAOTModelCompiler:
     def __init__(
         self,
         base_compiler: Any = None,
-        graph_config: Any = None,
+        graph_config: GraphConfig | Mapping[str, Any] | None = None,
         *,
         cache_dir: str | Path | None = None,
         enable_performance_monitoring: bool = True,
@@ -103,17 +86,15 @@ class EnhancedAOTModelCompiler:
         if isinstance(base_compiler, GraphConfig | Mapping) and graph_config is None:
             base_compiler, graph_config = None, base_compiler
         if base_compiler is not None:
-            check_base_compiler(base_compiler)
+            if not callable(getattr(base_compiler, "compile_model_aot", None)):
+                wanted = "compile_model_aot(model, inputs, config, mode)"
+                raise InvalidConfig(f"Got base_compiler={base_compiler!r} but expected an object with {wanted}.")
             if cache_dir is not None:
                 raise InvalidConfig(f"Got cache_dir={str(cache_dir)!r} with a base_compiler, which has its own cache.")
         is_own = isinstance(base_compiler, EnhancedAOTModelCompiler)
-        is_foreign = base_compiler is not None and not is_own
         self.base_compiler = base_compiler
-        self._given_config = graph_config
-        if graph_config is None and is_own:
-            self.graph_config: GraphConfig = base_compiler.graph_config
-        else:  # what a foreign compiler is configured with is its own matter
-            self.graph_config = GraphConfig.of(GraphConfig.fields_in(graph_config) if is_foreign else graph_config)
+        inherited = base_compiler.graph_config if is_own and graph_config is None else graph_config
+        self.graph_config = settings_of(GraphConfig, inherited)
         self.store = ArtifactStore(Path(cache_dir) if cache_dir is not None else cache_folder() / "compiled")
         self.monitor: PerformanceMonitor = base_compiler.monitor if is_own else PerformanceMonitor()
         self._monitors_calls = enable_performance_monitoring
@@ -123,19 +104,21 @@ class EnhancedAOTModelCompiler:
         """The model compiled for any batch size, length and context, and checked on the shortest example.
 
         `example_inputs` is one example or several: a tuple holds the arguments of one call, a list of tensors, of
-        mappings or of lists of ids holds several examples (`example_inputs.example_calls` has the whole rule).
-        `kwargs` override the graph configuration for this model (`mode`, `enable_cuda_graphs`). `config` is an object
-        or a mapping that may have them too; a base compiler gets it as it is.
+        mappings or of lists of ids holds several examples. `kwargs` override the graph configuration for this model:
+        `mode`, `enable_cuda_graphs`, and `config`, a GraphConfig or a mapping.
         """
-        given = GraphConfig.fields_in(kwargs.get("config")) | kwargs
+        config = kwargs.pop("config", None)
+        overrides = asdict(config) if isinstance(config, GraphConfig) else config
+        settings = {**asdict(self.graph_config), **(overrides if isinstance(overrides, Mapping) else {}), **kwargs}
         if isinstance(self.base_compiler, EnhancedAOTModelCompiler):
-            given = GraphConfig.fields_in(self._given_config) | given
-            return self.base_compiler.compile_model(model, example_inputs, model_id, **given)
-        settings = asdict(self.graph_config) | given
-        if self.base_compiler is None:
-            compile_ = self._own_compilation(model, example_inputs, settings)
+            config = self.graph_config if config is None else config
+            return self.base_compiler.compile_model(model, example_inputs, model_id, config=config, **settings)
+        if self.base_compiler is None:  # mistakes in the arguments are raised here; later ones leave the model plain
+            example = min(example_calls(model, example_inputs), key=lambda call: input_shape((), call)[1])
+            compile_ = functools.partial(self._compile, model, example, settings_of(GraphConfig, settings))
         else:
-            compile_ = functools.partial(self._compile_elsewhere, model, example_inputs, settings["mode"], kwargs)
+            own = self.graph_config if config is None else config
+            compile_ = functools.partial(self._compile_by_base, model, example_inputs, own)
         compilation = Compilation(model_id, settings["mode"], self._progress)
         self.monitor.compilations.append(compilation)
         started = time.perf_counter()
@@ -157,8 +140,8 @@ class EnhancedAOTModelCompiler:
     def compile_model_aot(self, model: Model, inputs: Any, config: Any = None, mode: str | None = None) -> Any:
         """`compile_model` under the model's own name.
 
-        Both `config` and `mode` override the graph configuration. `config` is a mapping or any object, such as the
-        model's own configuration; only its `mode` and `enable_cuda_graphs` count.
+        Both `config` and `mode` override the graph configuration. A `config` that is neither a GraphConfig nor a
+        mapping, such as the model's own, is for base compilers alone.
         """
         given = {"config": config, "mode": mode}
         return self.compile_model(
@@ -168,18 +151,6 @@ class EnhancedAOTModelCompiler:
     def get_performance_report(self) -> dict[str, Any]:
         """Compilations and calls so far; `str(compiler.monitor)` gives the same as text."""
         return self.monitor.report()
-
-    def _own_compilation(
-        self, model: Model, example_inputs: Any, settings: dict[str, Any]
-    ) -> Callable[[Compilation], Model]:
-        """Mistakes in the arguments are raised here; later ones leave the model plain."""
-        config = settings.pop("config", None)
-        if isinstance(config, Mapping):
-            GraphConfig.of(config)  # in a mapping, unlike in an object, an unknown name is a mistake
-        graph_config = GraphConfig.of(settings)
-        calls = example_calls(model, example_inputs)
-        example = min(calls, key=lambda call: input_shape((), call)[1])
-        return functools.partial(self._compile, model, example, graph_config)
 
     def _compile(self, model: Model, call: dict[str, Any], config: GraphConfig, compilation: Compilation) -> Model:
         module, model_id, example = hugging_face_module(model), compilation.model_id, _step_example(call)
@@ -193,16 +164,14 @@ class EnhancedAOTModelCompiler:
         with onednn_where_supported(module):
             return PackageMaker(model, example, config.inductor_options, compilation).load_or_compile(self.store, key)
 
-    def _compile_elsewhere(
-        self, model: Model, inputs: Any, mode: str, kwargs: dict[str, Any], compilation: Compilation
-    ) -> Model:
-        own = self.graph_config if self._given_config is None else self._given_config
+    def _compile_by_base(self, model: Model, inputs: Any, config: Any, compilation: Compilation) -> Model:
+        base = type(self.base_compiler).__name__
         with compilation.stage("compiling"):
-            compiled = compile_elsewhere(
-                self.base_compiler, model, inputs, compilation.model_id, kwargs.get("config", own), mode, kwargs
-            )
-        compilation.outcome = f"compiled by {type(self.base_compiler).__name__}"
-        return compiled
+            compiled = self.base_compiler.compile_model_aot(model, inputs, config, compilation.mode)
+        if not callable(compiled):
+            raise UnsupportedModel(f"{base} returned {compiled!r}, which cannot be called")
+        compilation.outcome = f"compiled by {base}"
+        return compiled  # type: ignore[no-any-return]
 
 
 def create_enhanced_compiler(
@@ -212,7 +181,7 @@ def create_enhanced_compiler(
     cache_dir: str | Path | None = None,
     progress: bool | None = None,
     *,
-    graph_config: Any = None,
+    graph_config: GraphConfig | Mapping[str, Any] | None = None,
     base_compiler: Any = None,
 ) -> EnhancedAOTModelCompiler:
     """A compiler; without CUDA `enable_cuda_graphs` changes nothing.
@@ -223,7 +192,7 @@ def create_enhanced_compiler(
     if not enable_cuda_graphs:
         overrides |= {"enable_cuda_graphs": False}
     if overrides:
-        graph_config = GraphConfig(**(asdict(GraphConfig.of(graph_config)) | overrides))
+        graph_config = replace(settings_of(GraphConfig, graph_config), **overrides)
     return EnhancedAOTModelCompiler(
         base_compiler,
         graph_config,

@@ -90,6 +90,30 @@ def _as_rows(module: Any, tokens: Any) -> Any:
     return tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens
 
 
+def example_calls(model: Model, inputs: Any) -> list[dict[str, Any]]:
+    """The calls that example inputs stand for, each by the names of its arguments.
+
+    One example is a tensor or a list of ids, a mapping of arguments (a tokenizer's output), or a tuple: the arguments
+    of one call in the model's order. A list of such examples is several, of any lengths.
+    """
+    is_several = isinstance(inputs, list) and not all(isinstance(item, int) for item in inputs)
+    calls = []
+    for example in inputs if is_several else [inputs]:
+        if hasattr(example, "keys"):
+            named = named_arguments(model, (), example)
+        elif isinstance(example, Tensor) or (isinstance(example, list) and example):
+            named = named_arguments(model, (example,), {})
+        elif isinstance(example, tuple) and example and not any(isinstance(item, int) for item in example):
+            named = named_arguments(model, example, {})
+        else:
+            raise InvalidInput(
+                f"Got {type(example).__name__} as example inputs but expected ids (a tensor or a list), a tokenizer's "
+                "output, a tuple of the arguments of one call, or a list of such examples, none of them empty."
+            )
+        calls.append(dict(with_token_tensors(model, (), named)[1]))
+    return calls
+
+
 def named_arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by their names in the model's `forward`, without those that are None."""
     named = {**dict(zip(forward_parameters(model), args, strict=False)), **kwargs}

@@ -62,12 +62,8 @@ class Compilation:
         if not self._shows_progress:
             return nullcontext()
         from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        progress.add_task(f"Compiling {self.model_id}: {stage}", total=None)
-        return progress
+        return Console(stderr=True).status(f"Compiling {self.model_id}: {stage}")
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, Trigger
@@ -13,14 +13,8 @@ from evenflow.advisor.recommendation import decide_for, find_triggers
 from evenflow.advisor.token_counts import EstimatedTokens
 from evenflow.compile.chunks.memory import memory_pressure
 from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, chunking_stats
-from evenflow.compile.compiler import (
-    EnhancedAOTModelCompiler,
-    Settings,
-    create_enhanced_compiler,
-)
-from evenflow.compile.example_inputs import example_lengths
-from evenflow.compile.model_call import Model
-from evenflow.errors import InvalidConfig
+from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler, settings_of
+from evenflow.compile.model_call import Model, example_calls, input_shape
 from evenflow.workload.inputs import TraceRequest
 
 logger = logging.getLogger("evenflow")
@@ -34,11 +28,11 @@ _DEFAULT_CHUNK_SIZE = _Default(512)
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedPrefillConfig(Settings):
+class ChunkedPrefillConfig:
     """The optimizer's settings, and when to use it.
 
     `enable_chunked_prefill` None decides by the triggers and logs those that fired. `num_streams` is the number of
-    inputs that run at the same time, if known. In a mapping, the threshold may also be called `chunking_threshold`.
+    inputs that run at the same time, if known.
     """
 
     enable_chunked_prefill: bool | None = True
@@ -47,16 +41,6 @@ class ChunkedPrefillConfig(Settings):
     adaptive_chunking: bool = True
     target_seconds: float | None = None
     num_streams: int | None = None
-
-    @classmethod
-    def of(cls, settings: Any) -> Self:
-        if isinstance(settings, Mapping) and "chunking_threshold" in settings:
-            settings = dict(settings)
-            threshold = settings.pop("chunking_threshold")
-            if settings.setdefault("enable_threshold", threshold) != threshold:
-                both = f"enable_threshold={settings['enable_threshold']!r} and chunking_threshold={threshold!r}"
-                raise InvalidConfig(f"Got {both}: they are the same setting, give one.")
-        return super(ChunkedPrefillConfig, cls).of(settings)
 
 
 class EnhancedAOTWithChunking(EnhancedAOTModelCompiler):
@@ -68,14 +52,14 @@ class EnhancedAOTWithChunking(EnhancedAOTModelCompiler):
     def __init__(
         self,
         base_compiler: Any = None,
-        graph_config: Any = None,
-        chunked_prefill_config: Any = None,
+        graph_config: GraphConfig | Mapping[str, Any] | None = None,
+        chunked_prefill_config: ChunkedPrefillConfig | Mapping[str, Any] | None = None,
         dataset_analysis: Analysis | DatasetAnalysis | None = None,
         **compiler_settings: Any,
     ) -> None:
         super().__init__(base_compiler, graph_config, **compiler_settings)
         given = {"enable_chunked_prefill": False} if chunked_prefill_config is None else chunked_prefill_config
-        self.chunked_prefill_config = config = ChunkedPrefillConfig.of(given)
+        self.chunked_prefill_config = config = settings_of(ChunkedPrefillConfig, given)
         self.dataset_analysis = dataset_analysis
         self.triggers: dict[str, list[Trigger]] = {}
         self.chunked_optimizer = ChunkedPrefillOptimizer(
@@ -86,7 +70,20 @@ class EnhancedAOTWithChunking(EnhancedAOTModelCompiler):
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> Any:
         """The compiled model, wrapped if chunks are on."""
         compiled = super().compile_model(model, example_inputs, model_id, **kwargs)
-        return self._wrapped(compiled, example_inputs, model_id)
+        enabled = self.chunked_prefill_config.enable_chunked_prefill
+        if enabled is None:
+            self.triggers[model_id] = found = self.find_triggers(compiled, example_inputs)
+            fired = [trigger for trigger in found if trigger.active]
+            for trigger in fired:
+                logger.info("%s: chunked prefill is on: %s: %s.", model_id, trigger.name, trigger.reason)
+            enabled = bool(fired)
+            if not enabled:
+                logger.info("%s: chunked prefill is off: no trigger fired.", model_id)
+        if not enabled:
+            return compiled
+        wrapper = ChunkedPrefillWrapper(compiled, self.chunked_optimizer, model_id)
+        self._execution_stats.append(wrapper.execution_stats)
+        return wrapper
 
     def get_performance_report(self) -> dict[str, Any]:
         """The compiler's report, the triggers that decided, by model, and the optimizer's counts."""
@@ -115,22 +112,6 @@ class EnhancedAOTWithChunking(EnhancedAOTModelCompiler):
             no_memory_pressure=f"an input of {longest:,} tokens fits into free memory",
         )
 
-    def _wrapped(self, compiled: Model, example_inputs: Any, model_id: str) -> Model:
-        enabled = self.chunked_prefill_config.enable_chunked_prefill
-        if enabled is None:
-            self.triggers[model_id] = found = self.find_triggers(compiled, example_inputs)
-            fired = [trigger for trigger in found if trigger.active]
-            for trigger in fired:
-                logger.info("%s: chunked prefill is on: %s: %s.", model_id, trigger.name, trigger.reason)
-            enabled = bool(fired)
-            if not enabled:
-                logger.info("%s: chunked prefill is off: no trigger fired.", model_id)
-        if not enabled:
-            return compiled
-        wrapper = ChunkedPrefillWrapper(compiled, self.chunked_optimizer, model_id)
-        self._execution_stats.append(wrapper.execution_stats)
-        return wrapper
-
 
 def create_enhanced_compiler_with_chunking(
     enable_chunked_prefill: bool | None = False,
@@ -155,7 +136,8 @@ def create_enhanced_compiler_with_chunking(
 
 def analysis_of_examples(model: Model, example_inputs: Any) -> Analysis:
     """A dataset of inputs as long as these."""
-    return analysis_of_lengths(example_lengths(model, example_inputs))
+    shapes = [input_shape((), call) for call in example_calls(model, example_inputs)]
+    return analysis_of_lengths([length for num_sequences, length in shapes for _ in range(num_sequences)])
 
 
 def analysis_of_lengths(lengths: list[int]) -> Analysis:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD
 from evenflow.advisor.vllm_config import DatasetStats, VLLMChunkedPrefillConfig, VLLMChunkedPrefillOptimizer
@@ -23,10 +24,9 @@ from evenflow.advisor.vllm_flags import (
     command_flags,
     installed_version,
 )
-from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, Run, summed_calls
-from evenflow.compile.compiler import EnhancedAOTModelCompiler, create_enhanced_compiler
+from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, summed_calls
+from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
 from evenflow.compile.model_call import Model, hugging_face_module, input_shape
-from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import warn_once_about
 from evenflow.compile.with_chunking import analysis_of_examples
 
@@ -38,12 +38,13 @@ _SAMPLING_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "repetition
 _SHARED_ARGUMENTS = _TOKEN_ARGUMENTS | _SAMPLING_ARGUMENTS | {"max_new_tokens", "max_length"}
 
 
-class VLLMChunkedModelWrapper(ModelInterface):
+class VLLMChunkedModelWrapper(ChunkedPrefillWrapper):
     """A model whose `generate` runs in `backend`: "vllm" with an engine, else "local".
 
     Forward passes are always local, since vLLM returns no logits. The tokens in `stats` are those of the input and, in
     vLLM, of the output. A call is chunked if it was cut; in vLLM, if it has a prompt that the engine's settings do not
-    let into one step. `engine_args` are the settings that an engine was started with here.
+    let into one step. `engine_args` are the settings that an engine was started with here; without `cuts_prompts`,
+    forward passes run whole.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class VLLMChunkedModelWrapper(ModelInterface):
         chunking_threshold: int,
         engine: Any = None,
         engine_args: EngineArgs | None = None,
+        *,
+        cuts_prompts: bool = True,
     ) -> None:
-        super().__init__(model)
-        self.model_id = model_id
+        optimizer = ChunkedPrefillOptimizer(enable_threshold=chunking_threshold) if cuts_prompts else None
+        super().__init__(model, optimizer, model_id)
         self.chunking_threshold = chunking_threshold
         self.engine = engine
         self.engine_args = engine_args or EngineArgs({}, {})
-        self.stats: dict[str, float] = {"calls": 0, "chunked_calls": 0, "tokens": 0, "seconds": 0.0}
+        self._num_tokens, self._seconds = 0, 0.0
         self._warn_of_local_call = warn_once_about(f"{model_id} generates in the local model, not in vLLM")
 
     @property
@@ -68,11 +71,11 @@ class VLLMChunkedModelWrapper(ModelInterface):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        inner = self.inner_model
-        run = inner.run(args, kwargs) if isinstance(inner, ChunkedPrefillWrapper) else Run(inner(*args, **kwargs), 1)
+        output = super().__call__(*args, **kwargs)
         num_sequences, length = input_shape(args, kwargs)
-        self._count(num_sequences * length, run.num_chunks > 1, time.perf_counter() - started)
-        return run.output
+        self._num_tokens += num_sequences * length
+        self._seconds += time.perf_counter() - started
+        return output
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is not None:
@@ -84,24 +87,27 @@ class VLLMChunkedModelWrapper(ModelInterface):
         # Its forward passes come through this object, which counts them.
         return super().generate(*args, **kwargs)
 
-    def get_chunking_stats(self) -> dict[str, Any]:
-        """Calls, those that were cut and their share, and for forward passes what the local model's wrapper counted."""
-        total, chunked = int(self.stats["calls"]), int(self.stats["chunked_calls"])
-        inner = self.inner_model
+    @property
+    def stats(self) -> dict[str, float]:
+        counts = self.execution_stats
         return {
-            **(inner.get_chunking_stats() if isinstance(inner, ChunkedPrefillWrapper) else {}),
-            "backend": self.backend,
-            "chunking_threshold": self.chunking_threshold,
-            **summed_calls([{"total_calls": total, "chunked_calls": chunked, "traditional_calls": total - chunked}]),
+            "calls": counts["total_calls"],
+            "chunked_calls": counts["chunked_calls"],
+            "tokens": self._num_tokens,
+            "seconds": self._seconds,
         }
+
+    def get_chunking_stats(self) -> dict[str, Any]:
+        """As without vLLM; the optimizer's counts are those of forward passes."""
+        own = {"backend": self.backend, "chunking_threshold": self.chunking_threshold}
+        return {**super().get_chunking_stats(), **own}
 
     def get_performance_report(self) -> dict[str, Any]:
         """`stats`, the rate, and what vLLM was started with: settings, and a note for each that it does not take."""
-        seconds = self.stats["seconds"]
         return {
             "backend": self.backend,
             **self.stats,
-            "tokens_per_s": self.stats["tokens"] / seconds if seconds else 0.0,
+            "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
             "engine_args": dict(self.engine_args),
             "notes": dict(self.engine_args.notes),
         }
@@ -121,17 +127,13 @@ class VLLMChunkedModelWrapper(ModelInterface):
         params = _sampling_params(self.wrapped_module.generation_config, call, tokens.shape[1])
         outputs = self.engine.generate(prompts, params, use_tqdm=False)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        num_tokens = sum(map(len, rows)) + sum(map(len, answers))
         uncached = [len(row) - (output.num_cached_tokens or 0) for row, output in zip(rows, outputs, strict=True)]
-        is_cut = max(uncached) > _tokens_per_step(self.engine, len(rows))
-        self._count(num_tokens, is_cut, time.perf_counter() - started)
-        return _with_answers(tokens, answers, _pad_token(self.wrapped_module, call))
-
-    def _count(self, num_tokens: int, is_cut: bool, seconds: float) -> None:
-        self.stats["calls"] += 1
-        self.stats["chunked_calls"] += is_cut
-        self.stats["tokens"] += num_tokens
-        self.stats["seconds"] += seconds
+        self._count(max(uncached) > _tokens_per_step(self.engine, len(rows)))
+        self._num_tokens += sum(map(len, rows)) + sum(map(len, answers))
+        self._seconds += time.perf_counter() - started
+        pad = _pad_token(self.wrapped_module, call)
+        padded = pad_sequence([tokens.new_tensor(answer) for answer in answers], batch_first=True, padding_value=pad)
+        return torch.cat((tokens, padded), dim=1)
 
 
 class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
@@ -146,7 +148,7 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
     def __init__(
         self,
         base_compiler: Any = None,
-        graph_config: Any = None,
+        graph_config: GraphConfig | Mapping[str, Any] | None = None,
         vllm_config: VLLMChunkedPrefillConfig | None = None,
         chunking_threshold: int | None = None,
         engine: Any = None,
@@ -167,9 +169,8 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
             engine, engine_args = self._start_engine(model, model_id, folder, threshold)
         if engine is None:
             model = super().compile_model(model, example_inputs, model_id, **kwargs)
-        if self.vllm_config.enable_chunked_prefill is not False:
-            model = ChunkedPrefillWrapper(model, ChunkedPrefillOptimizer(enable_threshold=threshold), model_id)
-        wrapper = VLLMChunkedModelWrapper(model, model_id, threshold, engine, engine_args)
+        cuts_prompts = self.vllm_config.enable_chunked_prefill is not False
+        wrapper = VLLMChunkedModelWrapper(model, model_id, threshold, engine, engine_args, cuts_prompts=cuts_prompts)
         self._models[model_id] = wrapper
         logger.info("%s generates in %s.", model_id, "vLLM" if engine is not None else "the local model")
         return wrapper
@@ -240,15 +241,14 @@ def create_vllm_enhanced_compiler(
 
     Without CUDA graphs vLLM runs eagerly.
     """
-    compiler = EnhancedAOTWithVLLMChunking(
+    vllm_config = vllm_config or VLLMChunkedPrefillConfig()
+    return EnhancedAOTWithVLLMChunking(
         create_enhanced_compiler(enable_cuda_graphs=enable_cuda_graphs, **other_kwargs),
-        vllm_config=vllm_config,
+        vllm_config=replace(vllm_config, enable_chunked_prefill=enable_chunked_prefill),
         chunking_threshold=chunking_threshold,
         engine=engine,
         dataset_analysis=dataset_analysis,
     )
-    compiler.vllm_config = replace(compiler.vllm_config, enable_chunked_prefill=enable_chunked_prefill)
-    return compiler
 
 
 def _folder_for_vllm(model: Model, model_id: str) -> Path | None:
@@ -304,9 +304,3 @@ def _pad_token(module: Any, call: Mapping[str, Any]) -> int:
     candidates = (call.get("pad_token_id"), module.generation_config.pad_token_id, module.config.eos_token_id, 0)
     pad = next(candidate for candidate in candidates if candidate is not None)
     return pad if isinstance(pad, int) else int(pad[0])
-
-
-def _with_answers(tokens: Tensor, answers: list[list[int]], pad: int) -> Tensor:
-    longest = max(map(len, answers))
-    padded = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], dtype=tokens.dtype)
-    return torch.cat((tokens, padded.to(tokens.device)), dim=1)

@@ -107,7 +107,10 @@ NOTHING_MOVED = TierReport()
 
 
 class StepReport(NamedTuple):
-    """One committed step. Times are of the engine's clock."""
+    """One committed step. Times are of the engine's clock.
+
+    The engine and host engines describe the step; `Attribution.split` fills in where its time went.
+    """
 
     step_id: int
     at: float  # when it was committed
@@ -185,14 +188,6 @@ class StepReport(NamedTuple):
         return Stall(self.step_id, self.at, token.request_id, len(self.late), token.gap, token.seconds, largest_first)
 
 
-class StepTimes(NamedTuple):
-    """Where a step's time went."""
-
-    decode_seconds: float
-    chunk_seconds: list[float]
-    causes: tuple[Cause, ...]
-
-
 class Attribution:
     """Splits each step's seconds among its decodes and chunks, as the step-time model weighs them."""
 
@@ -200,21 +195,19 @@ class Attribution:
         self._step_time = step_time
         self._last_at: float | None = None
 
-    def split(
-        self,
-        at: float,
-        seconds: float,
-        predicted_seconds: float,
-        shapes: Sequence[StepShape],  # of the step without chunks, with the first one, with the first two, ...
-        chunks: Sequence[tuple[str, int]],  # request and length
-        gc_seconds: float = 0.0,  # since the previous step
-    ) -> StepTimes:
+    def split(self, report: StepReport, shapes: Sequence[StepShape], gc_seconds: float = 0.0) -> StepReport:
+        """The report with the seconds of its decodes and of each chunk, and the causes of the time since the last one.
+
+        `shapes` are those of the step without chunks, with the first one, with the first two, and so on;
+        `gc_seconds` were spent collecting garbage since the last step.
+        """
+        at, seconds, chunks = report.at, report.seconds, report.chunks
         parts = [1.0]
         if chunks:
             predicted = [self._step_time.predict(shape) for shape in shapes]
             parts = [predicted[0], *(max(0.0, after - before) for before, after in pairwise(predicted))]
             if not any(parts):
-                parts = [float(shapes[0].total_rows), *(float(length) for _, length in chunks)]
+                parts = [float(shapes[0].total_rows), *(float(chunk.length) for chunk in chunks)]
             if not shapes[0].total_rows:  # without decodes, the fixed cost of a step is its chunks'
                 parts = [0.0, parts[0] + parts[1], *parts[2:]]
         total = sum(parts)
@@ -222,22 +215,27 @@ class Attribution:
         since_last = seconds if self._last_at is None else at - self._last_at
         self._last_at = at
         in_step = min(seconds, since_last)
-        explained = min(predicted_seconds, in_step)
+        explained = min(report.predicted_seconds, in_step)
         rest = in_step - explained, since_last - in_step
-        causes = tuple(_causes([explained * share for share in shares], chunks, *rest, gc_seconds))
-        decode_seconds, *chunk_seconds = [seconds * share for share in shares]
-        return StepTimes(decode_seconds, chunk_seconds, causes)
+        return report._replace(
+            decode_seconds=seconds * shares[0],
+            chunks=[chunk._replace(seconds=seconds * share) for chunk, share in zip(chunks, shares[1:], strict=True)],
+            causes=tuple(_causes([explained * share for share in shares], chunks, *rest, gc_seconds)),
+        )
 
 
 def _causes(
-    parts: list[float], chunks: Sequence[tuple[str, int]], unexplained: float, host: float, gc_seconds: float
+    parts: list[float], chunks: Sequence[ChunkReport], unexplained: float, host: float, gc_seconds: float
 ) -> Iterator[Cause]:
     # It is not known when the collector ran: assume the time that nothing else explains.
     gc_in_step = min(gc_seconds, unexplained)
     gc_outside = min(gc_seconds - gc_in_step, host)
     found = [
         Cause(CauseKind.DECODES, parts[0]),
-        *(Cause(CauseKind.PREFILL, part, *chunk) for part, chunk in zip(parts[1:], chunks, strict=True)),
+        *(
+            Cause(CauseKind.PREFILL, part, chunk.request_id, chunk.length)
+            for part, chunk in zip(parts[1:], chunks, strict=True)
+        ),
         Cause(CauseKind.UNEXPLAINED, unexplained - gc_in_step),
         Cause(CauseKind.HOST, host - gc_outside),
         Cause(CauseKind.GARBAGE_COLLECTION, gc_in_step + gc_outside),

@@ -23,7 +23,6 @@ from evenflow.core.report import (
     ChunkReport,
     Ended,
     StepReport,
-    StepTimes,
     TierReport,
 )
 from evenflow.core.request import FinishReason, Request
@@ -209,18 +208,17 @@ class Engine:
     def _report(self, committed: Committed, now: float) -> StepReport:
         plan, result, scheduler = committed.computed, committed.result, self.scheduler
         num_decodes = len(plan.decodes)
-        times = self._split_time(committed, now)
         given = [(request.id, sequence, tokens) for request, sequence, tokens in committed.emissions if tokens]
         num_decoded = sum(1 for _, sequence, _ in given if sequence < num_decodes)
         sampled = {sequence for _, sequence, _ in given[num_decoded:]}
         failed = [request.id for request in committed.finished if request.error is not None]
         ids = [request_id for request_id, _, _ in given] + failed
-        return StepReport(
+        report = StepReport(
             step_id=plan.step_id,
             at=now,
             seconds=result.seconds,
             predicted_seconds=committed.predicted_seconds,
-            decode_seconds=times.decode_seconds,
+            decode_seconds=0.0,
             num_decodes=num_decodes,
             chunks=[
                 ChunkReport(
@@ -228,19 +226,19 @@ class Engine:
                     chunk.start,
                     chunk.length,
                     chunk.reason,
-                    seconds,
+                    seconds=0.0,
                     gave_token=place in sampled,
                     num_shed=planned.length - chunk.length,
                 )
-                for place, (planned, chunk, seconds) in enumerate(
-                    zip(committed.plan.chunks, plan.chunks, times.chunk_seconds, strict=True), num_decodes
+                for place, (planned, chunk) in enumerate(
+                    zip(committed.plan.chunks, plan.chunks, strict=True), num_decodes
                 )
             ],
             admissions=[
                 AdmissionReport(one.request_id, len(one.token_ids), one.num_cached_tokens, one.epoch > 0)
                 for one in plan.admissions
             ],
-            causes=times.causes,
+            causes=(),
             late=committed.late,
             policy=str(self.policy),
             budget=scheduler.policy.max_step_tokens,
@@ -260,18 +258,9 @@ class Engine:
             admission_failure=self._admission_failure,
             tier=self._moved if scheduler.tier is not None and plan.num_sequences else None,
         )
-
-    def _split_time(self, committed: Committed, now: float) -> StepTimes:
-        chunks, caps = committed.computed.chunks, self.scheduler.caps
+        shapes = [committed.averaged.shape(scheduler.caps, num_chunks) for num_chunks in range(len(plan.chunks))]
         gc_seconds, self._gc_seconds = self.gc_timer.seconds - self._gc_seconds, self.gc_timer.seconds
-        return self._attribution.split(
-            now,
-            committed.result.seconds,
-            committed.predicted_seconds,
-            [*(committed.averaged.shape(caps, num_chunks) for num_chunks in range(len(chunks))), committed.shape],
-            [(chunk.request_id, chunk.length) for chunk in chunks],
-            gc_seconds,
-        )
+        return self._attribution.split(report, [*shapes, committed.shape], gc_seconds)
 
     def close(self) -> None:
         if (tier := self.scheduler.config.tier) is not None and tier.keeps_all:

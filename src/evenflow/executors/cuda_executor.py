@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.executors.lost_slots import LostSlots, Remaining
 from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
-from evenflow.executors.step_timer import StepTimer
 from evenflow.model.cuda.blocks import PagedBlocks
 from evenflow.model.cuda.decoder import PagedDecoder, RowInputs
 from evenflow.model.cuda.graphs import Graphs, graph_sizes, mixed_graph_sizes, size_for
@@ -45,6 +45,38 @@ _PENDING = -1  # placeholder in a sequence's tokens: sampled, not read yet
 _Part = Part[DeviceSequence]
 
 
+class _StepTimer:
+    """Times a step on its device: with events on a GPU, which runs behind the host, else with the clock.
+
+    Starts when created. A step queued behind another starts when that one ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._seconds, self._began = 0.0, time.perf_counter()
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Call this once the whole step has been launched."""
+        self._seconds = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step."""
+        if self._events:
+            self._events[1].synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Valid after `wait`."""
+        if not self._events:
+            return self._seconds
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000
+
+
 class _PromptRows(NamedTuple):
     """Log-probabilities of some tokens of a prompt, and the largest logit of each row."""
 
@@ -60,7 +92,7 @@ class _Launched:
     """A step on the device, or one that could not be launched."""
 
     remaining: Remaining
-    timer: StepTimer
+    timer: _StepTimer
     parts: list[_Part] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # indices of the sampling parts
     samples: PendingSamples | None = None
@@ -184,7 +216,7 @@ class CudaExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Launch the step. `wait` raises its errors."""
-        step = _Launched(self._lost.remaining(plan), StepTimer(self._decoder.device))
+        step = _Launched(self._lost.remaining(plan), _StepTimer(self._decoder.device))
         try:
             with torch.inference_mode():
                 self._launch(step)
@@ -331,7 +363,7 @@ class CudaExecutor:
         inputs, layer = self._inputs.load((), None, size).inputs, self._decoder.config.num_layers - 1
         seconds = []
         for _ in range(_TIMED_RUNS):
-            timer = StepTimer(self._decoder.device)
+            timer = _StepTimer(self._decoder.device)
             for _ in range(_TIMED_RUNS):  # back to back, which hides the launches
                 self._decoder.before_attention(layer, inputs, self._kv, self._memory.first(size))
             timer.stop()

@@ -5,12 +5,14 @@ What differs between host engines is in a subclass of `HostLaunch`. Imports no h
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +44,8 @@ class HostPackage:
     engine: str  # of --engine
     packages: tuple[str, ...]  # any of them provides it
     install: str  # how to get it
+    tested_versions: tuple[str, ...]  # of the plug-in
+    without_plugin: str  # how to do without it
 
     @property
     def python_option(self) -> str:
@@ -62,6 +66,25 @@ class HostPackage:
             missing = f"there is no {self.name} in its environment: pip install {self.packages[0]}"
             raise InvalidInput(f"{got} but {missing}")
         return done.stdout.strip()
+
+    def unsupported(self, missing: str) -> MissingDependency:
+        """The refusal of an installed version that lacks what evenflow relies on: its interfaces are not stable."""
+        return MissingDependency(
+            f"{self.name} {installed_version(self.packages)} lacks what evenflow's plug-in relies on: {missing}. It is "
+            f"tested on {', '.join(self.tested_versions)}: use one of these, or {self.without_plugin}."
+        )
+
+    def check_has(self, holder: object, names: Sequence[str]) -> None:
+        """Refuse a version in which this object lacks one of these attributes."""
+        for name in names:
+            if not hasattr(holder, name):
+                raise self.unsupported(f"{type(holder).__name__}.{name}")
+
+    def check_method(self, owner: type, name: str, parameters: Set[str]) -> None:
+        """Refuse a version in which this class has no such method, or a method without these parameters."""
+        method = getattr(owner, name, None)
+        if method is None or not parameters <= set(inspect.signature(method).parameters):
+            raise self.unsupported(f"{owner.__name__}.{name}({', '.join(sorted(parameters))})")
 
     def find_python(self, named: str | None) -> str:
         """The interpreter that has it: the one named, the environment variable's, or this one."""
@@ -95,6 +118,7 @@ class HostLaunch(ABC):
     """One server of a host engine to start."""
 
     package: ClassVar[HostPackage]
+    server_module: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]]  # other spellings of the host's flags
     settle_path: ClassVar[str | None] = None  # a route to call once it has warmed up
     id_fields: ClassVar[Sequence[str]]  # of a request's body: by any of them a client names the request
@@ -137,8 +161,13 @@ class HostLaunch(ABC):
             return "its own settings, no latency target"
         return str(self.policy) + ("" if self.policy.target else ", no latency target")
 
+    def command(self, folder: RunFolder) -> list[str]:
+        names = ["--served-model-name", *self.model_names] if self.model_names else []
+        return [self.python, "-m", self.server_module, *self.flags, *self.own_flags(folder), *names]
+
     @abstractmethod
-    def command(self, folder: RunFolder) -> list[str]: ...
+    def own_flags(self, folder: RunFolder) -> list[str]:
+        """The model, the address, and what the plug-in needs."""
 
     @property
     def base_url(self) -> str:
@@ -167,6 +196,12 @@ def own_settings(policy: PolicySpec | None) -> dict[str, Any]:
 def flag_name(flag: str) -> str:
     """The name of a flag without its value, spelled with hyphens."""
     return flag.partition("=")[0].replace("_", "-")
+
+
+def with_values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The name of each flag, and its value: its own or what follows."""
+    for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
+        yield flag_name(flag), flag.partition("=")[2] or following
 
 
 def refuse_flags(flags: Sequence[str], refused: Mapping[str, str]) -> None:

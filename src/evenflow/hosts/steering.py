@@ -324,36 +324,30 @@ class Steering:
         self, step: InFlightStep, tokens: Mapping[str, Sequence[int]], late: list[LateToken], load: HostLoad
     ) -> StepReport:
         assert step.shape is not None
-        times = self._attribution.split(
-            step.ended_at,
-            step.seconds,
-            step.predicted,
-            [
-                self._host.caps.step_shape(
-                    num_decodes=step.shape.decode_sequences,
-                    decode_context=step.shape.decode_context,
-                    chunks=[(start, length) for _, start, length in step.chunks[:num_chunks]],
-                )
-                for num_chunks in range(len(step.chunks) + 1)
-            ],
-            [(request_id, length) for request_id, _, length in step.chunks],
-        )
+        shapes = [
+            self._host.caps.step_shape(
+                num_decodes=step.shape.decode_sequences,
+                decode_context=step.shape.decode_context,
+                chunks=[(start, length) for _, start, length in step.chunks[:num_chunks]],
+            )
+            for num_chunks in range(len(step.chunks) + 1)
+        ]
         decoded = [request_id for request_id in tokens if request_id in step.decode_ids]
         ids = decoded + [request_id for request_id in tokens if request_id not in step.decode_ids]
         feasible = self.planner.policy.feasible_target
-        return StepReport(
+        report = StepReport(
             step_id=self._num_steps,
             at=step.ended_at,
             seconds=step.seconds,
             predicted_seconds=step.predicted,
-            decode_seconds=times.decode_seconds,
+            decode_seconds=0.0,
             num_decodes=step.shape.decode_sequences,
             chunks=[
-                ChunkReport(*chunk, step.reasons.get(chunk[0], ChunkReason.BUDGET), seconds, chunk[0] in tokens)
-                for chunk, seconds in zip(step.chunks, times.chunk_seconds, strict=True)
+                ChunkReport(*chunk, step.reasons.get(chunk[0], ChunkReason.BUDGET), 0.0, chunk[0] in tokens)
+                for chunk in step.chunks
             ],
             admissions=step.admissions,
-            causes=times.causes,
+            causes=(),
             late=late,
             policy=str(self.policy or self._host.own_policy or NO_TARGET),
             budget=self._host.budget,
@@ -368,6 +362,7 @@ class Steering:
             ended={},
             is_own_time=step.is_own_time,
         )
+        return self._attribution.split(report, shapes)
 
     def save(self) -> None:
         """Keep the step times for the next start."""

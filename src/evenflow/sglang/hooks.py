@@ -6,12 +6,13 @@ SGLang does not declare its scheduler's interface stable, so everything that eve
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder
@@ -22,10 +23,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from evenflow.best_effort import BestEffort
 from evenflow.hosts.settings import read_settings
-from evenflow.sglang.output_layer import warm_up_output_layer
-from evenflow.sglang.plugin import check_has, logger, unsupported
+from evenflow.model.cuda.warm_products import warm_up_logits
+from evenflow.sglang.launch import SGLANG
 from evenflow.sglang.steering import make_steering
 
+logger = logging.getLogger("sglang.evenflow")
+
+_MAX_LOGIT_ROWS = 512  # to warm up: for more there is too little memory beside SGLang's pool
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _METHODS = {
     (Scheduler, "get_next_batch_to_run"): {"running_batch", "last_batch"},
@@ -62,16 +66,36 @@ _REQUEST_ATTRIBUTES = (
 
 def register() -> None:
     """Have SGLang's scheduler keep the target. Raises if this version's interface is another."""
-    _check_classes()
+    for (owner, name), parameters in _METHODS.items():
+        SGLANG.check_method(owner, name, parameters)
+    for record, names in _FIELDS.items():
+        if missing := names - {field.name for field in dataclasses.fields(record)}:
+            raise SGLANG.unsupported(f"{record.__name__}.{min(missing)}")
     for name, hook, kind in _HOOKS:
         HookRegistry.register(f"{_SCHEDULER}.{name}", hook, kind)
 
 
 def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    _check_attributes(scheduler)
+    SGLANG.check_has(scheduler, _SCHEDULER_ATTRIBUTES)
+    SGLANG.check_has(scheduler.server_args, _ARGUMENTS)
+    SGLANG.check_has(Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1)), _REQUEST_ATTRIBUTES)
     scheduler.evenflow = make_steering(scheduler, read_settings(None))
     if scheduler.evenflow is not None:
         BestEffort(logger).run("warming up the output layer", partial(warm_up_output_layer, scheduler), None)
+
+
+def warm_up_output_layer(scheduler: Any) -> None:
+    """Run it before the first request (see `warm_products`): graphs contain it for decodes only.
+
+    On a GPU, for models whose logits come from an output layer of the usual names.
+    """
+    runner = scheduler.tp_worker.model_runner
+    processor, layer = (getattr(runner.model, name, None) for name in ("logits_processor", "lm_head"))
+    if runner.device == "cpu" or processor is None or layer is None:
+        return
+    shape = min(scheduler.max_running_requests, _MAX_LOGIT_ROWS), scheduler.model_config.hidden_size
+    hidden = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
+    logger.info(warm_up_logits(lambda rows: processor._compute_lm_head(rows, layer), hidden))
 
 
 def _around_next_batch(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,20 +148,3 @@ _HOOKS = (
     ("_add_request_to_queue", _after_add, HookType.AFTER),
     ("on_idle", _after_idle, HookType.AFTER),
 )
-
-
-def _check_classes() -> None:
-    for (owner, name), parameters in _METHODS.items():
-        method = getattr(owner, name, None)
-        if method is None or not parameters <= set(inspect.signature(method).parameters):
-            raise unsupported(f"{owner.__name__}.{name}({', '.join(sorted(parameters))})")
-    for owner, names in _FIELDS.items():
-        if missing := names - {field.name for field in dataclasses.fields(owner)}:
-            raise unsupported(f"{owner.__name__}.{min(missing)}")
-
-
-def _check_attributes(scheduler: Any) -> None:
-    example = Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1))
-    check_has(scheduler, _SCHEDULER_ATTRIBUTES)
-    check_has(scheduler.server_args, _ARGUMENTS)
-    check_has(example, _REQUEST_ATTRIBUTES)

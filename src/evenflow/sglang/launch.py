@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 from evenflow import __version__
@@ -18,14 +17,21 @@ from evenflow.hosts.launch import (
     HostLaunch,
     HostPackage,
     RunFolder,
-    flag_name,
     own_settings,
     refuse_flags,
+    with_values,
+)
+from evenflow.hosts.settings import TARGET_VARIABLE
+
+SGLANG = HostPackage(
+    "SGLang",
+    "sglang",
+    PACKAGES,
+    install="install it by SGLang's own instructions",
+    tested_versions=("0.5.16",),
+    without_plugin=f"unset {TARGET_VARIABLE} to serve without a target",
 )
 
-SGLANG = HostPackage("SGLang", "sglang", PACKAGES, "install it by SGLang's own instructions")
-
-_SERVER_MODULE = "sglang.launch_server"
 _ENTRY_POINT = "[sglang.srt.plugins]\nevenflow = evenflow.sglang.plugin:load\n"
 _PLUGINS_VARIABLE = "SGLANG_PLUGINS"  # if set, SGLang loads only these plug-ins
 # Otherwise /health generates a token and takes at least a second, longer than the front waits.
@@ -51,6 +57,7 @@ class SglangLaunch(HostLaunch):
     """One SGLang server to start."""
 
     package = SGLANG
+    server_module = "sglang.launch_server"
     id_fields = ("rid", "request_id")
     settings_paths = (("custom_params",), ("sampling_params", "custom_params"))
     salt_fields = ("cache_salt", "extra_key")
@@ -73,9 +80,10 @@ class SglangLaunch(HostLaunch):
     @classmethod
     def check_flags(cls, flags: Sequence[str]) -> None:
         refuse_flags(flags, _REFUSED_FLAGS)
-        for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-            if flag_name(flag) == "--chunked-prefill-size" and (flag.partition("=")[2] or value) == "-1":
-                raise InvalidInput(f"Got {flag!r} -1 after the -- but {EVENFLOW_OPTION}, as --policy unchunked.")
+        if ("--chunked-prefill-size", "-1") in with_values(flags):
+            raise InvalidInput(
+                f"Got '--chunked-prefill-size' -1 after the -- but {EVENFLOW_OPTION}, as --policy unchunked."
+            )
 
     @classmethod
     def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
@@ -92,10 +100,8 @@ class SglangLaunch(HostLaunch):
             return "evenflow does not steer SGLang's pipeline stages; use --tensor-parallel-size, or --engine vllm"
         return super().find_obstacle(policy, settings)
 
-    def command(self, folder: RunFolder) -> list[str]:
-        own = ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-metrics"]
-        names = ["--served-model-name", *self.model_names] if self.model_names else []
-        return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
+    def own_flags(self, folder: RunFolder) -> list[str]:
+        return ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-metrics"]
 
     def environment(self, folder: RunFolder, policy: PolicySpec | None) -> dict[str, str]:
         """SGLang finds the plug-in by its metadata, even where evenflow is not installed beside it."""

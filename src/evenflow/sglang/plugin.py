@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from importlib.metadata import version
 
-from evenflow.errors import EvenflowError, MissingDependency
+from evenflow.errors import EvenflowError
 from evenflow.hosts.settings import TARGET_VARIABLE, read_settings
-
-TESTED_VERSIONS = ("0.5.16",)
+from evenflow.sglang.launch import SGLANG
 
 logger = logging.getLogger("sglang.evenflow")
 
@@ -32,20 +29,5 @@ def _register() -> None:
     try:
         from evenflow.sglang import hooks
     except ImportError as error:  # of a name that this version has not
-        raise unsupported(str(error)) from error
+        raise SGLANG.unsupported(str(error)) from error
     hooks.register()
-
-
-def unsupported(missing: str) -> MissingDependency:
-    """The refusal of a version that lacks what evenflow relies on."""
-    return MissingDependency(
-        f"SGLang {version('sglang')} lacks what evenflow's plug-in relies on: {missing}. It is tested on "
-        f"{', '.join(TESTED_VERSIONS)}: use one of these, or unset {TARGET_VARIABLE} to serve without a target."
-    )
-
-
-def check_has(holder: object, names: Sequence[str]) -> None:
-    """Refuse a version in which this object lacks one of these attributes."""
-    for name in names:
-        if not hasattr(holder, name):
-            raise unsupported(f"{type(holder).__name__}.{name}")

@@ -6,6 +6,7 @@ scheduler of its own, and all must decide alike: the first one decides and tells
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -29,12 +30,12 @@ from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
 from evenflow.hosts.settings import RequestSettings, Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
-from evenflow.sglang.mixed_flash_attention import install_flash_attention
-from evenflow.sglang.mixed_flashinfer import install_flashinfer
-from evenflow.sglang.plugin import logger
+from evenflow.sglang.mixed_attention import install_flash_attention, install_flashinfer
 from evenflow.step_time_store import step_times_path
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger("sglang.evenflow")
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
 _GRAPHS_OFF = "disabled"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 from evenflow.advisor.vllm_flags import PACKAGES, command_flags
@@ -17,15 +16,21 @@ from evenflow.hosts.launch import (
     flag_name,
     own_settings,
     refuse_flags,
+    with_values,
 )
 from evenflow.hosts.settings import CONFIG_KEY
 from evenflow.vllm.graphs import graph_flags
 
-VLLM = HostPackage("vLLM", "vllm", PACKAGES, "install it with `make install-vllm` or by vLLM's own instructions")
+VLLM = HostPackage(
+    "vLLM",
+    "vllm",
+    PACKAGES,
+    install="install it with `make install-vllm` or by vLLM's own instructions",
+    tested_versions=("0.26", "0.32"),
+    without_plugin="start vLLM without --scheduler-cls",
+)
 
-_SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command is missing or broken in some packages
 _SCHEDULER_CLASS = "evenflow.vllm.LatencyTargetScheduler"
-
 _WORKER_CLASS = "evenflow.vllm.WarmWorker"
 
 _PRIVATE = "vLLM serves only evenflow, over a private socket"
@@ -41,6 +46,7 @@ class VllmLaunch(HostLaunch):
     """One vLLM server to start."""
 
     package = VLLM
+    server_module = "vllm.entrypoints.openai.api_server"  # the `vllm` command is missing or broken in some packages
     id_fields = ("request_id",)
     settings_paths = (("vllm_xargs",),)
     salt_fields = ("cache_salt",)
@@ -53,9 +59,8 @@ class VllmLaunch(HostLaunch):
     @classmethod
     def check_flags(cls, flags: Sequence[str]) -> None:
         refuse_flags(flags, _REFUSED_FLAGS)
-        for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-            name, inline = flag_name(flag), flag.partition("=")[2]
-            is_whole = name == "--additional-config" and f'"{CONFIG_KEY}"' in (inline or value)
+        for name, value in with_values(flags):
+            is_whole = name == "--additional-config" and f'"{CONFIG_KEY}"' in value
             if is_whole or f"{name}.".startswith(f"--additional-config.{CONFIG_KEY}."):
                 raise InvalidInput(f"Got {CONFIG_KEY!r} in --additional-config but evenflow sets it: use --tbt-target.")
 
@@ -68,10 +73,8 @@ class VllmLaunch(HostLaunch):
     def flags_of(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> list[str]:
         return command_flags({**settings, **own_settings(policy)})  # it has them under the same names
 
-    def command(self, folder: RunFolder) -> list[str]:
-        own = ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]
-        names = ["--served-model-name", *self.model_names] if self.model_names else []
-        return [self.python, "-m", _SERVER_MODULE, *self.flags, *own, *names]
+    def own_flags(self, folder: RunFolder) -> list[str]:
+        return ["--model", self.model, "--uds", str(folder.http_socket), "--scheduler-cls", _SCHEDULER_CLASS]
 
 
 def worker_flags(flags: Sequence[str]) -> list[str]:

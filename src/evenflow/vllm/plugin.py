@@ -7,22 +7,18 @@ interface unstable, so everything that evenflow relies on is checked at start.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from evenflow.errors import MissingDependency
 from evenflow.hosts.settings import read_settings
+from evenflow.vllm.launch import VLLM
 from evenflow.vllm.steering import VllmSteering
 
 T = TypeVar("T")
-
-TESTED_VERSIONS = ("0.26", "0.32")
 
 _METHOD_PARAMETERS = {
     "schedule": set[str](),  # whatever it takes is passed on
@@ -55,12 +51,14 @@ class LatencyTargetScheduler:
 
 def steered(base: type[Any]) -> type[Any]:
     """A subclass of one of vLLM's schedulers that keeps the target."""
-    _check_methods(base)
+    for name, parameters in _METHOD_PARAMETERS.items():
+        VLLM.check_method(base, name, parameters)
 
     class Steered(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            _check_attributes(self)
+            VLLM.check_has(self, _SCHEDULER_ATTRIBUTES)
+            VLLM.check_has(Request("example", [0], SamplingParams(max_tokens=1), None), _REQUEST_ATTRIBUTES)
             self.steering = VllmSteering(self, read_settings(self.vllm_config.additional_config))
 
         def add_request(self, request: Any) -> None:
@@ -95,25 +93,3 @@ def steered(base: type[Any]) -> type[Any]:
 
     Steered.__name__ = Steered.__qualname__ = f"LatencyTarget{base.__name__}"
     return Steered
-
-
-def _check_methods(base: type[Any]) -> None:
-    for name, parameters in _METHOD_PARAMETERS.items():
-        method = getattr(base, name, None)
-        if method is None or not parameters <= set(inspect.signature(method).parameters):
-            raise _unsupported(f"{base.__name__}.{name}({', '.join(sorted(parameters))})")
-
-
-def _check_attributes(scheduler: Any) -> None:
-    example = Request("example", [0], SamplingParams(max_tokens=1), None)
-    for holder, names in ((scheduler, _SCHEDULER_ATTRIBUTES), (example, _REQUEST_ATTRIBUTES)):
-        for name in names:
-            if not hasattr(holder, name):
-                raise _unsupported(f"{type(holder).__name__}.{name}")
-
-
-def _unsupported(missing: str) -> MissingDependency:
-    return MissingDependency(
-        f"vLLM {vllm.__version__} has no {missing}, which evenflow's scheduler relies on; it is tested on "
-        f"{', '.join(TESTED_VERSIONS)}. Start vLLM without --scheduler-cls, or use one of these versions."
-    )

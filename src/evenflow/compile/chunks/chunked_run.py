@@ -1,44 +1,28 @@
-"""Runs one long call of a causal language model as several shorter ones over the model's own KV cache.
-
-The result equals that of the whole call, in the model's own output class.
-"""
+"""Runs one long call as several shorter ones: over the model's own KV cache, or by the model's own `process_chunk`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from evenflow.compile.chunks.memory import SMALLEST_CHUNK
 from evenflow.compile.chunks.out_of_memory import RanOut, attempt
+from evenflow.compile.chunks.sizes import ChunkSizes
 from evenflow.compile.model_call import Model, forward_parameters, hugging_face_module, input_shape, num_cached_tokens
 from evenflow.errors import UnsupportedModel
 
 
-class ChunkSizer(Protocol):
-    """Chooses the length of each chunk of one call, and learns what came of it."""
+def run_in_chunks(model: Model, call: Mapping[str, Any], longest: int, sizes: ChunkSizes) -> tuple[Any, list[int]]:
+    """The model's output for `call`, which holds arguments by name and can be chunked; and the chunks' lengths.
 
-    def choose_length(self, start: int, left: int) -> int:
-        """Tokens of the next chunk, with `start` tokens before it and `left` still to run."""
-        ...
-
-    def ran(self, start: int, length: int, seconds: float) -> None: ...
-
-    def ran_out_of_memory(self, length: int, message: str) -> None:
-        """A chunk of this length failed; the next one starts at the same token."""
-        ...
-
-    def why_not_smaller(self, length: int) -> str | None:
-        """Why running out of memory with a chunk of this length is final."""
-        ...
-
-
-def run_in_chunks(model: Model, call: Mapping[str, Any], sizer: ChunkSizer) -> Any:
-    """The model's output for `call`, which holds arguments by name and can be chunked."""
-    num_cached, (_, total) = num_cached_tokens(call), input_shape((), call)
+    The output equals that of the whole call, in the model's own output class.
+    """
+    num_cached, (num_sequences, total) = num_cached_tokens(call), input_shape((), call)
     rows = _LogitRows(call.get("logits_to_keep"), total, "logits_to_keep" in forward_parameters(model))
     chunk_call = {name: value for name, value in call.items() if name not in ("logits_to_keep", "return_dict")}
     chunk_call |= {"use_cache": True, "return_dict": True}
@@ -46,25 +30,27 @@ def run_in_chunks(model: Model, call: Mapping[str, Any], sizer: ChunkSizer) -> A
     has_cache = call.get("past_key_values") is not None
     keep_cache = call.get("use_cache", getattr(config, "use_cache", True))
     parts: list[dict[str, Any]] = []
-    start = 0
-    while start < total:
-        end = start + min(max(1, sizer.choose_length(num_cached + start, total - start)), total - start)
+    last: Any = None
+
+    def run(start: int, end: int) -> Any:
+        nonlocal last
         arguments = {**_slice_call(chunk_call, start, end, num_cached), **rows.asked(start, end)}
         if has_cache and end == total:  # some models return a given cache whether or not they are to use one
             arguments["use_cache"] = keep_cache
-        started = time.perf_counter()
-        output = attempt(model, (), arguments, partial(sizer.why_not_smaller, end - start))
-        if isinstance(output, RanOut):
-            sizer.ran_out_of_memory(end - start, output.message)
-            continue
-        sizer.ran(num_cached + start, end - start, time.perf_counter() - started)
-        if output.past_key_values is None and arguments["use_cache"]:
-            raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
-        chunk_call["past_key_values"] = output.past_key_values
-        parts.append(_kept(output, rows, start, end))
-        start = end
-    joined = _joined(output, parts, rows, keep_cache or has_cache)
-    return joined if call.get("return_dict", config.return_dict) else joined.to_tuple()
+        is_smallest = end - start <= SMALLEST_CHUNK
+        why_final = f"even {end - start} tokens at a time do not fit" if is_smallest else None
+        output = attempt(model, (), arguments, lambda: why_final)
+        if not isinstance(output, RanOut):
+            if output.past_key_values is None and arguments["use_cache"]:
+                raise UnsupportedModel(f"{type(output).__name__} came back without a KV cache")
+            chunk_call["past_key_values"] = output.past_key_values
+            parts.append(_kept(output, rows, start, end))
+            last = output
+        return output
+
+    lengths = sizes.run_chunks(num_sequences, num_cached, total, longest, run)
+    joined = _joined(last, parts, rows, keep_cache or has_cache)
+    return joined if call.get("return_dict", config.return_dict) else joined.to_tuple(), lengths
 
 
 def _slice_call(call: Mapping[str, Any], start: int, end: int, num_cached: int) -> dict[str, Any]:
@@ -85,42 +71,35 @@ class _LogitRows:
 
     def __init__(self, logits_to_keep: int | Tensor | None, total: int, model_can_choose: bool) -> None:
         self._model_can_choose = model_can_choose
-        self._wanted: Tensor | None = None  # in rising order; None: every row
-        self._order: Tensor | None = None  # of the caller, if it chose rows one by one
+        self._are_listed = isinstance(logits_to_keep, Tensor)  # otherwise they are the last ones
         if isinstance(logits_to_keep, Tensor):
-            self._wanted, order = torch.arange(total, device=logits_to_keep.device)[logits_to_keep].sort()
-            self._order = order.argsort()
-        elif logits_to_keep:
-            self._wanted = torch.arange(max(0, total - logits_to_keep), total)
+            wanted = torch.arange(total, device=logits_to_keep.device)[logits_to_keep]
+        else:
+            wanted = torch.arange(total)[-(logits_to_keep or 0) :]
+        self._wanted, order = wanted.sort()
+        self._order = order.argsort()  # the caller's
 
-    def within(self, start: int, end: int) -> Tensor | None:
-        """The wanted rows of a chunk, counted from its start; None: every row."""
-        rows = self._wanted
-        return None if rows is None else rows[(rows >= start) & (rows < end)] - start
+    def _within(self, start: int, end: int) -> Tensor:
+        """The wanted rows of a chunk, counted from its start."""
+        return self._wanted[(self._wanted >= start) & (self._wanted < end)] - start
 
     def asked(self, start: int, end: int) -> dict[str, Any]:
         """The argument for a chunk. A model always computes at least one row."""
-        rows = self.within(start, end)
-        if rows is None or not self._model_can_choose:
+        if not self._model_can_choose:
             return {}
-        if len(rows) == 0:
-            return {"logits_to_keep": 1}
-        if torch.equal(rows, torch.arange(end - start - len(rows), end - start, device=rows.device)):
-            return {"logits_to_keep": len(rows)}
-        return {"logits_to_keep": rows}
+        rows = self._within(start, end)
+        return {"logits_to_keep": rows if self._are_listed and len(rows) else max(1, len(rows))}
 
-    def kept(self, logits: Tensor, start: int, end: int) -> Tensor | None:
+    def kept(self, logits: Tensor, start: int, end: int) -> Tensor:
         """The wanted rows of what the model returned for a chunk."""
-        rows = self.within(start, end)
-        if rows is None:
-            return logits
-        if len(rows) == 0:
-            return None
-        return logits if self._model_can_choose else logits[..., rows.to(logits.device), :]
+        rows = self._within(start, end)
+        if self._model_can_choose or (not self._are_listed and len(rows) == end - start):
+            return logits[..., : len(rows), :]
+        return logits[..., rows.to(logits.device), :]  # a copy: a view would keep all rows in memory
 
     def in_order(self, logits: Tensor) -> Tensor:
         """Rows in the caller's order, from rows in rising order."""
-        return logits if self._order is None else logits[..., self._order.to(logits.device), :]
+        return logits[..., self._order.to(logits.device), :] if self._are_listed else logits
 
 
 def _kept(output: Any, rows: _LogitRows, start: int, end: int) -> dict[str, Any]:
@@ -140,11 +119,47 @@ def _joined(last: Any, parts: list[dict[str, Any]], rows: _LogitRows, keep_cache
     fields: dict[str, Any] = {}
     for name, value in last.items():
         if name == "logits":
-            logits = [part["logits"] for part in parts if part["logits"] is not None]
-            fields[name] = rows.in_order(torch.cat(logits, dim=-2))
+            fields[name] = rows.in_order(torch.cat([part["logits"] for part in parts], dim=-2))
         elif name == "hidden_states":
             layers = zip(*(part["hidden_states"] for part in parts), strict=True)
             fields[name] = tuple(torch.cat(layer, dim=-2) for layer in layers)
         elif name != "past_key_values" or keep_cache:
             fields[name] = value
     return type(last)(**fields)
+
+
+def run_own_chunks(
+    model: Any, tokens: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], longest: int, sizes: ChunkSizes
+) -> tuple[Any, list[int]]:
+    """Calls `model.process_chunk(chunk_tokens, *args, **kwargs)` in order, with chunks of the same kind as `tokens`.
+
+    Results with one entry for each token of their chunk are joined, inside mappings and tuples too. Of any other kind,
+    such as the logits of the last position, the last chunk's is the result.
+    """
+    num_sequences, total = input_shape((tokens,), {})
+    has_rows = isinstance(tokens, list) and isinstance(tokens[0], list)
+    dimension = int(has_rows) if isinstance(tokens, list) else len(tokens.shape) - 1
+    results: list[Any] = []
+
+    def run(start: int, end: int) -> None:
+        cut = slice(start, end)
+        chunk = [row[cut] for row in tokens] if has_rows else tokens[cut if isinstance(tokens, list) else (..., cut)]
+        results.append(model.process_chunk(chunk, *args, **kwargs))
+
+    lengths = sizes.run_chunks(num_sequences, 0, total, longest, run)
+
+    def join(*parts: Any) -> Any:
+        if all(isinstance(part, Tensor) and part.ndim > dimension for part in parts):
+            is_by_token = [part.shape[dimension] for part in parts] == lengths
+            return torch.cat(parts, dim=dimension) if is_by_token else parts[-1]
+        if not isinstance(parts[-1], list):
+            return parts[-1]
+        if has_rows and all(isinstance(row, list) for part in parts for row in part):
+            return [_chained(rows, lengths) for rows in zip(*parts, strict=True)]
+        return parts[-1] if has_rows else _chained(parts, lengths)
+
+    return pytree.tree_map(join, *results, is_leaf=lambda part: isinstance(part, list)), lengths
+
+
+def _chained(parts: tuple[list[Any], ...], lengths: list[int]) -> list[Any]:
+    return list(chain(*parts)) if [len(part) for part in parts] == lengths else parts[-1]

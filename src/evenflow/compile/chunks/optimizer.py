@@ -1,12 +1,7 @@
-"""Decides which calls of a model run in chunks and how long each chunk is.
-
-A chunk's length depends on the prompt's, on free memory, and on a time target.
-"""
+"""Decides which calls of a model run in chunks, and wraps models in that decision."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
@@ -14,10 +9,10 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from evenflow.advisor.decision import DEFAULT_THRESHOLD, should_enable_chunked_prefill
-from evenflow.compile.chunks.chunked_run import run_in_chunks
+from evenflow.compile.chunks.chunked_run import run_in_chunks, run_own_chunks
 from evenflow.compile.chunks.memory import SMALLEST_CHUNK, tokens_that_fit
 from evenflow.compile.chunks.out_of_memory import RanOut, attempt
-from evenflow.compile.chunks.own_chunks import run_own_chunks
+from evenflow.compile.chunks.sizes import ChunkSizes
 from evenflow.compile.model_call import (
     Model,
     hugging_face_module,
@@ -31,16 +26,10 @@ from evenflow.compile.model_call import (
 from evenflow.compile.model_interface import ModelInterface
 from evenflow.compile.monitoring import warn_once_about
 from evenflow.core.chunk_rules import chunk_size_for_prompt
-from evenflow.core.plan import ExecutorCaps
-from evenflow.core.step_time import StepTimeModel
 from evenflow.errors import InvalidConfig, UnsupportedModel
-
-logger = logging.getLogger("evenflow")
 
 _CALLS = ("total_calls", "chunked_calls", "traditional_calls")
 _SCORE_BYTES = 4
-_FIRST_TIMED_CHUNK = 64  # tokens, before any chunk has been timed
-_CAPS = ExecutorCaps()
 
 
 class Run(NamedTuple):
@@ -68,17 +57,15 @@ class ChunkedPrefillOptimizer:
         adaptive_chunking: bool = True,
         target_seconds: float | None = None,
     ) -> None:
-        if type(chunk_size) is bool or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise InvalidConfig(f"Got chunk_size={chunk_size!r} but expected a whole number >= 1.")
-        if type(enable_threshold) is bool or not isinstance(enable_threshold, int) or enable_threshold < 0:
-            raise InvalidConfig(f"Got enable_threshold={enable_threshold!r} but expected a whole number >= 0.")
+        for name, value, low in (("chunk_size", chunk_size, 1), ("enable_threshold", enable_threshold, 0)):
+            if type(value) is bool or not isinstance(value, int) or value < low:
+                raise InvalidConfig(f"Got {name}={value!r} but expected a whole number >= {low}.")
         if target_seconds is not None and not 0 < target_seconds < float("inf"):
             raise InvalidConfig(f"Got target_seconds={target_seconds!r} but expected a number of seconds above 0.")
         self.chunk_size = chunk_size
         self.enable_threshold = enable_threshold
         self.adaptive_chunking = adaptive_chunking
-        self.target_seconds = target_seconds
-        self.step_times = StepTimeModel()
+        self.sizes = ChunkSizes(target_seconds)
         self.stats: dict[str, float] = {
             "total_sequences": 0,
             "chunked_sequences": 0,
@@ -86,8 +73,6 @@ class ChunkedPrefillOptimizer:
             "memory_saved_mb": 0.0,
         }
         self.whole_calls: Counter[str] = Counter()
-        self.num_out_of_memory = 0
-        self._max_rows = sys.maxsize  # sequences x tokens that a call may have, once one ran out of memory
         self._warn_of_whole_call = warn_once_about("A long input runs whole, not in chunks")
 
     def should_chunk(self, input_length: int) -> bool:
@@ -116,7 +101,7 @@ class ChunkedPrefillOptimizer:
             args, kwargs = with_token_tensors(model, args, kwargs)
             num_sequences, length = input_shape(args, kwargs)
         can_shrink = length > SMALLEST_CHUNK  # decoding steps cannot
-        if self.should_chunk(length) or (can_shrink and num_sequences * length > self._max_rows):
+        if self.should_chunk(length) or (can_shrink and num_sequences * length > self.sizes.max_rows):
             run = self._run_long(model, args, kwargs)
         elif not can_shrink:
             run = Run(_whole(model)(*args, **kwargs), 1)
@@ -140,7 +125,7 @@ class ChunkedPrefillOptimizer:
         if not isinstance(output, RanOut):
             return Run(output, 1)
         call = named_arguments(model, args, kwargs)
-        self.lower_chunk_size(*input_shape((), call), output.message)
+        self.sizes.halve(*input_shape((), call), output)
         return self._run_in_chunks(model, call)
 
     def _run_long(self, model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
@@ -160,81 +145,32 @@ class ChunkedPrefillOptimizer:
         return Run(model(*args, **kwargs), 1)
 
     def _run_in_chunks(self, model: Model, call: Mapping[str, Any]) -> Run:
-        all_logits = not isinstance(call.get("logits_to_keep"), int) or not call["logits_to_keep"]
-        sizer = self._sizer(model, call, num_known_tokens(call), all_logits)
-        return self._counted(run_in_chunks(model, call, sizer), sizer, num_known_tokens(call))
+        keep, context = call.get("logits_to_keep"), num_known_tokens(call)
+        longest = self._longest_chunk(model, call, context, all_logits=not isinstance(keep, int) or not keep)
+        output, lengths = run_in_chunks(model, call, longest, self.sizes)
+        return self._counted(output, lengths, input_shape((), call)[0], context)
 
     def _run_own_chunks(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
         rest = dict(kwargs)
         tokens = args[0] if args else rest.pop("input_ids")
-        _, length = input_shape((tokens,), {})
-        sizer = self._sizer(model, {"input_ids": tokens}, length, all_logits=True)
-        return self._counted(run_own_chunks(model, tokens, args[1:], rest, sizer), sizer, length)
+        num_sequences, length = input_shape((tokens,), {})
+        longest = self._longest_chunk(model, {"input_ids": tokens}, length, all_logits=True)
+        output, lengths = run_own_chunks(model, tokens, args[1:], rest, longest, self.sizes)
+        return self._counted(output, lengths, num_sequences, length)
 
-    def _sizer(self, model: Model, call: Mapping[str, Any], context: int, all_logits: bool) -> _Sizer:
+    def _longest_chunk(self, model: Model, call: Mapping[str, Any], context: int, all_logits: bool) -> int:
         num_sequences, length = input_shape((), call)
         longest = self.get_optimal_chunk_size(length)
         if is_transformers_model(module := hugging_face_module(model)):
             longest = min(longest, tokens_that_fit(module, num_sequences, context, all_logits))
-        return _Sizer(self, num_sequences, longest)
+        return longest
 
-    def _counted(self, output: Any, sizer: _Sizer, context: int) -> Run:
-        lengths = sizer.lengths
+    def _counted(self, output: Any, lengths: list[int], num_sequences: int, context: int) -> Run:
         if len(lengths) == 1:
             self.whole_calls["one chunk holds it"] += 1
-        saved_scores = sizer.num_sequences * (sum(lengths) - max(lengths)) * context
+        saved_scores = num_sequences * (sum(lengths) - max(lengths)) * context
         self.stats["memory_saved_mb"] += saved_scores * _SCORE_BYTES / 1e6
         return Run(output, len(lengths))
-
-    def lower_chunk_size(self, num_sequences: int, length: int, message: str) -> None:
-        """Halve what a call may hold, from this one on, since one of this length ran out of memory."""
-        self.num_out_of_memory += 1
-        smaller = max(SMALLEST_CHUNK, length // 2)
-        self._max_rows = min(self._max_rows, num_sequences * smaller)
-        logger.warning(
-            "Memory pressure: %s tokens at a time do not fit, chunks of %s follow: %s", length, smaller, message
-        )
-
-    def tokens_that_fitted(self, num_sequences: int) -> int:
-        """The longest chunk that has not yet been seen to run out of memory."""
-        return max(SMALLEST_CHUNK, self._max_rows // num_sequences)
-
-    def within_target(self, start: int, longest: int) -> int:
-        """The longest chunk from `start` predicted to stay within the target; a small one until chunks were timed."""
-        if self.target_seconds is None:
-            return longest
-        # At most twice the longest seen: predictions beyond that are guesses.
-        longest = min(longest, 2 * self.step_times.largest_rows_known or _FIRST_TIMED_CHUNK)
-        low, high = 1, longest
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.step_times.upper(_CAPS.prefill_shape(start, middle)) <= self.target_seconds
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return max(low, min(longest, _FIRST_TIMED_CHUNK // 4))
-
-
-class _Sizer:
-    """The chunks of one call."""
-
-    def __init__(self, optimizer: ChunkedPrefillOptimizer, num_sequences: int, longest: int) -> None:
-        self.num_sequences = num_sequences
-        self.lengths: list[int] = []
-        self._optimizer = optimizer
-        self._longest = longest
-
-    def choose_length(self, start: int, left: int) -> int:
-        longest = min(self._longest, self._optimizer.tokens_that_fitted(self.num_sequences))
-        return self._optimizer.within_target(start, min(longest, left))
-
-    def ran(self, start: int, length: int, seconds: float) -> None:
-        self.lengths.append(length)
-        self._optimizer.step_times.observe(_CAPS.prefill_shape(start, length), seconds)
-
-    def ran_out_of_memory(self, length: int, message: str) -> None:
-        self._optimizer.lower_chunk_size(self.num_sequences, length, message)
-
-    def why_not_smaller(self, length: int) -> str | None:
-        return f"even {length} tokens at a time do not fit" if length <= SMALLEST_CHUNK else None
 
 
 def _whole(model: Any) -> Model:
@@ -246,10 +182,10 @@ class ChunkedPrefillWrapper(ModelInterface):
     """Called like the model; inputs over the optimizer's threshold run in chunks over the model's own KV cache.
 
     `execution_stats` counts calls that were answered, each decoding step of `generate` included; its `chunked_calls`
-    are those that were cut.
+    are those that were cut. Without an optimizer nothing is cut.
     """
 
-    def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer, model_id: str) -> None:
+    def __init__(self, compiled_model: Model, chunked_optimizer: ChunkedPrefillOptimizer | None, model_id: str) -> None:
         super().__init__(compiled_model)
         self.compiled_model = compiled_model
         self.chunked_optimizer = chunked_optimizer
@@ -257,17 +193,19 @@ class ChunkedPrefillWrapper(ModelInterface):
         self.execution_stats: dict[str, int] = dict.fromkeys(_CALLS, 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(args, kwargs).output
+        if self.chunked_optimizer is None:
+            run = Run(self.compiled_model(*args, **kwargs), 1)
+        else:
+            run = self.chunked_optimizer.run(self.compiled_model, args, kwargs)
+        self._count(run.num_chunks > 1)
+        return run.output
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-        """A call, with the number of chunks that it ran in."""
-        run = self.chunked_optimizer.run(self.compiled_model, args, kwargs)
+    def _count(self, was_cut: bool) -> None:
         self.execution_stats["total_calls"] += 1
-        self.execution_stats["chunked_calls" if run.num_chunks > 1 else "traditional_calls"] += 1
-        return run
+        self.execution_stats["chunked_calls" if was_cut else "traditional_calls"] += 1
 
     def prepares_own_mask(self, num_new_tokens: int) -> bool:
-        return self.chunked_optimizer.should_chunk(num_new_tokens)
+        return self.chunked_optimizer is not None and self.chunked_optimizer.should_chunk(num_new_tokens)
 
     def get_chunking_stats(self) -> dict[str, Any]:
         """`execution_stats`, the share of calls that ran in chunks, and the optimizer's own counts.
@@ -288,12 +226,14 @@ def summed_calls(execution_stats: Collection[Mapping[str, Any]]) -> dict[str, fl
 
 
 def chunking_stats(
-    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer
+    execution_stats: Collection[Mapping[str, int]], optimizer: ChunkedPrefillOptimizer | None
 ) -> dict[str, Any]:
     """The statistics of models that share an optimizer, summed."""
+    if optimizer is None:
+        return summed_calls(execution_stats)
     return {
         **summed_calls(execution_stats),
         "whole_calls": dict(optimizer.whole_calls),
-        "out_of_memory": optimizer.num_out_of_memory,
+        "out_of_memory": optimizer.sizes.num_out_of_memory,
         "optimizer_stats": optimizer.stats.copy(),
     }

@@ -62,22 +62,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 class SavedCache:
     """The state of a transformers cache, to go back to after a call that failed half way.
 
-    Layers that grow are cut to their old length, since a copy would double their memory. Only windows, which are
-    short, are kept. `why_lost` says why another kind of cache cannot be taken back.
+    `why_lost` says why another kind of cache cannot be taken back.
     """
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._restores: list[Callable[[], None]] = []
-        self.why_lost: str | None = None
-        if not hasattr(cache, "layers") or getattr(cache, "offloading", False):
-            self.why_lost = f"what the call left in {type(cache).__name__} cannot be taken back"
-            return
-        for layer in cache.layers:
-            if (how_to_save := _HOW_TO_SAVE.get(type(layer))) is None:
-                self.why_lost = f"what the call left in {type(layer).__name__} cannot be taken back"
-                return
-            self._restores.append(how_to_save(layer))
+        is_known = hasattr(cache, "layers") and not getattr(cache, "offloading", False)
+        odd = next((layer for layer in cache.layers if type(layer) not in _LAYERS), None) if is_known else cache
+        self.why_lost = None if odd is None else f"what the call left in {type(odd).__name__} cannot be taken back"
+        self._restores = [] if self.why_lost else [_saved(layer) for layer in cache.layers]
 
     def restore(self) -> None:
         del self._cache.layers[len(self._restores) :]  # some caches add layers as they are filled
@@ -85,51 +78,26 @@ class SavedCache:
             restore()
 
 
-def _save_growing(layer: Any) -> Callable[[], None]:
-    was_initialized, length = layer.is_initialized, layer.get_seq_length()
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def _saved(layer: Any) -> Callable[[], None]:
+    """A function that takes a layer back to its state of now."""
+    state, kind = dict(vars(layer)), type(layer)
+    grows = kind is DynamicLayer and layer.get_seq_length() > 0
+    length = layer.get_seq_length() if grows else None
+    if grows:  # its tensors are cut to their old length, since to keep these too would double the memory
+        del state["keys"], state["values"]
+    # Static layers are written in place. What lies beyond the length is masked and overwritten, except in a window.
+    overwritten = ("cumulative_length",) if kind is StaticLayer else ("cumulative_length", "keys", "values")
+    names = overwritten if isinstance(layer, StaticLayer) else ()
+    copies = {name: state[name].clone() for name in names if state[name] is not None}
 
     def restore() -> None:
-        layer.is_initialized = was_initialized
-        if not was_initialized:
-            layer.keys = layer.values = None
-        elif layer.keys.ndim > 1:  # it has held tokens
+        vars(layer).update(state)
+        for name, copy in copies.items():
+            state[name].copy_(copy)
+        if grows:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     return restore
-
-
-def _save_moving_window(layer: Any) -> Callable[[], None]:
-    kept = layer.is_initialized, layer.keys, layer.values, layer.cumulative_length
-
-    def restore() -> None:
-        layer.is_initialized, layer.keys, layer.values, layer.cumulative_length = kept
-
-    return restore
-
-
-def _save_static(layer: Any) -> Callable[[], None]:
-    """What lies beyond its length is masked and overwritten."""
-    length = layer.cumulative_length.clone()
-    return lambda: layer.cumulative_length.copy_(length)
-
-
-def _save_static_window(layer: Any) -> Callable[[], None]:
-    restore_length, num_seen = _save_static(layer), layer.cumulative_length_int
-    kept = (layer.keys.clone(), layer.values.clone()) if num_seen else None
-
-    def restore() -> None:
-        restore_length()
-        layer.cumulative_length_int = num_seen
-        if kept is not None:
-            layer.keys.copy_(kept[0])
-            layer.values.copy_(kept[1])
-
-    return restore
-
-
-_HOW_TO_SAVE: dict[type, Callable[[Any], Callable[[], None]]] = {
-    DynamicLayer: _save_growing,
-    DynamicSlidingWindowLayer: _save_moving_window,
-    StaticLayer: _save_static,
-    StaticSlidingWindowLayer: _save_static_window,
-}
