@@ -11,9 +11,10 @@ import ipaddress
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TypeVar
@@ -60,7 +61,12 @@ class Remote:
     url: str
     num_bytes: int | None = None
     checksum: Checksum | None = None
-    most_bytes: int | None = None  # where `num_bytes` is not known
+    most_bytes: int = sys.maxsize - 1  # where `num_bytes` is not known
+
+    @property
+    def limit(self) -> int:
+        """The most bytes that are taken."""
+        return self.most_bytes if self.num_bytes is None else self.num_bytes
 
 
 class _Broken(Exception):
@@ -94,12 +100,8 @@ class Downloader:
 
         def ask() -> bytes:
             content = bytearray()
-            with _asked(self._http, url) as response:
-                if response.status_code in _BUSY_CODES:
-                    raise _Broken(f"it replied {response.status_code}")
-                if response.status_code != 200:
-                    raise self._refused(response)
-                for piece in _stored_bytes(response):
+            with self.reply(url) as response:
+                for piece in response.iter_raw():
                     content += piece
                     if len(content) > _MOST_SMALL_BYTES:
                         raise EndpointFailed(f"{url} replied with more than {format_bytes(_MOST_SMALL_BYTES)}")
@@ -117,7 +119,7 @@ class Downloader:
             target.parent.mkdir(parents=True, exist_ok=True)
             with locked(partial) as file:
                 if not target.is_file():  # else another process has fetched it while this one waited for the lock
-                    transfer = _Transfer(self._http, self._refused, remote, file, show)
+                    transfer = _Transfer(self.reply, remote, file, show)
                     self._persist(remote.url, transfer.num_bytes, transfer.attempt)
                     _check(remote, partial)
                     partial.replace(target)
@@ -126,6 +128,41 @@ class Downloader:
         except OSError as error:
             raise EndpointFailed(f"{target.parent} cannot be written: {error.strerror or error}") from error
         return target
+
+    @contextmanager
+    def reply(self, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
+        """The reply to a GET, if it has a body of plain bytes, which are not read yet.
+
+        Redirects are followed, but not from a public host into a private network, where this machine may be trusted.
+        """
+        request = self._http.build_request("GET", url, headers=headers)
+        for _ in range(_MOST_REDIRECTS + 1):
+            response = self._http.send(request, stream=True)
+            try:
+                following = response.next_request
+                if following is None:
+                    self._check_reply(response)
+                    yield response
+                    return
+            finally:
+                response.close()
+            if _is_private(following.url.host) and not _is_private(request.url.host):
+                raise EndpointFailed(
+                    f"{request.url.host} redirects to {following.url.host}, which is in a private network, and is not "
+                    "followed there: give that address itself if it is meant"
+                )
+            request = following
+        raise EndpointFailed(f"{url} redirects more than {_MOST_REDIRECTS} times")
+
+    def _check_reply(self, response: httpx.Response) -> None:
+        if response.status_code in _BUSY_CODES:
+            raise _Broken(f"it replied {response.status_code}")
+        if response.status_code not in (200, 206, 416):
+            raise self._refused(response)
+        # A few packed bytes could stand for any number, and were not asked for.
+        encoding = response.headers.get("Content-Encoding", "")
+        if encoding.lower() not in ("", "identity"):
+            raise EndpointFailed(f"{response.url} sent {encoding!r} data, but only plain bytes were asked for")
 
     def _persist(self, url: str, num_bytes: Callable[[], int], attempt: Callable[[], Result]) -> Result:
         """Try again for as long as attempts bring bytes, and a few times more."""
@@ -147,14 +184,12 @@ class _Transfer:
 
     def __init__(
         self,
-        http: httpx.Client,
-        refused: Callable[[httpx.Response], EvenflowError],
+        reply: Callable[[str, dict[str, str]], AbstractContextManager[httpx.Response]],
         remote: Remote,
         file: IO[bytes],
         show: Show,
     ) -> None:
-        self._http = http
-        self._refused = refused
+        self._reply = reply
         self._remote = remote
         self._file = file
         self._show = show
@@ -169,31 +204,25 @@ class _Transfer:
         start = self.num_bytes()
         if start and start == self._remote.num_bytes:
             return
-        with _asked(self._http, self._remote.url, self._range(start)) as response:
+        with self._reply(self._remote.url, self._range(start)) as response:
             if response.status_code == 416:  # the partial file is longer than the file
                 self._file.truncate(0)
                 raise _Broken("it has fewer bytes than were fetched")
-            if response.status_code in _BUSY_CODES:
-                raise _Broken(f"it replied {response.status_code}")
-            if response.status_code not in (200, 206):
-                raise self._refused(response)
             if response.status_code == 200:  # the whole file
                 start = 0
                 self._file.truncate(0)
                 self._keep_validator(response)
-            length, total = response.headers.get("Content-Length", ""), None
-            if length.isdigit():
-                check_space(self._validator_path.parent, int(length))
-                total = start + int(length)
+            length = response.headers.get("Content-Length", "")
+            total = start + int(length) if length.isdigit() else None
             self._show(start, total)
-            most, checked = _most_bytes(self._remote), start
-            for content in _stored_bytes(response):  # as they arrive: what is here when the connection breaks is kept
-                if total is None and start >= checked:
-                    check_space(self._validator_path.parent, _SPARE_BYTES)
-                    checked = start + _SPARE_BYTES
-                start += self._file.write(content if most is None else content[: most + 1 - start])
+            room = start  # the size for which the disk is known to have space
+            for content in response.iter_raw():  # as they arrive: what is here when the connection breaks is kept
+                if start >= room:
+                    room = total or start + _SPARE_BYTES
+                    check_space(self._validator_path.parent, room - start)
+                start += self._file.write(content[: self._remote.limit + 1 - start])
                 self._show(start, total)
-                if most is not None and start > most:  # `_check` says so
+                if start > self._remote.limit:  # `_check` says so
                     break
         num_bytes = self.num_bytes()  # on disk: buffers are flushed
         if self._remote.num_bytes is not None and num_bytes < self._remote.num_bytes:
@@ -219,31 +248,6 @@ class _Transfer:
             self._validator_path.write_text(validator)
 
 
-@contextmanager
-def _asked(http: httpx.Client, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
-    """The reply to a GET, its body not read yet.
-
-    Redirects are followed, but not from a public host into a private network, where this machine may be trusted.
-    """
-    request = http.build_request("GET", url, headers=headers)
-    for _ in range(_MOST_REDIRECTS + 1):
-        response = http.send(request, stream=True)
-        try:
-            following = response.next_request
-            if following is None:
-                yield response
-                return
-        finally:
-            response.close()
-        if _is_private(following.url.host) and not _is_private(request.url.host):
-            raise EndpointFailed(
-                f"{request.url.host} redirects to {following.url.host}, which is in a private network, and is not "
-                "followed there: give that address itself if it is meant"
-            )
-        request = following
-    raise EndpointFailed(f"{url} redirects more than {_MOST_REDIRECTS} times")
-
-
 def _is_private(host: str) -> bool:
     """No, where the name is not known here: a proxy may know it."""
     try:
@@ -251,14 +255,6 @@ def _is_private(host: str) -> bool:
     except (OSError, ValueError):
         return False
     return not all((getattr(address, "ipv4_mapped", None) or address).is_global for address in found)
-
-
-def _stored_bytes(response: httpx.Response) -> Iterator[bytes]:
-    """The body as it is sent. A few packed bytes could stand for any number, and were not asked for."""
-    encoding = response.headers.get("Content-Encoding", "")
-    if encoding.lower() not in ("", "identity"):
-        raise EndpointFailed(f"{response.url} sent {encoding!r} data, but only plain bytes were asked for")
-    return response.iter_raw()
 
 
 def http_client(headers: dict[str, str] | None = None) -> httpx.Client:
@@ -297,16 +293,11 @@ def _validator_path(partial: Path) -> Path:
     return partial.with_name(partial.name + ".version")
 
 
-def _most_bytes(remote: Remote) -> int | None:
-    return remote.most_bytes if remote.num_bytes is None else remote.num_bytes
-
-
 def _check(remote: Remote, partial: Path) -> None:
     """Raise EndpointFailed, and drop the file, if it is not what it should be."""
-    size, most = partial.stat().st_size, _most_bytes(remote)
-    problem = None
-    if most is not None and size > most:
-        problem = f"has more than {most} bytes"
+    size, problem = partial.stat().st_size, None
+    if size > remote.limit:
+        problem = f"has more than {remote.limit} bytes"
     elif remote.num_bytes is not None and size != remote.num_bytes:
         problem = f"has {size} bytes, expected {remote.num_bytes}"
     elif remote.checksum is not None and (found := remote.checksum.digest_of(partial)) != remote.checksum.digest:
