@@ -201,6 +201,7 @@ def test_a_token_opens_private_models(
     ("source", "message"),
     [
         ("us/None", "us/None: no such model at http://127.0.0.1"),
+        ("us/Tiny:model.safetensors", "us/Tiny has no GGUF file like 'model.safetensors', only .bin"),
         ("us/Tiny@v2", "us/Tiny@v2: no revision 'v2' at"),
         ("not a name!", "no model at not a name!: give a name on a model hub (ORG/NAME), a URL, a folder or a file"),
         ("./mistyped.gguf", "no model at ./mistyped.gguf"),

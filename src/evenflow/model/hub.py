@@ -24,7 +24,7 @@ from evenflow.model.config import SUPPORTED_FAMILIES, unsupported
 from evenflow.model.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
 from evenflow.model.hf_config import supported_architecture
 from evenflow.model.hf_files import parse_json
-from evenflow.model.hub_cache import MAIN, CachedRepository, HubName, huggingface_home, match_file
+from evenflow.model.hub_cache import MAIN, CachedRepository, HubName, huggingface_home, match_files
 from evenflow.model.progress_bar import progress_bar
 from evenflow.model.typed_values import TypedValues
 
@@ -47,10 +47,6 @@ class HubFile:
     name: str
     num_bytes: int
     checksum: Checksum
-
-    @property
-    def is_in_root(self) -> bool:
-        return "/" not in self.name
 
 
 def endpoint() -> str:
@@ -112,27 +108,29 @@ def pull_from_hub(name: HubName, *, progress: bool) -> HubName:
 def choose_files(name: HubName, listed: Sequence[HubFile]) -> list[HubFile]:
     """The files to fetch: the folder of a safetensors model, configuration first, or one GGUF file."""
     by_name = {file.name: file for file in listed}
-    ggufs = [file for file in by_name if file.endswith(".gguf")]
     if name.file is None and "config.json" in by_name and any(file.endswith(".safetensors") for file in by_name):
-        files = [file for file in listed if file.is_in_root and file.name.endswith(_FOLDER_SUFFIXES)]
-        if any(file.name.startswith("model") and file.name.endswith(".safetensors") for file in files):
+        chosen = [file for file in listed if "/" not in file.name and file.name.endswith(_FOLDER_SUFFIXES)]
+        if any(file.name.startswith("model") and file.name.endswith(".safetensors") for file in chosen):
             # Mistral's repositories have the same weights a second time, in a layout of their own.
-            files = [file for file in files if not file.name.startswith("consolidated")]
-        return sorted(files, key=lambda file: (file.name != "config.json", file.num_bytes))
-    found = ggufs if name.file is None else match_file(name.file, list(by_name))
+            chosen = [file for file in chosen if not file.name.startswith("consolidated")]
+        return sorted(chosen, key=lambda file: (file.name != "config.json", file.num_bytes))
+    ggufs, found = match_files(None, by_name), match_files(name.file, by_name)
     if len(found) == 1:
         if _SPLIT_FILE.search(found[0]):
             raise unsupported(f"{name}: {found[0]} is a part of a model, and a model split over several GGUF files")
         return [by_name[found[0]]]
-    if not ggufs:
-        kinds = sorted({f".{file.rpartition('.')[2]}" for file in by_name if "." in file})
-        raise UnsupportedModel(
-            f"{name.repository} holds neither safetensors nor GGUF files, only {', '.join(kinds) or 'none'}. "
-            f"evenflow's own engine runs {SUPPORTED_FAMILIES} in these formats; vLLM may load others"
-        )
-    problem = "has no file" if name.file and not found else "has several files"
     like = f" like {name.file!r}" if name.file else ""
-    raise ModelNotFound(f"{name.repository} {problem}{like}: give one, as {name.repository}:FILE; {', '.join(ggufs)}")
+    if ggufs:
+        problem = "has several files" if found else "has no file"
+        files = ", ".join(ggufs)
+        raise ModelNotFound(f"{name.repository} {problem}{like}: give one, as {name.repository}:FILE; {files}")
+    kinds = ", ".join(sorted({f".{file.rpartition('.')[2]}" for file in by_name if "." in file})) or "none"
+    if name.file:
+        raise ModelNotFound(f"{name.repository} has no GGUF file{like}, only {kinds}: give {name.repository} alone")
+    raise UnsupportedModel(
+        f"{name.repository} holds neither safetensors nor GGUF files, only {kinds}. "
+        f"evenflow's own engine runs {SUPPORTED_FAMILIES} in these formats; vLLM may load others"
+    )
 
 
 def _fetch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,10 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 
-def match_file(wanted: str, names: list[str]) -> list[str]:
+def match_files(wanted: str | None, names: Iterable[str]) -> list[str]:
     """The GGUF files that `FILE` in a name may mean: the one of that name, else those whose name contains it."""
-    if wanted in names:
-        return [wanted]
-    return [name for name in names if name.endswith(".gguf") and wanted.lower() in name.lower()]
+    files = [name for name in names if name.endswith(".gguf")]
+    return [wanted] if wanted in files else [name for name in files if (wanted or "").lower() in name.lower()]
 
 
 class CachedRepository:
@@ -70,14 +69,10 @@ class CachedRepository:
     def find(self, name: HubName) -> Path | None:
         """The folder or GGUF file that this name means; None if it is not here."""
         for snapshot in self._snapshots(name.revision):
-            if name.file is not None:
-                found = match_file(name.file, _gguf_files(snapshot))
-                if len(found) == 1:
-                    return snapshot / found[0]
-            elif _is_folder_model(snapshot):
+            if name.file is None and _is_folder_model(snapshot):
                 return snapshot
-            elif len(files := _gguf_files(snapshot)) == 1:
-                return snapshot / files[0]
+            if len(found := match_files(name.file, _gguf_files(snapshot))) == 1:
+                return snapshot / found[0]
         return None
 
     def name_of(self, path: Path) -> str:
