@@ -26,7 +26,7 @@ from evenflow.engine.recorder import Recorder
 from evenflow.engine.watchdog import Pulse
 from evenflow.errors import MissingDependency
 from evenflow.log_output import STAGE, ensure_logging
-from evenflow.model.locate import find_model
+from evenflow.model.cached_models import find_model
 from evenflow.step_time_store import StepTimeKeeper, least_target, load_step_times, save_step_times, step_times_path
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""The models on this machine that `--model` finds by name: lists them with their last use, and removes one."""
+"""The models on this machine: finds the one that `--model` names, lists them with their last use, and removes one.
+
+Downloads only `default`, and never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from urllib.parse import quote
 
 from evenflow.errors import InvalidInput, ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.default_model import SMOLLM2_135M
+from evenflow.model.config import SUPPORTED_FAMILIES
+from evenflow.model.default_model import SMOLLM2_135M, default_model_path
 from evenflow.model.hub_cache import CachedRepository, cached_repositories, parse_hub_name
-from evenflow.model.named_models import GGUF, models_folder, named_models
+from evenflow.model.named_models import GGUF, models_folder, named_model, named_models
 
+_FILE_SUFFIXES = (".gguf", ".json", ".safetensors")
 Source = Literal["default", "url", "link", "hub"]
 
 
@@ -32,6 +37,32 @@ class CachedModel:
         """Seconds since 1970; None if evenflow has not used it yet."""
         stamp = _stamp(self.name)
         return stamp.stat().st_mtime if stamp.is_file() else None
+
+
+def find_model(model: str | Path) -> Path:
+    """The folder or file of a model: `default`, a path, or the name of one that was pulled or downloaded."""
+    name = str(model)
+    if name == "default":
+        note_use(name)
+        return default_model_path()
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if (found := find_cached(name)) is None:
+        raise _not_found(name)
+    note_use(found.name)
+    return found.path
+
+
+def find_cached(name: str) -> CachedModel | None:
+    """The model that was pulled, or is in Hugging Face's cache, under this name."""
+    if (named := named_model(name)) is not None:
+        return _named(name.removesuffix(GGUF), named)
+    if (hub_name := parse_hub_name(name)) is None:
+        return None
+    repository = CachedRepository(hub_name.repository)
+    found = repository.find(hub_name)
+    return None if found is None else CachedModel(repository.name_of(found), found, "hub")
 
 
 def cached_models() -> list[CachedModel]:
@@ -80,11 +111,27 @@ def _find_all() -> Iterator[CachedModel]:
     if (default := cache_folder() / SMOLLM2_135M.file_name).is_file():
         yield CachedModel("default", default, "default")
     for name, path in named_models().items():
-        yield CachedModel(name, path, "link" if path.is_symlink() else "url")
+        yield _named(name, path)
     for repository in cached_repositories():
         for hub_name, path in repository.models():
             yield CachedModel(str(hub_name), path, "hub")
 
 
+def _named(name: str, path: Path) -> CachedModel:
+    return CachedModel(name, path, "link" if path.is_symlink() else "url")
+
+
 def _stamp(name: str) -> Path:
     return models_folder() / ".used" / quote(name, safe="")
+
+
+def _not_found(model: str) -> ModelNotFound:
+    message = f"no model at {model}: give a Hugging Face folder, a .gguf file, or 'default'"
+    hub_name = parse_hub_name(model)
+    if hub_name is not None and (hub_name.file or not model.endswith(_FILE_SUFFIXES)):
+        message += (
+            f". If it is a name on a model hub, fetch it first (evenflow pull {model}); evenflow's own engine runs "
+            f"{SUPPORTED_FAMILIES}. vLLM downloads by itself and runs most models: "
+            f"evenflow serve --engine vllm --model {hub_name.repository} --tbt-target 50ms"
+        )
+    return ModelNotFound(message)

@@ -24,11 +24,8 @@ def named_model(name: str) -> Path | None:
     """The folder or file that was pulled under this name."""
     if not _NAME.fullmatch(name):
         return None
-    file = models_folder() / (name.removesuffix(GGUF) + GGUF)
-    if file.is_file():
-        return file
-    folder = models_folder() / name
-    return folder if folder.is_dir() else None
+    paths = (models_folder() / (name.removesuffix(GGUF) + GGUF), models_folder() / name)
+    return next((path for path in paths if path.exists()), None)
 
 
 def named_models() -> dict[str, Path]:

@@ -10,13 +10,12 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from evenflow.errors import EndpointFailed, InvalidInput, ModelError, ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.cached_models import CachedModel
+from evenflow.model.cached_models import CachedModel, find_cached
 from evenflow.model.default_model import default_model_path
 from evenflow.model.download import Checksum, Downloader, Remote, http_client, locked
 from evenflow.model.hub import name_in_url, pull_from_hub
 from evenflow.model.hub_cache import parse_hub_name
 from evenflow.model.inspection import inspect_model
-from evenflow.model.locate import find_cached
 from evenflow.model.named_models import GGUF, SAFETENSORS, models_folder, name_path, name_taken, named_models, new_path
 from evenflow.model.progress_bar import progress_bar
 
