@@ -14,7 +14,7 @@ from evenflow.advisor.memory import ModelShape
 from evenflow.advisor.token_counts import TokenizerTokens
 from evenflow.cli.output import engine_imports
 from evenflow.errors import BrokenModel, ModelError, ModelNotFound
-from evenflow.model.locate import find_model
+from evenflow.model.cached_models import find_model
 
 # Model families name the same sizes differently; the first name found counts. The last one is that of a GGUF header.
 _SIZES = {

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
+from evenflow.cli.models import model_figures
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import text_console, write_json
 from evenflow.model.inspection import describe_model
@@ -50,15 +51,4 @@ def pull(
         console.print(f"Run it with: evenflow serve --model {pulled.name}")
     else:
         console.print(f"evenflow's own engine cannot run it: {facts.why_not}")
-    write_json(
-        json,
-        {
-            "name": pulled.name,
-            "path": str(pulled.path),
-            "bytes": facts.num_bytes,
-            "format": facts.format,
-            "architecture": facts.architecture,
-            "runs": facts.why_not is None,
-            "why_not": facts.why_not,
-        },
-    )
+    write_json(json, model_figures(pulled, facts))
