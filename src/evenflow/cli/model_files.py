@@ -13,7 +13,7 @@ from typing import Any
 from evenflow.advisor.memory import ModelShape
 from evenflow.advisor.token_counts import TokenizerTokens
 from evenflow.cli.output import engine_imports
-from evenflow.errors import BrokenModel, ModelError, ModelNotFound
+from evenflow.errors import BrokenModel, ModelError
 from evenflow.model.cached_models import find_model
 
 # Model families name the same sizes differently; the first name found counts. The last one is that of a GGUF header.
@@ -69,11 +69,9 @@ def read_shape(model: str) -> ModelShape:
 
 
 def _hf_config(folder: Path) -> tuple[Mapping[str, Any], int]:
-    from evenflow.model.hf_files import read_json
+    from evenflow.model.hf_files import read_config_json
 
-    file = read_json(folder, "config.json")
-    if file is None:
-        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    file = read_config_json(folder)
     config = file.content.get("text_config", file.content)  # if the model also takes images
     dtype = config.get("dtype", config.get("torch_dtype", file.content.get("dtype")))
     return config, 4 if dtype == "float32" else 2

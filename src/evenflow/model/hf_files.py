@@ -4,9 +4,8 @@ import json
 import os
 import reprlib
 from pathlib import Path
-from typing import Any
 
-from evenflow.errors import BrokenModel
+from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.typed_values import TypedValues
 
 _SINGLE_FILE = "model.safetensors"
@@ -14,7 +13,7 @@ _SHARD_INDEX = "model.safetensors.index.json"
 # Of files that are read whole: several times what the largest models have.
 _MOST_BYTES = 256 << 20
 _MOST_JSON_BYTES = 16 << 20
-_MOST_CONFIG_BYTES = 1 << 20
+MOST_CONFIG_BYTES = 1 << 20
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -36,25 +35,30 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(shards)
 
 
+def read_config_json(folder: Path) -> TypedValues:
+    """config.json; ModelNotFound if it is not there."""
+    if (config := read_json(folder, "config.json")) is None:
+        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    return config
+
+
 def read_json(folder: Path, name: str) -> TypedValues | None:
     """The object in a JSON file, or None if there is no such file."""
-    text = read_text(folder, name, _MOST_CONFIG_BYTES if name == "config.json" else _MOST_JSON_BYTES)
-    if text is None:
-        return None
-    content = parse_json(name, text)
-    if not isinstance(content, dict):
-        raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
-    return TypedValues(name, content)
+    text = read_text(folder, name, MOST_CONFIG_BYTES if name == "config.json" else _MOST_JSON_BYTES)
+    return None if text is None else parse_json(name, text)
 
 
-def parse_json(name: str, text: str | bytes) -> Any:
-    """The value in a JSON text; BrokenModel if there is none."""
+def parse_json(name: str, text: str | bytes) -> TypedValues:
+    """The object in a JSON text; BrokenModel if there is none."""
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise BrokenModel(f"{name} is not valid JSON: {error}") from error
     except RecursionError:
         raise BrokenModel(f"{name} is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise BrokenModel(f"{name} holds {type(content).__name__}, expected an object")
+    return TypedValues(name, content)
 
 
 def read_text(folder: Path, name: str, most_bytes: int = _MOST_BYTES) -> str | None:

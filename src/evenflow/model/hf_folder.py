@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from evenflow.errors import BrokenModel, ModelNotFound
+from evenflow.errors import BrokenModel
 from evenflow.model.config import ModelConfig, unsupported
 from evenflow.model.hf_config import read_config, supported_architecture
-from evenflow.model.hf_files import read_json, weight_files
+from evenflow.model.hf_files import read_config_json, weight_files
 from evenflow.model.hf_tokenizer import read_hf_tokenizer
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import StoredTensor
@@ -27,9 +27,7 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, Tokenizer, dict[str, Stor
 
 def read_hf_shape(folder: Path, read_tokenizer: Callable[[Path], Tokenizer]) -> tuple[ModelConfig, Tokenizer]:
     """Without the tensors, which need not be there."""
-    config_file = read_json(folder, "config.json")
-    if config_file is None:
-        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    config_file = read_config_json(folder)
     supported_architecture(config_file)  # first: a model that cannot run may also lack files that only evenflow needs
     tokenizer = read_tokenizer(folder)
     return read_config(config_file, tokenizer.bos_token_id, tokenizer.eos_token_ids), tokenizer

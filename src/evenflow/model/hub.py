@@ -23,16 +23,14 @@ from evenflow.errors import BrokenModel, EndpointFailed, EvenflowError, ModelNot
 from evenflow.model.config import SUPPORTED_FAMILIES, unsupported
 from evenflow.model.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
 from evenflow.model.hf_config import supported_architecture
-from evenflow.model.hf_files import parse_json
+from evenflow.model.hf_files import MOST_CONFIG_BYTES, parse_json
 from evenflow.model.hub_cache import MAIN, CachedRepository, HubName, huggingface_home, match_files
 from evenflow.model.progress_bar import progress_bar
-from evenflow.model.typed_values import TypedValues
 
 logger = logging.getLogger("evenflow")
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _MOST_FILE_BYTES = 1 << 50
-_MOST_CONFIG_BYTES = 1 << 20
 _FOLDER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _FILE_PAGE = re.compile(r"/([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/(.+)")
@@ -164,12 +162,9 @@ def _show_all(show: Show, done: int, total: int, num_bytes: int, _: int | None) 
 def _warn_if_unsupported(name: str, config: Path) -> None:
     """Before the weights are fetched. Not an error: vLLM may run what evenflow's own engine does not."""
     with config.open("rb") as file:
-        text = file.read(_MOST_CONFIG_BYTES)
+        text = file.read(MOST_CONFIG_BYTES)
     try:
-        content = parse_json("config.json", text)
-        if not isinstance(content, dict):
-            raise BrokenModel(f"config.json holds {type(content).__name__}, expected an object")
-        supported_architecture(TypedValues("config.json", content))
+        supported_architecture(parse_json("config.json", text))
     except (UnsupportedModel, BrokenModel) as error:
         logger.warning("%s: %s", name, error)
 

@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenflow.errors import BrokenModel, MissingDependency, ModelError, ModelNotFound, UnsupportedModel
+from evenflow.errors import BrokenModel, MissingDependency, ModelError, UnsupportedModel
 from evenflow.model.hf_config import supported_architecture
-from evenflow.model.hf_files import parse_json, read_json, weight_files
+from evenflow.model.hf_files import parse_json, read_config_json, weight_files
 
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
 
@@ -46,9 +46,7 @@ def num_bytes_of(path: Path) -> int:
 
 
 def _inspect_folder(folder: Path) -> ModelFacts:
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    config = read_config_json(folder)
     architecture = ", ".join(map(str, config.get("architectures", list, [])))
     why_not = None
     try:
@@ -75,12 +73,12 @@ def _safetensors_kinds(path: Path) -> Counter[str]:
     end = 0
     tensors = parse_json(f"the header of {path.name}", header)
     try:
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.content.items():
             if name != "__metadata__":
                 first, last = tensor["data_offsets"]
                 kinds[str(tensor["dtype"])] += last - first
                 end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BrokenModel(f"{path.name} has a broken header: {error}") from error
     if 8 + header_bytes + end != num_bytes:
         raise BrokenModel(f"{path.name} has {num_bytes} bytes, its header says {8 + header_bytes + end}")

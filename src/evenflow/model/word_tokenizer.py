@@ -5,7 +5,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from evenflow.model.hf_files import read_json
+from evenflow.model.hf_files import read_config_json
 from evenflow.model.hf_tokenizer import eos_token_ids_of, read_hf_tokenizer
 from evenflow.model.tokenizer import Tokenizer
 
@@ -14,8 +14,7 @@ def read_or_make_tokenizer(folder: Path) -> Tokenizer:
     """The folder's own tokenizer, or one of as many words as the model has tokens."""
     if (folder / "tokenizer.json").exists():
         return read_hf_tokenizer(folder)
-    config_file = read_json(folder, "config.json")
-    assert config_file is not None, "read before the tokenizer"
+    config_file = read_config_json(folder)
     # With sentencepiece's mark for the space before a word: decoding then gives the text back.
     vocabulary = {f"▁w{number}": number for number in range(config_file.get("vocab_size", int))}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="▁w0"))
