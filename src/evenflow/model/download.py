@@ -123,8 +123,10 @@ class Downloader:
                     self._persist(remote.url, transfer.num_bytes, transfer.attempt)
                     _check(remote, partial)
                     partial.replace(target)
-                partial.unlink(missing_ok=True)
-                _validator_path(partial).unlink(missing_ok=True)
+                _drop(partial)
+        except ModelNotFound:
+            _drop(partial)
+            raise
         except OSError as error:
             raise EndpointFailed(f"{target.parent} cannot be written: {error.strerror or error}") from error
         return target
@@ -289,6 +291,11 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
                 return
 
 
+def _drop(partial: Path) -> None:
+    partial.unlink(missing_ok=True)
+    _validator_path(partial).unlink(missing_ok=True)
+
+
 def _validator_path(partial: Path) -> Path:
     return partial.with_name(partial.name + ".version")
 
@@ -303,8 +310,7 @@ def _check(remote: Remote, partial: Path) -> None:
     elif remote.checksum is not None and (found := remote.checksum.digest_of(partial)) != remote.checksum.digest:
         problem = f"has {remote.checksum.kind} {found}, expected {remote.checksum.digest}"
     if problem is not None:
-        partial.unlink()
-        _validator_path(partial).unlink(missing_ok=True)
+        _drop(partial)
         raise EndpointFailed(f"{remote.url} {problem}; what was fetched is deleted: try again, or use another source")
 
 

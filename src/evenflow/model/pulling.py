@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urljoin, urlsplit
@@ -100,24 +101,17 @@ def _fetch_url(weights: Remote, file_name: str, target: Path, progress: bool) ->
     with http_client() as http, progress_bar(target.name, None, shown=progress) as show:
         downloader = Downloader(http)
         if is_folder:
-            for required in _REQUIRED_FILES:
-                downloader.fetch(_small_file(weights.url, required), scratch / required)
-            for optional in _OPTIONAL_FILES:
-                _fetch_if_there(downloader, _small_file(weights.url, optional), scratch / optional)
+            for name in _REQUIRED_FILES:
+                downloader.fetch(_beside(weights.url, name), scratch / name)
+            for name in _OPTIONAL_FILES:
+                with suppress(ModelNotFound):
+                    downloader.fetch(_beside(weights.url, name), scratch / name)
         fetched = downloader.fetch(weights, scratch / (file_name if is_folder else f"model{GGUF}"), show)
     _place(scratch if is_folder else fetched, target, scratch)
 
 
-def _small_file(url: str, name: str) -> Remote:
-    """A file beside the weights."""
+def _beside(url: str, name: str) -> Remote:
     return Remote(urljoin(url, name), most_bytes=_MOST_SMALL_BYTES)
-
-
-def _fetch_if_there(downloader: Downloader, remote: Remote, target: Path) -> None:
-    try:
-        downloader.fetch(remote, target)
-    except ModelNotFound:
-        target.unlink(missing_ok=True)
 
 
 def _place(fetched: Path, target: Path, scratch: Path) -> None:
