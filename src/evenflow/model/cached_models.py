@@ -58,11 +58,9 @@ def find_cached(name: str) -> CachedModel | None:
     """The model that was pulled, or is in Hugging Face's cache, under this name."""
     if (named := named_model(name)) is not None:
         return _named(name.removesuffix(GGUF), named)
-    if (hub_name := parse_hub_name(name)) is None:
-        return None
-    repository = CachedRepository(hub_name.repository)
-    found = repository.find(hub_name)
-    return None if found is None else CachedModel(repository.name_of(found), found, "hub")
+    hub_name = parse_hub_name(name)
+    found = CachedRepository(hub_name.repository).find(hub_name) if hub_name else None
+    return CachedModel(str(found[0]), found[1], "hub") if found else None
 
 
 def cached_models() -> list[CachedModel]:

@@ -66,19 +66,14 @@ class CachedRepository:
     def blobs(self) -> Path:
         return self.folder / "blobs"
 
-    def find(self, name: HubName) -> Path | None:
-        """The folder or GGUF file that this name means; None if it is not here."""
+    def find(self, name: HubName) -> tuple[HubName, Path] | None:
+        """The folder or GGUF file that this name means, with its name in `models`; None if it is not here."""
         for snapshot in self._snapshots(name.revision):
             if name.file is None and _is_folder_model(snapshot):
-                return snapshot
+                return HubName(self.name), snapshot
             if len(found := match_files(name.file, _gguf_files(snapshot))) == 1:
-                return snapshot / found[0]
+                return HubName(self.name, file=found[0]), snapshot / found[0]
         return None
-
-    def name_of(self, path: Path) -> str:
-        """The name of a path of `find` in `models`."""
-        inside = path.relative_to(self.folder / "snapshots").parts[1:]
-        return str(HubName(self.name, file="/".join(inside) or None))
 
     def models(self) -> Iterator[tuple[HubName, Path]]:
         """What of this repository is here, each model once."""
