@@ -177,7 +177,7 @@ def _max_step_rows(config: EngineConfig, max_model_len: int) -> int:
 
 def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
     """What steps should cost before any has run; None if the device is unknown."""
-    from evenflow.model.work import model_work
+    from evenflow.model.weights import model_work
 
     device = known_device(device_name)
     if device is None:

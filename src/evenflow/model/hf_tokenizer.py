@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from evenflow.errors import BrokenModel
 from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.hf_files import read_json, read_text
+from evenflow.model.hf_files import read_config_json, read_json, read_text
 from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
 from evenflow.model.tokenizer_file import read_tokenizer_file
 from evenflow.model.typed_values import TypedValues
@@ -33,8 +34,26 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_token_id=ids.get("bos_token", config_file.optional("bos_token_id", int)),
-        eos_token_ids=eos_token_ids_of(config_file, generation_file, ids.get("eos_token")),
+        eos_token_ids=_eos_token_ids(config_file, generation_file, ids.get("eos_token")),
         chat_template=_chat_template(folder, settings, special_tokens),
+    )
+
+
+def read_or_make_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's own tokenizer, or one for random weights: as many words as the model has tokens, 5 is `w5`."""
+    if (folder / "tokenizer.json").exists():
+        return read_hf_tokenizer(folder)
+    config_file = read_config_json(folder)
+    # With sentencepiece's mark for the space before a word: decoding then gives the text back.
+    vocabulary = {f"▁w{number}": number for number in range(config_file.get("vocab_size", int))}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="▁w0"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    return Tokenizer(
+        backend,
+        bos_token_id=config_file.optional("bos_token_id", int),
+        eos_token_ids=_eos_token_ids(config_file, None, None),
+        chat_template=None,
     )
 
 
@@ -58,7 +77,7 @@ def _special_tokens(folder: Path, settings: TypedValues) -> dict[str, str]:
     return tokens
 
 
-def eos_token_ids_of(
+def _eos_token_ids(
     config_file: TypedValues, generation_file: TypedValues | None, tokenizer_eos_id: int | None
 ) -> tuple[int, ...]:
     """All ids that end an answer: files name the end of text, the end of a turn, or both."""

@@ -8,9 +8,9 @@ from evenflow.model.cached_models import find_model
 from evenflow.model.config import ModelConfig
 from evenflow.model.gguf_model import read_gguf_model
 from evenflow.model.hf_folder import read_hf_folder, read_hf_shape
+from evenflow.model.hf_tokenizer import read_or_make_tokenizer
 from evenflow.model.tokenizer import Tokenizer
 from evenflow.model.weights import RandomWeights, Weights, select_weights
-from evenflow.model.word_tokenizer import read_or_make_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

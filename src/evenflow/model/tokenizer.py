@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import tokenizers
 from tokenizers import processors
@@ -22,6 +22,12 @@ _PIECE_CHARACTERS = 1 << 16
 _SEPARATOR = "\x02"  # a text that no vocabulary joins with another
 _SENTENCEPIECE_SPACE = "▁"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_INFILL_TOKENS = (  # before the prefix, before the suffix, before the text to fill in
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+)
 
 
 class Tokenizer:
@@ -146,6 +152,26 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         before = self.encode(_SEPARATOR, add_special_tokens=False)
         return self.encode(_SEPARATOR + text, add_special_tokens=False)[len(before) :]
+
+
+class InfillTokens(NamedTuple):
+    """The special tokens in a prompt for the text between a prefix and a suffix."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self | None:
+        """None if the model has none: it was not trained to fill in text."""
+        for names in _INFILL_TOKENS:
+            prefix, suffix, middle = map(tokenizer.token_id, names)
+            if prefix is not None and suffix is not None and middle is not None:
+                return cls(prefix, suffix, middle)
+        return None
+
+    def prompt(self, before: list[int], after: list[int]) -> list[int]:
+        return [self.prefix, *before, self.suffix, *after, self.middle]
 
 
 class StreamDecoder:

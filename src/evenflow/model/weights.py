@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from evenflow.core.roofline import ModelWork
 from evenflow.errors import BrokenModel
 from evenflow.model.config import ModelConfig, unsupported
 
@@ -114,6 +115,20 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     return shapes
+
+
+def model_work(config: ModelConfig, itemsize: int) -> ModelWork:
+    """What one step reads and multiplies, for a roofline, with weights and KV of `itemsize` bytes a number."""
+    # A row of the embedding is looked up, not multiplied; tied, it is the head.
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values()) - looked_up
+    return ModelWork(
+        num_layers=config.num_layers,
+        num_weights=num_weights,
+        weight_bytes=float(num_weights * itemsize),
+        attention_width=config.num_heads * config.head_dim,
+        cache_bytes=float(2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize),
+    )
 
 
 def select_weights(stored: Mapping[str, StoredTensor], config: ModelConfig) -> Weights:
