@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from evenflow.errors import EndpointFailed, ModelNotFound
-from evenflow.model import download
-from evenflow.model.download import Checksum, Downloader, Remote, http_client
+from evenflow.model.hub import download
+from evenflow.model.hub.download import Checksum, Downloader, Remote, http_client
 from tests.model.hub_server import HubServer, hub_server
 
 CONTENT = bytes(range(256)) * 4000

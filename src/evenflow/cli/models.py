@@ -12,9 +12,9 @@ from typer import Argument, Option
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import make_table, text_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.model.cached_models import CachedModel, cached_model, cached_models, remove_model
-from evenflow.model.inspection import ModelFacts, describe_model, num_bytes_of
-from evenflow.model.progress_bar import format_bytes
+from evenflow.model.formats.inspection import ModelFacts, describe_model, num_bytes_of
+from evenflow.model.hub.cached_models import CachedModel, cached_model, cached_models, remove_model
+from evenflow.model.hub.progress_bar import format_bytes
 
 models = typer.Typer(name="models", help="List the models that --model finds by name.")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from evenflow.core.plan import RowLogprobs
 from evenflow.engine.outputs import RequestOutput
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.json_pieces import encode_json
 
 # In memory, on 64 bits.

@@ -22,7 +22,7 @@ from typing import IO, Literal, TypeVar
 import httpx
 
 from evenflow.errors import EndpointFailed, EvenflowError, ModelNotFound
-from evenflow.model.progress_bar import format_bytes
+from evenflow.model.hub.progress_bar import format_bytes
 
 _READ_BYTES = 1 << 20
 _MOST_SMALL_BYTES = 32 << 20  # of an answer that is read whole: several times the longest listing of a repository

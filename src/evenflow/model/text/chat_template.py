@@ -18,8 +18,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from evenflow.errors import InvalidRequest, printable
-from evenflow.model.special_tokens import END_OF_MESSAGE, Change, SpecialTokens, with_strings
-from evenflow.model.tool_messages import Message, plain_message, write_out_tools
+from evenflow.model.text.special_tokens import END_OF_MESSAGE, Change, SpecialTokens, with_strings
+from evenflow.model.text.tool_messages import Message, plain_message, write_out_tools
 
 
 class ToolStyle(StrEnum):

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from evenflow.model.attention.native import NativeStepAttention, Span, has_native_attention
 from evenflow.model.config import ModelConfig
+from evenflow.model.cpu.native_attention import NativeStepAttention, Span, has_native_attention
 
 logger = logging.getLogger("evenflow")
 

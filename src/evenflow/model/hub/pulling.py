@@ -11,14 +11,22 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from evenflow.errors import EndpointFailed, InvalidInput, ModelError, ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.cached_models import CachedModel, find_cached
-from evenflow.model.default_model import default_model_path
-from evenflow.model.download import Checksum, Downloader, Remote, http_client, locked
-from evenflow.model.hub import name_in_url, pull_from_hub
-from evenflow.model.hub_cache import parse_hub_name
-from evenflow.model.inspection import inspect_model
-from evenflow.model.named_models import GGUF, SAFETENSORS, models_folder, name_path, name_taken, named_models, new_path
-from evenflow.model.progress_bar import progress_bar
+from evenflow.model.formats.inspection import inspect_model
+from evenflow.model.hub.cached_models import CachedModel, find_cached
+from evenflow.model.hub.default_model import default_model_path
+from evenflow.model.hub.download import Checksum, Downloader, Remote, http_client, locked
+from evenflow.model.hub.huggingface_cache import parse_hub_name
+from evenflow.model.hub.named_models import (
+    GGUF,
+    SAFETENSORS,
+    models_folder,
+    name_path,
+    name_taken,
+    named_models,
+    new_path,
+)
+from evenflow.model.hub.progress_bar import progress_bar
+from evenflow.model.hub.repository import name_in_url, pull_from_hub
 
 _MOST_SMALL_BYTES = 256 << 20  # as when they are read
 _REQUIRED_FILES = ("config.json", "tokenizer.json")

@@ -17,7 +17,7 @@ from evenflow.model.config import (
     unsupported,
     yarn_attention_factor,
 )
-from evenflow.model.typed_values import TypedValues
+from evenflow.model.formats.typed_values import TypedValues
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from evenflow.errors import ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.progress_bar import progress_bar
+from evenflow.model.hub.progress_bar import progress_bar
 
 _POLL_SECONDS = 0.1
 _COPY_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from evenflow.errors import BrokenModel, ModelNotFound
 from evenflow.model.config import unsupported
-from evenflow.model.typed_values import TypedValues, Value
+from evenflow.model.formats.typed_values import TypedValues, Value
 
 if TYPE_CHECKING:
     import torch

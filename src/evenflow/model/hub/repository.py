@@ -21,11 +21,11 @@ import httpx
 
 from evenflow.errors import BrokenModel, EndpointFailed, EvenflowError, ModelNotFound, UnsupportedModel
 from evenflow.model.config import SUPPORTED_FAMILIES, unsupported
-from evenflow.model.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
-from evenflow.model.hf_config import supported_architecture
-from evenflow.model.hf_files import MOST_CONFIG_BYTES, parse_json
-from evenflow.model.hub_cache import MAIN, CachedRepository, HubName, huggingface_home, match_files
-from evenflow.model.progress_bar import progress_bar
+from evenflow.model.formats.hf_config import supported_architecture
+from evenflow.model.formats.hf_files import MOST_CONFIG_BYTES, parse_json
+from evenflow.model.hub.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
+from evenflow.model.hub.huggingface_cache import MAIN, CachedRepository, HubName, huggingface_home, match_files
+from evenflow.model.hub.progress_bar import progress_bar
 
 logger = logging.getLogger("evenflow")
 

@@ -8,11 +8,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from evenflow.errors import BrokenModel
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.hf_files import read_config_json, read_json, read_text
-from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
-from evenflow.model.tokenizer_file import read_tokenizer_file
-from evenflow.model.typed_values import TypedValues
+from evenflow.model.formats.hf_files import read_config_json, read_json, read_text
+from evenflow.model.formats.typed_values import TypedValues
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.text.tokenizer_file import read_tokenizer_file
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import StepAttention, attention_for, runs_natively
-from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
-from evenflow.model.linear import Linear
-from evenflow.model.native_layers import NativeLayer, NativeLayers, NativeNorm
+from evenflow.model.cpu.attention import StepAttention, attention_for, runs_natively
+from evenflow.model.cpu.linear import Linear
+from evenflow.model.cpu.native_attention import Span
+from evenflow.model.cpu.native_layers import NativeLayer, NativeLayers, NativeNorm
 from evenflow.model.projections import layer_projections, query_key_norms
 from evenflow.model.rope import Rotation, rotate_
 

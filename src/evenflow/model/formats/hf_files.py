@@ -6,7 +6,7 @@ import reprlib
 from pathlib import Path
 
 from evenflow.errors import BrokenModel, ModelNotFound
-from evenflow.model.typed_values import TypedValues
+from evenflow.model.formats.typed_values import TypedValues
 
 _SINGLE_FILE = "model.safetensors"
 _SHARD_INDEX = "model.safetensors.index.json"

@@ -10,11 +10,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from evenflow.errors import BrokenModel
-from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
-from evenflow.model.gguf_file import GgufFile
-from evenflow.model.tokenizer import Tokenizer, add_special_tokens_around
-from evenflow.model.tokenizer_file import is_library_error
+from evenflow.model.formats.gguf_file import GgufFile
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer, add_special_tokens_around
+from evenflow.model.text.tokenizer_file import is_library_error
 
 _MOST_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenflow.errors import BrokenModel, MissingDependency, ModelError, UnsupportedModel
-from evenflow.model.hf_config import supported_architecture
-from evenflow.model.hf_files import parse_json, read_config_json, weight_files
+from evenflow.model.formats.hf_config import supported_architecture
+from evenflow.model.formats.hf_files import parse_json, read_config_json, weight_files
 
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
 
@@ -87,8 +87,8 @@ def _safetensors_kinds(path: Path) -> Counter[str]:
 
 def _inspect_gguf(path: Path) -> ModelFacts:
     try:
-        from evenflow.model.gguf_config import supported_architecture
-        from evenflow.model.gguf_file import GgufFile
+        from evenflow.model.formats.gguf_config import supported_architecture
+        from evenflow.model.formats.gguf_file import GgufFile
     except ImportError as error:
         raise MissingDependency(
             f"reading GGUF files needs {error.name}, which is not installed: pip install 'evenflow[engine]'"

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from evenflow.model.config import ModelConfig, unsupported
-from evenflow.model.gguf_config import ROPE_FACTORS, GgufArchitecture, read_gguf_config, supported_architecture
-from evenflow.model.gguf_file import GgufFile
-from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
-from evenflow.model.tokenizer import Tokenizer
-from evenflow.model.weights import StoredTensor
+from evenflow.model.formats.gguf_config import ROPE_FACTORS, GgufArchitecture, read_gguf_config, supported_architecture
+from evenflow.model.formats.gguf_file import GgufFile
+from evenflow.model.formats.gguf_tokenizer import read_gguf_tokenizer
+from evenflow.model.formats.weights import StoredTensor
+from evenflow.model.text.tokenizer import Tokenizer
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",

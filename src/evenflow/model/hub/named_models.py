@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evenflow.errors import InvalidInput, ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.inspection import inspect_model
+from evenflow.model.formats.inspection import inspect_model
 
 GGUF, SAFETENSORS = ".gguf", ".safetensors"
 _NAME = re.compile(r"\w[\w.-]*")

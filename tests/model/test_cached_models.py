@@ -8,7 +8,7 @@ import pytest
 
 from evenflow.engine.llm import LLM
 from evenflow.errors import ModelNotFound, UnsupportedModel
-from evenflow.model.cached_models import find_model
+from evenflow.model.hub.cached_models import find_model
 from tests.cli.running import run_process
 from tests.models import tiny_llama
 

@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 
 from evenflow.errors import BrokenModel
 from evenflow.model.config import ModelConfig, unsupported
-from evenflow.model.hf_config import read_config, supported_architecture
-from evenflow.model.hf_files import read_config_json, weight_files
-from evenflow.model.hf_tokenizer import read_hf_tokenizer
-from evenflow.model.tokenizer import Tokenizer
-from evenflow.model.weights import StoredTensor
+from evenflow.model.formats.hf_config import read_config, supported_architecture
+from evenflow.model.formats.hf_files import read_config_json, weight_files
+from evenflow.model.formats.hf_tokenizer import read_hf_tokenizer
+from evenflow.model.formats.weights import StoredTensor
+from evenflow.model.text.tokenizer import Tokenizer
 
 _DTYPES = ("F32", "F16", "BF16")
 

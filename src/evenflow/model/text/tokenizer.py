@@ -11,11 +11,11 @@ import tokenizers
 from tokenizers import processors
 
 from evenflow.errors import InvalidRequest, printable
-from evenflow.model.chat_template import ChatTemplate
 from evenflow.model.config import unsupported
-from evenflow.model.special_tokens import BREAK, SpecialTokens
-from evenflow.model.tokenizer_file import is_library_error
-from evenflow.model.tool_messages import Message
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.special_tokens import BREAK, SpecialTokens
+from evenflow.model.text.tokenizer_file import is_library_error
+from evenflow.model.text.tool_messages import Message
 
 _SHORT_CHARACTERS = 2000  # longer texts are encoded by the call that lets other threads run
 _PIECE_CHARACTERS = 1 << 16

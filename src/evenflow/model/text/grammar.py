@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 
 # Schemas come from untrusted clients. These allow what people write and bound the cost of one grammar.
 _limits = partial(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenflow.model.attention.native import Span, native_spans
 from evenflow.model.config import ModelConfig
+from evenflow.model.cpu.native_attention import Span, native_spans
 from evenflow.native.build import library
 from evenflow.native.matrix import MatrixStruct, NativeMatrix, address, require
 

@@ -16,9 +16,9 @@ from urllib.parse import quote
 from evenflow.errors import InvalidInput, ModelNotFound
 from evenflow.host import cache_folder
 from evenflow.model.config import SUPPORTED_FAMILIES
-from evenflow.model.default_model import SMOLLM2_135M, default_model_path
-from evenflow.model.hub_cache import CachedRepository, cached_repositories, parse_hub_name
-from evenflow.model.named_models import GGUF, models_folder, named_model, named_models
+from evenflow.model.hub.default_model import SMOLLM2_135M, default_model_path
+from evenflow.model.hub.huggingface_cache import CachedRepository, cached_repositories, parse_hub_name
+from evenflow.model.hub.named_models import GGUF, models_folder, named_model, named_models
 
 _FILE_SUFFIXES = (".gguf", ".json", ".safetensors")
 Source = Literal["default", "url", "link", "hub"]

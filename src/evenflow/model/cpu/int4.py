@@ -17,7 +17,7 @@ import platform
 import torch
 from torch import Tensor
 
-from evenflow.model.linear import (
+from evenflow.model.cpu.linear import (
     ANY_ROWS,
     FloatLinear,
     Linear,

@@ -17,10 +17,10 @@ from evenflow.model.config import (
     unsupported,
     yarn_attention_factor,
 )
-from evenflow.model.gguf_file import GgufFile
+from evenflow.model.formats.gguf_file import GgufFile
 
 if TYPE_CHECKING:
-    from evenflow.model.tokenizer import Tokenizer
+    from evenflow.model.text.tokenizer import Tokenizer
 
 ROPE_FACTORS = "rope_freqs.weight"
 
