@@ -118,15 +118,15 @@ class Downloader:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with locked(partial) as file:
-                if not target.is_file():  # else another process has fetched it while this one waited for the lock
-                    transfer = _Transfer(self.reply, remote, file, show)
-                    self._persist(remote.url, transfer.num_bytes, transfer.attempt)
-                    _check(remote, partial)
-                    partial.replace(target)
-                _drop(partial)
-        except ModelNotFound:
-            _drop(partial)
-            raise
+                transfer = _Transfer(self.reply, remote, file, show)
+                try:
+                    if not target.is_file():  # else another process has fetched it while this one waited for the lock
+                        self._persist(remote.url, transfer.num_bytes, transfer.attempt)
+                        _check(remote, partial)
+                        partial.replace(target)
+                finally:
+                    if target.is_file() or not transfer.num_bytes():  # else the next run continues
+                        _drop(partial)
         except OSError as error:
             raise EndpointFailed(f"{target.parent} cannot be written: {error.strerror or error}") from error
         return target
