@@ -280,6 +280,7 @@ def plain_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_tokenizer(), bos_token_id=None, eos_token_ids=(), chat_template=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(VARIED_TEXTS), min_size=1), st.integers(1, 40))
 def test_a_text_that_surely_exceeds_a_number_of_tokens_does(texts: list[str], size: int) -> None:
     tokenizer, text = plain_tokenizer(), "".join(texts)
