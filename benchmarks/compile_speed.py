@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evenflow.compile import create_enhanced_compiler
-from evenflow.model.default_model import default_model_path
+from evenflow.model.hub.default_model import default_model_path
 
 _CONTEXT, _STEPS = 64, 40
 

@@ -18,14 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.cpu import TorchStepAttention, attention_for
-from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
-from evenflow.model.decoder import Decoder, RmsNorm
-from evenflow.model.int4 import DynamicInt8Linear, NativeInt4Linear, NativeInt8Linear, WeightOnlyInt4Linear, int4_linear
-from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear, pack, packed_linear
-from evenflow.model.weights import RandomWeights
+from evenflow.model.cpu.attention import TorchStepAttention, attention_for
+from evenflow.model.cpu.decoder import Decoder, RmsNorm
+from evenflow.model.cpu.int4 import (
+    DynamicInt8Linear,
+    NativeInt4Linear,
+    NativeInt8Linear,
+    WeightOnlyInt4Linear,
+    int4_linear,
+)
+from evenflow.model.cpu.kv_cache import new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear, can_pack, fixed_order_linear, pack, packed_linear
+from evenflow.model.cpu.native_attention import Span
+from evenflow.model.formats.weights import RandomWeights
 from evenflow.native.build import library
 from evenflow.native.matrix import float_matrix
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from evenflow.errors import InvalidInput
 from evenflow.host import cache_folder
-from evenflow.model.default_model import default_model_path
+from evenflow.model.hub.default_model import default_model_path
 from evenflow.model.loader import load_model
 
 WEIGHTS = ("float32", "int4")

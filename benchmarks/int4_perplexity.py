@@ -13,9 +13,8 @@ import time
 
 import torch
 
-from evenflow.model.attention.native import Span
-from evenflow.model.decoder import Decoder, MakeLinear
-from evenflow.model.int4 import (
+from evenflow.model.cpu.decoder import Decoder, MakeLinear
+from evenflow.model.cpu.int4 import (
     DynamicInt4Linear,
     NativeInt4Linear,
     NativeInt8Linear,
@@ -23,8 +22,9 @@ from evenflow.model.int4 import (
     int4_head,
     int4_linear,
 )
-from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import FloatLinear
+from evenflow.model.cpu.kv_cache import new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear
+from evenflow.model.cpu.native_attention import Span
 from evenflow.model.loader import LoadedModel, load_model
 
 _TOPICS = ("objects", "naming", "class", "import", "exceptions", "with", "function", "attribute-access")

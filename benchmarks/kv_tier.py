@@ -27,11 +27,11 @@ from int4_perplexity import text_tokens
 from torch import Tensor
 
 from evenflow import LLM, SamplingParams
-from evenflow.model.attention.native import Span
-from evenflow.model.decoder import Decoder
-from evenflow.model.kv_cache import kv_bytes_per_token, new_sequence_kv
+from evenflow.model.cpu.decoder import Decoder
+from evenflow.model.cpu.kv_cache import kv_bytes_per_token, new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear
+from evenflow.model.cpu.native_attention import Span
 from evenflow.model.kv_codec import CODECS, BlockLayout, Codec
-from evenflow.model.linear import FloatLinear
 from evenflow.model.loader import LoadedModel, load_model
 
 BLOCK_SIZE = 16

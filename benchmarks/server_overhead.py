@@ -35,7 +35,7 @@ from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Limits
 from evenflow.executors.fake import FakeExecutor
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.serving import Server, ServerSettings, bind, serve
 
 _NUM_WORDS = 900

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-from evenflow.model.default_model import default_model_path
+from evenflow.model.hub.default_model import default_model_path
 from tests.shared_data import shared_path
 
 __all__ = [

@@ -35,8 +35,8 @@ from evenflow.model.config import ModelConfig
 from evenflow.model.cuda.attention import AttentionBackend, StepLayout
 from evenflow.model.cuda.backends import BACKEND_VARIABLE, choose_attention, choose_operations
 from evenflow.model.cuda.operations import Operations
-from evenflow.model.hf_config import read_config
-from evenflow.model.typed_values import TypedValues
+from evenflow.model.formats.hf_config import read_config
+from evenflow.model.formats.typed_values import TypedValues
 
 TINY = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"head_dim": 16}

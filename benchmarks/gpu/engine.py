@@ -57,8 +57,8 @@ from evenflow.engine.build import BuiltEngine, build_engine  # noqa: E402
 from evenflow.engine.messages import Event, Stepped  # noqa: E402
 from evenflow.engine.placement import place, place_paged  # noqa: E402
 from evenflow.executors.base import Executor  # noqa: E402
+from evenflow.model.formats.weights import model_work  # noqa: E402
 from evenflow.model.loader import load_model  # noqa: E402
-from evenflow.model.work import model_work  # noqa: E402
 
 BUDGET = 8192  # tokens a step while decode and prefill are measured, as in vLLM's figures
 DECODE_PROMPT, DECODE_STEPS, SKIPPED_STEPS = 1024, 160, 10

@@ -99,7 +99,7 @@ def test_chats_are_counted_with_the_template_if_it_takes_them() -> None:
 
 def test_tokenizers_of_every_package_count_alike() -> None:
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    from evenflow.model.hf_tokenizer import read_hf_tokenizer
+    from evenflow.model.formats.hf_tokenizer import read_hf_tokenizer
 
     texts = ["hello world, hello world", "half a character: \ud800"]
     counted = [

@@ -201,6 +201,7 @@ def test_a_token_opens_private_models(
     ("source", "message"),
     [
         ("us/None", "us/None: no such model at http://127.0.0.1"),
+        ("us/Tiny:model.safetensors", "us/Tiny has no GGUF file like 'model.safetensors', only .bin"),
         ("us/Tiny@v2", "us/Tiny@v2: no revision 'v2' at"),
         ("not a name!", "no model at not a name!: give a name on a model hub (ORG/NAME), a URL, a folder or a file"),
         ("./mistyped.gguf", "no model at ./mistyped.gguf"),
@@ -254,11 +255,14 @@ def test_a_file_by_its_address(hub: HubServer, capsys: CAPSYS, gguf: Path, tmp_p
     assert sorted(listed(capsys)) == ["second", "tiny-F32"]
 
 
-def test_a_folder_by_the_address_of_its_weights(hub: HubServer, capsys: CAPSYS) -> None:
+def test_a_folder_by_the_address_of_its_weights(hub: HubServer, capsys: CAPSYS, tmp_path: Path) -> None:
     for path in tiny_llama().iterdir():
         hub.files[f"/tiny/{path.name}"] = path.read_bytes()
     assert run_cli(capsys, "pull", f"{hub.address}/tiny/model.safetensors").out.startswith("tiny: safetensors F32")
     assert answer("tiny") == answer(str(tiny_llama()))
+    assert sorted(path.name for path in (tmp_path / "cache" / "models" / "tiny").iterdir()) == sorted(
+        path.name for path in tiny_llama().iterdir()
+    )
 
 
 def test_an_address_of_something_else(hub: HubServer, capsys: CAPSYS, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def tokenizer_folder() -> Path:
     """The default model's tokenizer as clients that count tokens want it."""
     from transformers import AutoTokenizer
 
-    from evenflow.model.default_model import default_model_path
+    from evenflow.model.hub.default_model import default_model_path
 
     path = default_model_path()
     folder = Path(tempfile.mkdtemp(prefix="evenflow-tokenizer-"))

@@ -19,9 +19,9 @@ from torch import Tensor
 from evenflow.core.logprobs import RowLogprobs
 from evenflow.core.request import Request
 from evenflow.engine.outputs import RequestOutput
-from evenflow.model.grammar import Grammars
 from evenflow.model.loader import load_model
 from evenflow.model.sampler import SampledSequence, sample
+from evenflow.model.text.grammar import Grammars
 from evenflow.model.token_rules import TokenRules
 from tests.differential.configurations import MODELS
 from tests.models import reference_model, tiny_hf_folder

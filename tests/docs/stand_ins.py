@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from evenflow.host import cache_folder
-from evenflow.model.default_model import SMOLLM2_135M
+from evenflow.model.hub.default_model import SMOLLM2_135M
 from tests.docs.pages import ROOT, blocks
 from tests.gguf_files import write_gguf
 from tests.models import CHAT_TEMPLATE, byte_level_tokenizer, reference_model, tiny_hf_folder

@@ -12,8 +12,8 @@ import torch
 from evenflow import LLM, EngineConfig, SamplingParams
 from evenflow.engine.placement import on_this_machine
 from evenflow.errors import InvalidConfig
+from evenflow.model.formats.weights import needed_shapes
 from evenflow.model.loader import load_model
-from evenflow.model.weights import needed_shapes
 from tests.model.cuda.devices import needs_cuda
 from tests.models import tiny_llama
 

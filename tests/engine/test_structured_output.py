@@ -173,7 +173,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_before_anything_runs(llm: LLM)
 
 
 def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenflow.model.grammar._MAX_MASK_S", -1.0)
+    monkeypatch.setattr("evenflow.model.text.grammar._MAX_MASK_S", -1.0)
     free = SamplingParams(max_tokens=10, ignore_eos=True)
     failed, fine = llm.generate([[1], [2]], [SamplingParams(grammar=Grammar.regex("[0-9]{9}")), free])
     assert failed.finish_reason == "error"

@@ -13,10 +13,10 @@ from evenflow.core.plan import Save, TierMoves
 from evenflow.executors.block_files import BlockFiles
 from evenflow.executors.host_blocks import HostBlocks
 from evenflow.executors.kv_tier import KvTier
-from evenflow.model.grammar import Grammars
-from evenflow.model.kv_cache import PrefixStore
+from evenflow.model.cpu.kv_cache import PrefixStore
 from evenflow.model.kv_codec import CODECS, BlockLayout
 from evenflow.model.loader import load_model
+from evenflow.model.text.grammar import Grammars
 from tests.models import tiny_llama
 
 EVENTS = 100_000

@@ -19,8 +19,8 @@ from evenflow.executors import host_blocks, kv_tier
 from evenflow.executors.block_files import BlockFiles
 from evenflow.executors.host_blocks import HostBlocks
 from evenflow.executors.kv_tier import BlockMemory, KvTier
+from evenflow.model.cpu.kv_cache import PrefixStore
 from evenflow.model.cuda.blocks import PagedBlocks
-from evenflow.model.kv_cache import PrefixStore
 from evenflow.model.kv_codec import CODECS, BlockCopy, BlockLayout
 from evenflow.model.loader import load_model
 from tests.model.cuda.devices import needs_cuda

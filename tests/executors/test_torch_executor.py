@@ -8,7 +8,7 @@ import torch
 from evenflow.core.request import SamplingParams
 from evenflow.errors import InvalidConfig, OutOfMemory
 from evenflow.executors.torch_executor import TorchExecutor
-from evenflow.model.int4 import dequantise, quantise
+from evenflow.model.cpu.int4 import dequantise, quantise
 from tests.executors.plans import admit, chunk, generate, plan, prompt, run
 from tests.model.tiny import random_tensors, tiny_config
 

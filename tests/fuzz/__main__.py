@@ -33,8 +33,8 @@ _M_ARENA_MAX = -8
 def warm_up(shares: dict[str, int]) -> None:
     """Import in this process what a trial needs, so that forked ones have it; starts no thread that stays."""
     import evenflow.executors.torch_executor
-    import evenflow.model.grammar
     import evenflow.model.loader
+    import evenflow.model.text.grammar
     from evenflow.native.build import library
 
     if MANIFEST in shares:

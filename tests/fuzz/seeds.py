@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save
 
-from evenflow.model.weights import needed_shapes
+from evenflow.model.formats.weights import needed_shapes
 from tests.fuzz.gguf_parts import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, GgufParts, Tensor, Value
 from tests.gguf_files import NAMES
 from tests.model.tiny import random_tensors, tiny_config

@@ -23,7 +23,7 @@ from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import RequestOutput
 from evenflow.errors import EvenflowError, InvalidRequest, printable
 from evenflow.host import cache_folder
-from evenflow.model.inspection import describe_model
+from evenflow.model.formats.inspection import describe_model
 from tests.fuzz.mutants import GGUF, MANIFEST, STEP_TIMES, TARGETS, Mutant
 from tests.fuzz.seeds import folder_seed, sharded_seed
 

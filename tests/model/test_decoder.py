@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
-from evenflow.model.decoder import Decoder
-from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import FloatLinear
+from evenflow.model.cpu.decoder import Decoder
+from evenflow.model.cpu.kv_cache import new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear
+from evenflow.model.cpu.native_attention import Span
 from tests.model.architectures import CASES, transformers_model
 from tests.model.tiny import random_tensors, tiny_config
 

@@ -13,7 +13,7 @@ import pytest
 
 from evenflow.errors import ModelNotFound
 from evenflow.host import cache_folder
-from evenflow.model.default_model import SMOLLM2_135M, PackagedModel, default_model_path
+from evenflow.model.hub.default_model import SMOLLM2_135M, PackagedModel, default_model_path
 
 CONTENT = b"GGUF, or so it says" * 1000
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from evenflow.errors import EndpointFailed, ModelNotFound
-from evenflow.model import download
-from evenflow.model.download import Checksum, Downloader, Remote, http_client
+from evenflow.model.hub import download
+from evenflow.model.hub.download import Checksum, Downloader, Remote, http_client
 from tests.model.hub_server import HubServer, hub_server
 
 CONTENT = bytes(range(256)) * 4000
@@ -137,7 +137,7 @@ def test_packed_bytes_are_refused(hub: HubServer, tmp_path: Path) -> None:
     hub.files["/a.bin"], hub.headers = gzip.compress(b"0" * 10_000_000), {"Content-Encoding": "gzip"}
     with pytest.raises(EndpointFailed, match=r"a.bin sent 'gzip' data, but only plain bytes were asked for"):
         fetch(hub, tmp_path / "a.bin")
-    assert (tmp_path / "a.bin.incomplete").stat().st_size == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_small_answer_has_a_bound(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +206,18 @@ def test_what_is_not_there_is_asked_for_once(hub: HubServer, tmp_path: Path) -> 
     with pytest.raises(ModelNotFound, match=r"/none.bin replied 404 Not Found: check the address"):
         fetch(hub, tmp_path / "a.bin", path="/none.bin")
     assert len(hub.requests) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_does_not_end_a_broken_download(hub: HubServer, tmp_path: Path) -> None:
+    hub.break_after = [1000, 0, 0, 0, 0]
+    with pytest.raises(EndpointFailed):
+        fetch(hub, tmp_path / "a.bin", SHA256)
+    content = hub.files.pop("/a.bin")
+    with pytest.raises(ModelNotFound):
+        fetch(hub, tmp_path / "a.bin", SHA256)
+    hub.files["/a.bin"] = content
+    assert fetch(hub, tmp_path / "a.bin", SHA256)[0] == 1000
 
 
 def test_no_connection_says_what_to_do(tmp_path: Path) -> None:

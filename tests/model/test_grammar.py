@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from evenflow import Grammar
 from evenflow.errors import InvalidRequest
-from evenflow.model.gguf_file import GgufFile
-from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
-from evenflow.model.grammar import Constraint, Grammars
-from evenflow.model.hf_folder import read_hf_folder
+from evenflow.model.formats.gguf_file import GgufFile
+from evenflow.model.formats.gguf_tokenizer import read_gguf_tokenizer
+from evenflow.model.formats.hf_folder import read_hf_folder
 from evenflow.model.loader import load_model
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.grammar import Constraint, Grammars
+from evenflow.model.text.tokenizer import Tokenizer
 from tests.models import default_model_path, stories260k_folder, tiny_llama
 
 PERSON = {
@@ -236,10 +236,10 @@ def test_a_grammar_that_turns_out_to_take_too_long(monkeypatch: pytest.MonkeyPat
     _, grammars = byte_level()
     constraint = grammars.constrain(Grammar.regex("[0-9]*"))
     constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MAX_MASK_S", -1.0)
+    monkeypatch.setattr("evenflow.model.text.grammar._MAX_MASK_S", -1.0)
     with pytest.raises(InvalidRequest, match="after 0 tokens: it takes too long"):
         constraint.allowed([7], 1)
-    monkeypatch.setattr("evenflow.model.grammar._MAX_COMPILE_S", -1.0)
+    monkeypatch.setattr("evenflow.model.text.grammar._MAX_COMPILE_S", -1.0)
     with pytest.raises(InvalidRequest, match="too long to compile"):
         grammars.check(Grammar.regex("[0-9]+"))
 

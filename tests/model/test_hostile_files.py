@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from evenflow import LLM
 from evenflow.core.request import SamplingParams
 from evenflow.errors import BrokenModel, EndpointFailed, InvalidRequest, ModelError, UnsupportedModel
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.gguf_file import GgufFile
-from evenflow.model.hub_cache import CachedRepository, HubName
-from evenflow.model.inspection import describe_model
+from evenflow.model.formats.gguf_file import GgufFile
+from evenflow.model.formats.inspection import describe_model
+from evenflow.model.hub.huggingface_cache import CachedRepository, HubName
 from evenflow.model.loader import load_model
-from evenflow.model.tokenizer_file import read_tokenizer_file
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer_file import read_tokenizer_file
 from tests.fuzz.gguf_parts import ARRAY, STRING, UINT32, GgufParts, Tensor, Value
 from tests.model.test_loader_hf import config_of
 from tests.models import byte_level_tokenizer, tiny_llama
@@ -169,7 +169,7 @@ def test_a_pipe_is_no_file(name: str, folder: Path) -> None:
     ],
 )
 def test_a_hub_cannot_choose_where_files_go(change: dict[str, Any], message: str) -> None:
-    from evenflow.model.hub import _read_listing
+    from evenflow.model.hub.repository import _read_listing
 
     listing = {"sha": "0" * 40, "siblings": []} | change
     with pytest.raises(EndpointFailed, match="did not reply as a model hub does") as raised:

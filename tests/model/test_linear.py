@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model import int4
-from evenflow.model.int4 import DynamicInt4Linear, DynamicInt8Linear, WeightOnlyInt4Linear, dequantise, quantise
-from evenflow.model.linear import FloatLinear, Linear, can_pack
+from evenflow.model.cpu import int4
+from evenflow.model.cpu.int4 import DynamicInt4Linear, DynamicInt8Linear, WeightOnlyInt4Linear, dequantise, quantise
+from evenflow.model.cpu.linear import FloatLinear, Linear, can_pack
 
 ROWS = (1, 2, 4, 5, 6, 23, 24, 48, 100)
 BIASES = pytest.mark.parametrize("has_bias", [False, True])

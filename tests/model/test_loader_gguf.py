@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from evenflow.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from evenflow.model.config import FrequencyFactors, LinearScaling, YarnScaling
-from evenflow.model.gguf_file import GgufFile
+from evenflow.model.formats.gguf_file import GgufFile
 from evenflow.model.loader import load_model
 from tests.gguf_files import write_gguf
 from tests.models import ARCHITECTURES, byte_level_tokenizer, default_model_path, reference_model, tiny_hf_folder

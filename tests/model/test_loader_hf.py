@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from evenflow.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from evenflow.model.config import FrequencyFactors, LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
-from evenflow.model.hf_config import read_config
+from evenflow.model.formats.hf_config import read_config
+from evenflow.model.formats.typed_values import TypedValues
 from evenflow.model.loader import LoadedModel, load_model
-from evenflow.model.typed_values import TypedValues
 from tests.models import (
     ARCHITECTURES,
     VARIED_TEXTS,

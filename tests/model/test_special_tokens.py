@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.special_tokens import BREAK, SpecialTokens
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.special_tokens import BREAK, SpecialTokens
+from evenflow.model.text.tokenizer import Tokenizer
 from tests.models import byte_level_tokenizer
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "[INST]", "STOP")

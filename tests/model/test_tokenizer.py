@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from evenflow.errors import InvalidRequest, UnsupportedModel
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.gguf_file import GgufFile
-from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
-from evenflow.model.tokenizer import StreamDecoder, Tokenizer
+from evenflow.model.formats.gguf_file import GgufFile
+from evenflow.model.formats.gguf_tokenizer import read_gguf_tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import StreamDecoder, Tokenizer
 from tests.gguf_files import add_byte_level_vocabulary, finish
 from tests.models import VARIED_TEXTS, byte_level_tokenizer, default_model_path, stories260k_vocabulary
 
@@ -280,10 +280,11 @@ def plain_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_tokenizer(), bos_token_id=None, eos_token_ids=(), chat_template=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(VARIED_TEXTS), min_size=1), st.integers(1, 40))
 def test_a_text_that_surely_exceeds_a_number_of_tokens_does(texts: list[str], size: int) -> None:
     tokenizer, text = plain_tokenizer(), "".join(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evenflow.model.tokenizer._PIECE_CHARACTERS", size * 10)
+        patch.setattr("evenflow.model.text.tokenizer._PIECE_CHARACTERS", size * 10)
         assert not tokenizer.surely_exceeds(text, len(tokenizer.encode(text)))
         assert tokenizer.surely_exceeds("a b " * 5000, 1000) or size < 3

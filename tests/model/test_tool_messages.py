@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ChatTemplate, ToolStyle
+from evenflow.model.text.chat_template import ChatTemplate, ToolStyle
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig, RopeConfig
-from evenflow.model.weights import needed_shapes
+from evenflow.model.formats.weights import needed_shapes
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

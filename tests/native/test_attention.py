@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenflow.model.attention.cpu import TorchStepAttention, attention_for
-from evenflow.model.attention.native import NativeStepAttention, Span, has_native_attention
 from evenflow.model.config import ModelConfig, RopeConfig
+from evenflow.model.cpu.attention import TorchStepAttention, attention_for
+from evenflow.model.cpu.native_attention import NativeStepAttention, Span, has_native_attention
 from evenflow.native import build
 from tests.model.tiny import tiny_config
 

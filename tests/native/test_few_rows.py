@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig, RopeConfig
-from evenflow.model.decoder import Decoder, MakeLinear
-from evenflow.model.int4 import NativeInt4Linear, NativeInt8Linear, dequantise, quantise
-from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import FloatLinear
+from evenflow.model.cpu.decoder import Decoder, MakeLinear
+from evenflow.model.cpu.int4 import NativeInt4Linear, NativeInt8Linear, dequantise, quantise
+from evenflow.model.cpu.kv_cache import new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear
+from evenflow.model.cpu.native_attention import Span
 from evenflow.native.build import library
 from evenflow.native.matrix import float_matrix, quantised_matrix
 from tests.model.tiny import random_tensors, tiny_config

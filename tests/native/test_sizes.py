@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenflow.model.attention.native import NativeStepAttention, Span
-from evenflow.model.decoder import Decoder
-from evenflow.model.kv_cache import new_sequence_kv
-from evenflow.model.linear import FloatLinear
-from evenflow.model.native_layers import NativeLayers, NativeNorm
+from evenflow.model.cpu.decoder import Decoder
+from evenflow.model.cpu.kv_cache import new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear
+from evenflow.model.cpu.native_attention import NativeStepAttention, Span
+from evenflow.model.cpu.native_layers import NativeLayers, NativeNorm
 from evenflow.native.build import library
 from evenflow.native.matrix import NativeMatrix, float_matrix, quantised_matrix
 from tests.model.tiny import random_tensors, tiny_config

@@ -19,8 +19,8 @@ import uvloop
 
 from evenflow.config import EngineConfig
 from evenflow.engine.engine import Engine
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import Caller
 from evenflow.server.engine.process import build_served_engine
 from evenflow.server.engine.served_engine import ServedEngine

@@ -18,7 +18,7 @@ from evenflow.core.plan import ChunkReason
 from evenflow.core.report import ChunkReport, StepReport
 from evenflow.errors import InvalidRequest
 from evenflow.hosts.reporter import Reporter
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api import grammar_gate
 from evenflow.server.api.fair_slots import FairSlots
 from evenflow.server.api.request_chunks import MAX_FINISHED, RecentRequests

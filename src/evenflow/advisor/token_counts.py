@@ -36,7 +36,7 @@ class TokenizerTokens:
         if not hasattr(tokenizer, "encode") or isinstance(tokenizer, str):
             raise InvalidInput(
                 f"Got tokenizer={tokenizer!r} but expected an object with encode(text), such as "
-                "evenflow.model.hf_tokenizer.read_hf_tokenizer(Path(FOLDER))."
+                "evenflow.model.formats.hf_tokenizer.read_hf_tokenizer(Path(FOLDER))."
             )
         self._tokenizer = tokenizer
         name = name or getattr(tokenizer, "name_or_path", None)

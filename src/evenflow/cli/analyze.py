@@ -31,7 +31,7 @@ from evenflow.cli.model_files import load_tokens, read_shape
 from evenflow.cli.options import JsonTarget, file_option, option, takes_options
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.model.locate import find_model
+from evenflow.model.hub.cached_models import find_model
 from evenflow.vllm.checking import Checked, check, write_model_config
 from evenflow.vllm.launch import VLLM
 from evenflow.workload.inputs import PROMPT_FIELDS

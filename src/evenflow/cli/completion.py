@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from evenflow.model.cached_models import cached_models
-from evenflow.model.named_models import GGUF
+from evenflow.model.hub.cached_models import cached_models
+from evenflow.model.hub.named_models import GGUF
 
 POLICIES = {
     "target:200ms": "the largest chunks that keep every stream's next token in time",

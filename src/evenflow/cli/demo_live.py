@@ -21,7 +21,7 @@ from evenflow.cli.output import engine_imports, progress
 from evenflow.cli.serve import event_loop, serve_model
 from evenflow.config import EngineConfig
 from evenflow.errors import EndpointFailed
-from evenflow.model.locate import find_model
+from evenflow.model.hub.cached_models import find_model
 
 if TYPE_CHECKING:
     from evenflow.server.serving import Server

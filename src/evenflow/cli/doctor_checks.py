@@ -22,8 +22,8 @@ from evenflow.config import GIB
 from evenflow.errors import EvenflowError, InvalidInput
 from evenflow.host import available_memory, cache_folder, num_cpus, total_memory
 from evenflow.hosts.launch import HostPackage
-from evenflow.model.cached_models import cached_models
-from evenflow.model.progress_bar import format_bytes
+from evenflow.model.hub.cached_models import cached_models
+from evenflow.model.hub.progress_bar import format_bytes
 from evenflow.sglang.launch import SGLANG
 from evenflow.vllm.launch import VLLM
 
@@ -185,8 +185,8 @@ def _check_weight_formats() -> Iterator[Check]:
     """Multiplies by each, in the form that an engine here would choose."""
     import torch
 
-    from evenflow.model.int4 import int4_linear
-    from evenflow.model.linear import FloatLinear, Linear, computes_products
+    from evenflow.model.cpu.int4 import int4_linear
+    from evenflow.model.cpu.linear import FloatLinear, Linear, computes_products
 
     weight = torch.linspace(-1, 1, 32 * 32).view(32, 32)
     forms: dict[str, Linear] = {"float32": FloatLinear(weight), "int4": int4_linear(weight, None)}
@@ -267,7 +267,7 @@ def _check_models() -> Check:
 
 
 def _check_hub() -> Check:
-    from evenflow.model.hub import endpoint, hub_token, is_offline
+    from evenflow.model.hub.repository import endpoint, hub_token, is_offline
 
     token = "with a token" if hub_token() else "no token (HF_TOKEN)"
     if is_offline():

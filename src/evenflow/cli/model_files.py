@@ -13,8 +13,8 @@ from typing import Any
 from evenflow.advisor.memory import ModelShape
 from evenflow.advisor.token_counts import TokenizerTokens
 from evenflow.cli.output import engine_imports
-from evenflow.errors import BrokenModel, ModelError, ModelNotFound
-from evenflow.model.locate import find_model
+from evenflow.errors import BrokenModel, ModelError
+from evenflow.model.hub.cached_models import find_model
 
 # Model families name the same sizes differently; the first name found counts. The last one is that of a GGUF header.
 _SIZES = {
@@ -44,11 +44,11 @@ def load_tokens(model: str) -> TokenizerTokens:
     """A counter from a Hugging Face folder, a GGUF file, or a tokenizer.json."""
     with _opened(model) as path:
         if path.is_dir() or path.suffix == ".json":
-            from evenflow.model.hf_tokenizer import read_hf_tokenizer
+            from evenflow.model.formats.hf_tokenizer import read_hf_tokenizer
 
             return TokenizerTokens(read_hf_tokenizer(path if path.is_dir() else path.parent), path.name)
-        from evenflow.model.gguf_file import GgufFile
-        from evenflow.model.gguf_tokenizer import read_gguf_tokenizer
+        from evenflow.model.formats.gguf_file import GgufFile
+        from evenflow.model.formats.gguf_tokenizer import read_gguf_tokenizer
 
         return TokenizerTokens(read_gguf_tokenizer(GgufFile(path)), path.name)
 
@@ -69,18 +69,16 @@ def read_shape(model: str) -> ModelShape:
 
 
 def _hf_config(folder: Path) -> tuple[Mapping[str, Any], int]:
-    from evenflow.model.hf_files import read_json
+    from evenflow.model.formats.hf_files import read_config_json
 
-    file = read_json(folder, "config.json")
-    if file is None:
-        raise ModelNotFound("the folder holds no config.json, so it is not a Hugging Face model")
+    file = read_config_json(folder)
     config = file.content.get("text_config", file.content)  # if the model also takes images
     dtype = config.get("dtype", config.get("torch_dtype", file.content.get("dtype")))
     return config, 4 if dtype == "float32" else 2
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:
-    from evenflow.model.gguf_file import GgufFile
+    from evenflow.model.formats.gguf_file import GgufFile
 
     file = GgufFile(path)
     prefix = file.get("general.architecture", str) + "."

@@ -12,9 +12,9 @@ from typer import Argument, Option
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import make_table, text_console, write_json
 from evenflow.errors import InvalidInput
-from evenflow.model.cached_models import CachedModel, cached_model, cached_models, remove_model
-from evenflow.model.inspection import ModelFacts, describe_model, num_bytes_of
-from evenflow.model.progress_bar import format_bytes
+from evenflow.model.formats.inspection import ModelFacts, describe_model, num_bytes_of
+from evenflow.model.hub.cached_models import CachedModel, cached_model, cached_models, remove_model
+from evenflow.model.hub.progress_bar import format_bytes
 
 models = typer.Typer(name="models", help="List the models that --model finds by name.")
 
@@ -42,7 +42,7 @@ def list_models(context: typer.Context, *, json: JsonTarget = None) -> None:
                 console.print(f"{model.name}: {facts.why_not}")
     else:
         console.print("No model is cached. evenflow pull default, or evenflow pull ORG/NAME, fetches one.")
-    write_json(json, {"models": [_figures(model, facts) for model, facts in found]})
+    write_json(json, {"models": [model_figures(model, facts) for model, facts in found]})
 
 
 @models.command()
@@ -70,7 +70,8 @@ def _day(seconds: float | None) -> str:
     return "never" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _figures(model: CachedModel, facts: ModelFacts) -> dict[str, Any]:
+def model_figures(model: CachedModel, facts: ModelFacts) -> dict[str, Any]:
+    """A model, as `--json` has it."""
     used = model.last_used
     return {
         "name": model.name,

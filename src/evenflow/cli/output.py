@@ -23,7 +23,7 @@ from rich.table import Table
 
 from evenflow.errors import MissingDependency
 from evenflow.log_output import StderrHandler, ensure_logging
-from evenflow.model.locate import find_model
+from evenflow.model.hub.cached_models import find_model
 
 PROGRESS_INTERVAL_S = 30.0  # between lines of progress in a log
 _logger = logging.getLogger("evenflow")

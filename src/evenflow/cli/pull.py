@@ -8,10 +8,11 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
+from evenflow.cli.models import model_figures
 from evenflow.cli.options import JsonTarget
 from evenflow.cli.output import text_console, write_json
-from evenflow.model.inspection import describe_model
-from evenflow.model.progress_bar import format_bytes
+from evenflow.model.formats.inspection import describe_model
+from evenflow.model.hub.progress_bar import format_bytes
 
 
 def _parse_sha256(text: str) -> str:
@@ -39,7 +40,7 @@ def pull(
     Files are checked. After an interruption, the same command continues where it stopped. A path stays where it is, and
     gets a name. docs/deploy.md says more: HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, proxies.
     """
-    from evenflow.model.pulling import pull as pull_model  # slow: it imports an HTTP client
+    from evenflow.model.hub.pulling import pull as pull_model  # slow: it imports an HTTP client
 
     pulled = pull_model(source, name=name, sha256=sha256, progress=sys.stderr.isatty())
     facts = describe_model(pulled.path)
@@ -50,15 +51,4 @@ def pull(
         console.print(f"Run it with: evenflow serve --model {pulled.name}")
     else:
         console.print(f"evenflow's own engine cannot run it: {facts.why_not}")
-    write_json(
-        json,
-        {
-            "name": pulled.name,
-            "path": str(pulled.path),
-            "bytes": facts.num_bytes,
-            "format": facts.format,
-            "architecture": facts.architecture,
-            "runs": facts.why_not is None,
-            "why_not": facts.why_not,
-        },
-    )
+    write_json(json, model_figures(pulled, facts))

@@ -31,11 +31,11 @@ from evenflow.cli.output import engine_imports, log_information
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
-from evenflow.model.locate import find_model
+from evenflow.model.hub.cached_models import find_model
 from evenflow.shares_file import Shares, read_shares
 
 if TYPE_CHECKING:
-    from evenflow.model.tokenizer import Tokenizer
+    from evenflow.model.text.tokenizer import Tokenizer
     from evenflow.server.serving import Server, ServerSettings
 
 logger = logging.getLogger("evenflow")

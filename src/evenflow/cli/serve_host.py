@@ -15,8 +15,7 @@ from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
 from evenflow.hosts.launch import HostLaunch, refuse_repeated
-from evenflow.model.cached_models import note_use
-from evenflow.model.locate import find_cached
+from evenflow.model.hub.cached_models import find_cached, note_use
 from evenflow.sglang.launch import SglangLaunch
 from evenflow.vllm.launch import VllmLaunch
 

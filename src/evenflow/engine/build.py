@@ -26,14 +26,14 @@ from evenflow.engine.recorder import Recorder
 from evenflow.engine.watchdog import Pulse
 from evenflow.errors import MissingDependency
 from evenflow.log_output import STAGE, ensure_logging
-from evenflow.model.locate import find_model
+from evenflow.model.hub.cached_models import find_model
 from evenflow.step_time_store import StepTimeKeeper, load_step_times, min_target, save_step_times, step_times_path
 
 if TYPE_CHECKING:
     from evenflow.model.config import ModelConfig
-    from evenflow.model.grammar import Grammars
     from evenflow.model.loader import LoadedModel
-    from evenflow.model.tokenizer import Tokenizer
+    from evenflow.model.text.grammar import Grammars
+    from evenflow.model.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("evenflow")
 
@@ -56,8 +56,8 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     try:
         from evenflow.engine.offload import build_tier
         from evenflow.executors.kv_tier import TieredExecutor
-        from evenflow.model.grammar import Grammars
         from evenflow.model.loader import load_model
+        from evenflow.model.text.grammar import Grammars
     except ImportError as error:
         raise MissingDependency(
             f"the embedded engine needs {error.name}, which is not installed: pip install 'evenflow[engine]'"

@@ -120,7 +120,7 @@ class Delta(NamedTuple):
 
 
 class TextDecoder(Protocol):
-    """Decodes tokens one by one: `evenflow.model.tokenizer.StreamDecoder`."""
+    """Decodes tokens one by one: `evenflow.model.text.tokenizer.StreamDecoder`."""
 
     def push(self, token_id: int) -> str: ...
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from evenflow.executors.kv_tier import BlockMemory
     from evenflow.model.config import ModelConfig
     from evenflow.model.cuda.decoder import PagedDecoder
-    from evenflow.model.grammar import Grammars
     from evenflow.model.loader import LoadedModel
+    from evenflow.model.text.grammar import Grammars
 
 logger = logging.getLogger("evenflow")
 
@@ -92,7 +92,7 @@ def place(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Place
 
 def _on_cpu(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Placement:
     from evenflow.executors.torch_executor import TorchExecutor
-    from evenflow.model.kv_cache import kv_bytes_per_token
+    from evenflow.model.cpu.kv_cache import kv_bytes_per_token
     from evenflow.native.build import library
 
     memory = config.kv_cache_memory
@@ -177,7 +177,7 @@ def _max_step_rows(config: EngineConfig, max_model_len: int) -> int:
 
 def _prior(decoder: PagedDecoder, device_name: str) -> StepCosts | None:
     """Expected step costs before any has run; None for an unknown device."""
-    from evenflow.model.work import model_work
+    from evenflow.model.formats.weights import model_work
 
     device = known_device(device_name)
     if device is None:

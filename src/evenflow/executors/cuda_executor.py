@@ -33,7 +33,7 @@ from evenflow.model.cuda.sampler import GROUP_ROWS, DeviceSampler, DeviceSequenc
 from evenflow.model.sampler import logit_faults
 
 if TYPE_CHECKING:
-    from evenflow.model.grammar import Grammars
+    from evenflow.model.text.grammar import Grammars
 
 logger = logging.getLogger("evenflow")
 

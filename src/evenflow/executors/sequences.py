@@ -14,7 +14,7 @@ from evenflow.model.sampler import SampledSequence, Samples
 from evenflow.model.token_rules import TokenRules
 
 if TYPE_CHECKING:
-    from evenflow.model.grammar import Grammars
+    from evenflow.model.text.grammar import Grammars
 
 
 _MEMORY_MESSAGES = ("allocate memory", "not enough memory", "out of memory")  # torch's, on CPUs and GPUs

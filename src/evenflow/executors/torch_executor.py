@@ -27,19 +27,19 @@ from evenflow.executors.pooling import add_rows, to_bytes, unit_length
 from evenflow.executors.sequences import Part, SampledParts, new_sampled, out_of_memory, parts_of
 from evenflow.executors.shedding import Shedder, TailTime
 from evenflow.host import num_cpus, total_memory
-from evenflow.model.attention.cpu import runs_natively
-from evenflow.model.attention.native import Span
 from evenflow.model.config import ModelConfig
-from evenflow.model.decoder import Decoder, MakeLinear, Remainder
-from evenflow.model.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
-from evenflow.model.kv_cache import PrefixStore, new_sequence_kv
-from evenflow.model.linear import FloatLinear, can_pack, fixed_order_linear
+from evenflow.model.cpu.attention import runs_natively
+from evenflow.model.cpu.decoder import Decoder, MakeLinear, Remainder
+from evenflow.model.cpu.int4 import fixed_order_int4_linear, fixed_order_int8_head, int4_head, int4_linear
+from evenflow.model.cpu.kv_cache import PrefixStore, new_sequence_kv
+from evenflow.model.cpu.linear import FloatLinear, can_pack, fixed_order_linear
+from evenflow.model.cpu.native_attention import Span
+from evenflow.model.formats.weights import needed_shapes
 from evenflow.model.sampler import SampledSequence, logit_faults, logprob_rows, sample
-from evenflow.model.weights import needed_shapes
 from evenflow.native.build import why_unavailable
 
 if TYPE_CHECKING:
-    from evenflow.model.grammar import Grammars
+    from evenflow.model.text.grammar import Grammars
 
 WeightFormat = Literal["float32", "int4"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from evenflow.errors import ModelError
 from evenflow.model.config import ModelConfig
-from evenflow.model.gguf_model import read_gguf_model
-from evenflow.model.hf_folder import read_hf_folder, read_hf_shape
-from evenflow.model.locate import find_model
-from evenflow.model.tokenizer import Tokenizer
-from evenflow.model.weights import RandomWeights, Weights, select_weights
-from evenflow.model.word_tokenizer import read_or_make_tokenizer
+from evenflow.model.formats.gguf_model import read_gguf_model
+from evenflow.model.formats.hf_folder import read_hf_folder, read_hf_shape
+from evenflow.model.formats.hf_tokenizer import read_or_make_tokenizer
+from evenflow.model.formats.weights import RandomWeights, Weights, select_weights
+from evenflow.model.hub.cached_models import find_model
+from evenflow.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.token_rules import TokenRules
 
 if TYPE_CHECKING:
-    from evenflow.model.grammar import Constraint
+    from evenflow.model.text.grammar import Constraint
 
 _64_BITS = (1 << 64) - 1
 MIN_TEMPERATURE = 1e-30  # a smaller one may be 0 as a float32

@@ -1,4 +1,4 @@
-// All layers of a decoder over a few rows: the same as model/decoder.py does with torch, in one call that reads each
+// All layers of a decoder over a few rows: the same as model/cpu/decoder.py does with torch, in one call that reads each
 // weight once. Threads share each layer's outputs.
 
 #include <cmath>

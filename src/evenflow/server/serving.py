@@ -23,7 +23,7 @@ from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.host import EXIT_SIGNALS
 from evenflow.hosts.launch import HostLaunch
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, turn_of
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork

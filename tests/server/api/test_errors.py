@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer
 from tests.server.engines import scripted_engine
 from tests.server.serving import MODEL, RunningServer, running_server, scripted_server, small_tokenizer
 

@@ -14,7 +14,7 @@ from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
 
 from evenflow.model.loader import load_model
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import cache_salt
 from evenflow.server.api.request_models import ChatBody, CompletionBody
 from tests.models import byte_level_tokenizer, reference_model, save_tokenizer, tiny_hf_folder, tiny_llama
@@ -236,7 +236,7 @@ def test_the_final_message_is_continued(server: RunningServer, tokenizer: Tokeni
 
 def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
     from evenflow.errors import InvalidRequest
-    from evenflow.model.chat_template import ChatTemplate
+    from evenflow.model.text.chat_template import ChatTemplate
 
     messages = [*MESSAGES, {"role": "assistant", "content": " It is "}]
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenflow.model import tokenizer
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text import tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api import json_size, service
 from evenflow.server.api.json_size import count_values
 from tests.server.engines import MAX_MODEL_LEN

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.responses.models import DeletedResponse, InputItemList, ResponseObject
 from tests.models import byte_level_tokenizer
 from tests.server.engines import scripted_engine

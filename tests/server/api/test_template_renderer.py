@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine import helper_process
 from tests.server.engines import scripted_engine

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenflow.model.chat_template import ToolStyle
+from evenflow.model.text.chat_template import ToolStyle
 from evenflow.server.api.tool_stream import ToolStream, whole_message
 
 HERMES, LLAMA, MISTRAL = ToolStyle.HERMES, ToolStyle.LLAMA, ToolStyle.MISTRAL

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from evenflow import LLM, Grammar, SamplingParams
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ToolStyle
-from evenflow.model.grammar import Grammars
+from evenflow.model.text.chat_template import ToolStyle
+from evenflow.model.text.grammar import Grammars
 from evenflow.server.api.tool_stream import whole_message
 from evenflow.server.api.tools import ToolFields, ToolUse
 from tests.models import tiny_llama

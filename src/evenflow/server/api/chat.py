@@ -10,7 +10,7 @@ from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ToolStyle
+from evenflow.model.text.chat_template import ToolStyle
 from evenflow.server.access import Caller
 from evenflow.server.api.json_pieces import Rows, encode_json
 from evenflow.server.api.logprobs import chat_row

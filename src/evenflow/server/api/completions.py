@@ -8,8 +8,7 @@ from typing import Any
 from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.model.infill import InfillTokens
-from evenflow.model.tokenizer import StreamDecoder
+from evenflow.model.text.tokenizer import InfillTokens, StreamDecoder
 from evenflow.server.access import Caller
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import TextOffsets, completion_logprobs

@@ -23,8 +23,8 @@ from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 from evenflow.framing import FrameReader, frame
 from evenflow.host import limit_memory
-from evenflow.model.grammar import Grammars
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.grammar import Grammars
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.fair_slots import FairSlots
 from evenflow.server.engine.helper_process import HelperProcess, Numbered, quiet_main, read_numbered
 from evenflow.server.errors import overloaded

@@ -9,7 +9,7 @@ from typing import Any
 from evenflow.core.logprobs import LogprobRows, RowLogprobs, TokenLogprob
 from evenflow.core.request import ALL_LOGPROBS
 from evenflow.engine.outputs import TextDecoder
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.json_pieces import Rows
 
 

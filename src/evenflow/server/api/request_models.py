@@ -16,7 +16,7 @@ from evenflow.core.grammar import Grammar
 from evenflow.core.request import ALL_LOGPROBS, MAX_TOP_K, SamplingParams
 from evenflow.duration import DURATION_PATTERN, MAX_TARGET_S, MIN_TARGET_S, NEEDS_UNIT_S, parse_target
 from evenflow.errors import InvalidRequest
-from evenflow.model.tool_messages import Role
+from evenflow.model.text.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.token_fields import TokenFields, TokenId
 from evenflow.server.api.tools import ToolFields, Tools

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from evenflow.core.logprobs import LogprobRows
 from evenflow.engine.outputs import RequestOutput
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.json_pieces import encode_json
 
 # In memory, on 64 bits.

@@ -14,7 +14,7 @@ from evenflow import __version__
 from evenflow.bench.live_load import LoadLimits
 from evenflow.core.request import Pooling
 from evenflow.errors import EvenflowError, InvalidRequest
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import Caller
 from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import SMALL_BYTES, LargeWork

@@ -14,8 +14,8 @@ import msgspec
 from evenflow.errors import InvalidRequest
 from evenflow.framing import FrameReader, frame
 from evenflow.host import limit_memory
-from evenflow.model.chat_template import ChatTemplate
-from evenflow.model.special_tokens import SpecialTokens
+from evenflow.model.text.chat_template import ChatTemplate
+from evenflow.model.text.special_tokens import SpecialTokens
 from evenflow.server.engine.helper_process import Numbered, quiet_main, read_numbered
 
 MAX_BYTES = 256 << 20  # besides what the process has before

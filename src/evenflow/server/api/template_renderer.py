@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from evenflow.errors import EngineFailed, InvalidRequest
-from evenflow.model.tokenizer import Tokenizer
+from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api import template_process
 from evenflow.server.api.fair_slots import FairSlots
 from evenflow.server.engine.helper_process import HelperProcess

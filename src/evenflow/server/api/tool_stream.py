@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from evenflow.model.chat_template import ToolStyle
+from evenflow.model.text.chat_template import ToolStyle
 
 _BLANK = " \t\r\n"
 _END = "<end>"  # read after the last character; equals no character and is in no set of them

@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
-from evenflow.model.chat_template import ToolStyle
-from evenflow.model.grammar import BLANKS_IN_JSON
+from evenflow.model.text.chat_template import ToolStyle
+from evenflow.model.text.grammar import BLANKS_IN_JSON
 from evenflow.server.api.response_format import StrictModel
 from evenflow.server.api.tool_stream import ToolStream
 

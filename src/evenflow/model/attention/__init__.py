@@ -1,1 +1,0 @@
-"""Attention over the KV of each sequence, one implementation per device."""

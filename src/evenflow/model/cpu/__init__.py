@@ -1,0 +1,1 @@
+"""The decoder on a CPU: linear layers, attention and KV memory."""
