@@ -155,12 +155,12 @@ def test_methods_and_operators_that_tests_use_are_not_the_answers() -> None:
 def test_what_tests_pass_in_leads_to_nothing_of_theirs() -> None:
     program = """
 def f(*given):
-    border = given[0]._remote_border
+    border = given[0]._remote.border
     names = "__globals__ __builtins__ __class__ __dict__ __func__ __self__ __init__ _secret gi_frame gi_code".split()
     one = given[0]
     requests = [(ask, one, name) for one in (*given, given[2].method) for name in names for ask in ("get", "delete")]
     requests += [("set", one, name, 1) for one in given for name in names if name[0] == "_"]
-    requests += [("call", type, ("X", (), {}), {}), ("get", [1], "append"), ("run", "1"), ("special", "eq", one, 1)]
+    requests += [("call", type, ("X", (), {}), {}), ("get", [1], "append"), ("run", "1"), ("eq", one, 1)]
     for request in requests:
         try:
             border.request(*request)
