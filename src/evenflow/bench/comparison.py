@@ -1,33 +1,98 @@
-"""Progress and time-left estimates of a benchmark."""
+"""Sides that take turns under the same load: whose turn it is, how long the rest takes, and what each turn gave."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from evenflow.config import EngineConfig
+from evenflow.core.policies import PolicySpec
+from evenflow.engine.engine import Engine
+
+S = TypeVar("S")
+R = TypeVar("R")
 
 _MIN_SHARE = 0.1  # of the first turn; what it took so far says little before
 
 
-class TimeLeft:
-    """What the turns to come take: as forecast, corrected by what was done so far."""
+class Turn(NamedTuple, Generic[S]):
+    """One run of one side."""
 
-    def __init__(self, forecast: Sequence[float], clock: Callable[[], float] = time.perf_counter) -> None:
-        """`forecast` has the seconds of each turn."""
-        self._forecast = forecast
+    side: S
+    round: int  # from 0
+    load: Any = None  # a part of the whole load; None: all of it
+
+
+def in_turns(sides: Sequence[S], num_rounds: int, order: random.Random | None = None) -> list[Turn[S]]:
+    """Each side once a round, so that a machine that slows down affects all; as given, or in random order."""
+    return [
+        Turn(side, number)
+        for number in range(num_rounds)
+        for side in (sides if order is None else order.sample(sides, len(sides)))
+    ]
+
+
+def resolved_for(engine: Engine, policy: PolicySpec) -> PolicySpec:
+    """The policy as this engine runs it, checked against the engine's context."""
+    return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
+
+
+class Comparison(Generic[S, R]):
+    """The turns, and the results of those that are done: not of all, if it was interrupted.
+
+    Iterate over the turns, and `add` the result of each.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Turn[S]],
+        forecast: Sequence[float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`forecast` has the seconds of each turn; None: all take as long, and how long is not known."""
+        self.turns = turns
+        self.results: list[R] = []
+        self._forecast = [1.0] * len(turns) if forecast is None else forecast
         self._clock = clock
         self._began = clock()
 
-    def text(self, num_turns: int, share: float = 0.0) -> str:
-        """For a user, after these turns and a share of the next one."""
-        done, total = self._done(num_turns, share), sum(self._forecast)
-        return f"{done / total if total else 0:.0%} done, about {self.after(num_turns, share):.0f} s left"
+    def __iter__(self) -> Iterator[Turn[S]]:
+        for number, turn in enumerate(self.turns):
+            assert number == len(self.results), "a turn has no result"
+            yield turn
 
-    def after(self, num_turns: int, share: float = 0.0) -> float:
-        done = self._done(num_turns, share)
+    def add(self, result: R) -> None:
+        self.results.append(result)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.results) == len(self.turns)
+
+    def of(self, side: S) -> list[R]:
+        return [result for turn, result in zip(self.turns, self.results, strict=False) if turn.side == side]
+
+    def by_round(self, side: S) -> list[list[R]]:
+        """Results of a side with several turns in a round."""
+        found: dict[int, list[R]] = {}
+        for turn, result in zip(self.turns, self.results, strict=False):
+            if turn.side == side:
+                found.setdefault(turn.round, []).append(result)
+        return list(found.values())
+
+    def progress(self, share: float = 0.0) -> str:
+        """For a user, with this share of the current turn done."""
+        done, total = self._done(share), sum(self._forecast)
+        return f"{done / total if total else 0:.0%} done, about {self._seconds_left(done, share):.0f} s left"
+
+    def _done(self, share: float) -> float:
+        num_done = len(self.results)
+        return sum(self._forecast[:num_done]) + share * sum(self._forecast[num_done : num_done + 1])
+
+    def _seconds_left(self, done: float, share: float) -> float:
+        """As forecast, corrected by what the turns took so far."""
         left = sum(self._forecast) - done
-        if not num_turns and share < _MIN_SHARE:
+        if not done or (not self.results and share < _MIN_SHARE):
             return left
-        return left * (self._clock() - self._began) / done if done else left
-
-    def _done(self, num_turns: int, share: float) -> float:
-        return sum(self._forecast[:num_turns]) + share * sum(self._forecast[num_turns : num_turns + 1])
+        return left * (self._clock() - self._began) / done
