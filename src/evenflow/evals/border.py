@@ -208,6 +208,8 @@ class Border:
         self._imported: dict[int, Any] = {}
 
     def request(self, operation: str, *arguments: Any) -> Any:
+        if self.is_reading:  # `complex` of an answer's object would ask for its `__float__`
+            raise ValueError("asked while a message is read")
         base = len(self.values.shared)
         self._send("ask", (operation, *arguments))
         self._depth += 1
