@@ -27,7 +27,7 @@ from evenflow.evals.task_names import task_names
 
 _SOURCES = str(Path(__file__).parents[2])
 _START_S = 60.0  # for the judge to set up its guards; an answer's time begins after that
-_CLEAN_UP_S = 10.0
+_CLEAN_UP_S = 60.0  # on a busy machine; deep folders take a second on an idle one
 _KILL_S = 1.0
 _MAX_LINE = 1 << 16
 _MAX_GENERATIONS = 100  # of processes that start others while they are ended
