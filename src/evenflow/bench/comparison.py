@@ -73,26 +73,11 @@ class Comparison(Generic[S, R]):
     def of(self, side: S) -> list[R]:
         return [result for turn, result in zip(self.turns, self.results, strict=False) if turn.side == side]
 
-    def by_round(self, side: S) -> list[list[R]]:
-        """Results of a side with several turns in a round."""
-        found: dict[int, list[R]] = {}
-        for turn, result in zip(self.turns, self.results, strict=False):
-            if turn.side == side:
-                found.setdefault(turn.round, []).append(result)
-        return list(found.values())
-
     def progress(self, share: float = 0.0) -> str:
-        """For a user, with this share of the current turn done."""
-        done, total = self._done(share), sum(self._forecast)
-        return f"{done / total if total else 0:.0%} done, about {self._seconds_left(done, share):.0f} s left"
-
-    def _done(self, share: float) -> float:
-        num_done = len(self.results)
-        return sum(self._forecast[:num_done]) + share * sum(self._forecast[num_done : num_done + 1])
-
-    def _seconds_left(self, done: float, share: float) -> float:
-        """As forecast, corrected by what the turns took so far."""
-        left = sum(self._forecast) - done
-        if not done or (not self.results and share < _MIN_SHARE):
-            return left
-        return left * (self._clock() - self._began) / done
+        """For a user, with this share of the current turn done; the time left as forecast, corrected by that so far."""
+        num_done, total = len(self.results), sum(self._forecast)
+        done = sum(self._forecast[:num_done]) + share * sum(self._forecast[num_done : num_done + 1])
+        left = total - done
+        if done and (num_done or share >= _MIN_SHARE):
+            left *= (self._clock() - self._began) / done
+        return f"{done / total if total else 0:.0%} done, about {left:.0f} s left"

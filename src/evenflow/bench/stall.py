@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 
 from evenflow.bench.comparison import Comparison, Turn, resolved_for
@@ -144,7 +146,7 @@ def compare_policies(
     except KeyboardInterrupt:
         if turns is None or not turns.results:
             raise
-    runs = {policy: _whole_runs(turns.by_round(policy), load) for policy in policies if turns.of(policy)}
+    runs = {policy: _whole_runs(turns, policy, load) for policy in policies if turns.of(policy)}
     expected = next(iter(runs.values()))[0].long_answers
     usable_engine = engine if turns.is_complete else None
     figures = [
@@ -156,9 +158,10 @@ def compare_policies(
     )
 
 
-def _whole_runs(parts_of_runs: Sequence[Sequence[StallRun]], load: StallLoad) -> list[StallRun]:
+def _whole_runs(turns: StallTurns, policy: PolicySpec, load: StallLoad) -> list[StallRun]:
     """The runs of one policy, without one that was interrupted unless there is no other."""
-    runs = [join(parts) for parts in parts_of_runs]
+    done = [(turn.round, part) for turn, part in zip(turns.turns, turns.results, strict=False) if turn.side == policy]
+    runs = [join(part for _, part in parts) for _, parts in groupby(done, key=itemgetter(0))]
     return [run for run in runs if len(run.long_answers) == len(load.long_prompts)] or runs
 
 
