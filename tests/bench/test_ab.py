@@ -15,7 +15,7 @@ import pytest
 from evenflow.bench.ab import Goals, Outcome, Pair, Round, compare, make_asks, summarise
 from evenflow.bench.ab_report import draw, same_outputs, write_html
 from evenflow.bench.endpoints import Answer, Ask
-from evenflow.bench.estimates import Estimate
+from evenflow.bench.figures import Estimate
 from evenflow.errors import EndpointFailed, InvalidConfig
 
 GOALS = Goals(ttft_s=1.0, tbt_s=0.1)
@@ -158,7 +158,7 @@ def test_answers_that_differ_are_shown_from_where_they_do() -> None:
     )
     outcome = summarise([pair], GOALS)
     (found,) = outcome.differences
-    assert (found.request, found.character, found.a, found.b) == (0, 5, "ea is", "ky is")
+    assert found.as_json() == {"pair": 0, "request": 0, "character": 5, "a": "ea is", "b": "ky is"}
     assert outcome.errors == ["lost"]
     assert same_outputs(outcome) == "0 of 1 greedy answers are the same on both sides. 1 request failed."
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenflow.bench.demo import FIXED_POLICY, Comparison, compare_policies
+from evenflow.bench.demo import FIXED_POLICY, DemoRuns, compare_policies
 from evenflow.bench.demo_run import DemoPrompt, DemoRunner
 from evenflow.bench.timeline import Timeline
 from evenflow.core.plan import StepPlan, StepResult, StepShape
@@ -44,7 +44,7 @@ def runner(it: Engine) -> DemoRunner:
     return DemoRunner(it, NumberCodec())
 
 
-def compare(policy: str = "target:100ms", end_by: float | None = None) -> Comparison:
+def compare(policy: str = "target:100ms", end_by: float | None = None) -> DemoRuns:
     return compare_policies(runner(engine(policy)), PROMPTS, end_by)
 
 
@@ -75,7 +75,7 @@ def test_the_target_ends_the_pause_and_the_cost_is_stated() -> None:
 def test_a_ratio_near_one_is_about_the_same() -> None:
     unchunked = compare().unchunked
     answers = [replace(one, ttft_s=0.97 * one.ttft_s, latency_s=1.03 * one.latency_s) for one in unchunked.answers]
-    gain = Comparison(unchunked, None, replace(unchunked, answers=tuple(answers))).gain()
+    gain = DemoRuns(unchunked, None, replace(unchunked, answers=tuple(answers))).gain()
     assert gain.count("(about the same)") == 3
     assert "1.0 times" not in gain
 

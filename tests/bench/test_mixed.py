@@ -14,16 +14,16 @@ from tests.cli.running import long_context_llama
 
 def test_the_load_is_three_long_and_ten_short_prompts() -> None:
     assert LONG_PROMPT.startswith("Write a detailed essay about artificial intelligence artificial")
-    assert Counter(request.prompt for request in mixed_load()) == {LONG_PROMPT: 3, "Hello": 10}
+    assert Counter(prompt for prompt, _ in mixed_load()) == {LONG_PROMPT: 3, "Hello": 10}
 
 
 @pytest.mark.parametrize("policy", ["alternate:32", "fixed:64", "unchunked"])
 def test_a_run_counts_every_token_and_gap_once_and_decodes_feel_long_prefills(policy: str) -> None:
     with LLM(long_context_llama(), policy=policy, max_num_seqs=BATCH_SIZE, enable_prefix_caching=False) as llm:
         run = run_load(llm)
-        num_prompt_tokens = sum(len(llm.tokenizer.encode(request.prompt)) for request in mixed_load())
-    assert run.output_tokens == sum(request.max_tokens for request in mixed_load())
-    assert run.prefill_tokens == num_prompt_tokens
+        num_prompt_tokens = sum(len(llm.tokenizer.encode(prompt)) for prompt, _ in mixed_load())
+        assert llm.engine.stats.totals.prefill_tokens == num_prompt_tokens
+    assert run.output_tokens == sum(max_tokens for _, max_tokens in mixed_load())
     assert len(run.gaps_with_prefill) + len(run.gaps_without) == run.output_tokens - len(mixed_load())
     assert len(run.gaps_with_prefill) >= 3 * (BATCH_SIZE - 2)
     assert run.gaps_without

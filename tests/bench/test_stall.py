@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenflow.bench.plots import draw_curves, draw_tokens
-from evenflow.bench.stall import Comparison, compare_policies, measure
+from evenflow.bench.stall import StallReport, compare_policies, measure
 from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within
 from evenflow.bench.stall_load import StallLoad, english_prompts
 from evenflow.bench.stall_steps import run_load
@@ -46,7 +46,7 @@ def engine(policy: str = "fixed:64") -> Engine:
     return fake_engine(policy, cost=cost, num_blocks=400, max_model_len=1000, enable_prefix_caching=False)
 
 
-def compare() -> Comparison:
+def compare() -> StallReport:
     it = engine()
     feasible = measure(it, LOAD)
     return compare_policies(it, LOAD, specs(*POLICIES), 2, feasible)
@@ -243,7 +243,8 @@ def test_an_interrupt_leaves_the_figures_of_what_has_run(num_turns: int, policie
     both = specs("unchunked", "fixed:40")
     comparison = compare_policies(it, LOAD, both, 1, 0.03, prompts_per_turn=2, on_progress=note)
     assert [figures.policy for figures in comparison.figures] == policies
-    assert (comparison.num_turns_done, comparison.num_turns, comparison.is_complete) == (num_turns, 4, False)
+    done = comparison.turns
+    assert (len(done.results), len(done.turns), done.is_complete) == (num_turns, 4, False)
     assert all(figures.identical_outputs for figures in comparison.figures)
 
 

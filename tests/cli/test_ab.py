@@ -73,11 +73,11 @@ def test_the_gap_limit_is_that_of_a_target(arguments: list[str], expected: str) 
 
 
 def run_interrupted(round_number: int) -> subprocess.CompletedProcess[str]:
-    """Three pairs, with an interrupt in this round; two more warm up."""
+    """Three pairs, with an interrupt in this round."""
     interrupt = (
         "import os, signal\n"
         "from evenflow.bench import ab\n"
-        "run_round, num_rounds = ab._run_round, -2\n"
+        "run_round, num_rounds = ab._run_round, 0\n"
         "async def run(endpoint, asks):\n"
         "    global num_rounds\n"
         "    num_rounds += 1\n"

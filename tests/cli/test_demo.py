@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from evenflow.bench.timeline import StreamTimes, Timeline
-from evenflow.cli.live_streams import live_streams
+from evenflow.cli.demo import live_streams
 from tests.cli.running import long_context_llama, run_cli
 
 NAMES = ["large_1", "small_1", "small_2", "small_3", "large_2"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evenflow import __version__
-from evenflow.cli import doctor_checks
+from evenflow.cli import doctor
 from evenflow.executors import torch_executor
 from tests.cli.running import Finished, run_cli, run_process
 
@@ -111,8 +111,8 @@ def test_threads_in_a_container(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS)
 
 def test_little_memory_and_an_idle_gpu(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS, tmp_path: Path) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr(doctor_checks, "_NVIDIA_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(doctor_checks, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor, "available_memory", lambda: 1 << 30)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("EVENFLOW_VLLM_PYTHON", raising=False)
     found = checks(run_cli(capsys, "doctor", "--json", "-"))
@@ -125,7 +125,7 @@ def test_little_memory_and_an_idle_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_version_out_of_range_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["torch<2.0; extra == 'engine'", "no-such-package; extra == 'data'", "torch; extra == 'eval'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
-    missing = doctor_checks._missing_by_extra()
+    missing = doctor._missing_by_extra()
     assert missing["engine"] == [f"torch {torch.__version__} (needs <2.0)"]
     assert missing["data"] == ["no-such-package"]
     assert missing["eval"] == missing["compile"] == []

@@ -155,12 +155,12 @@ def test_methods_and_operators_that_tests_use_are_not_the_answers() -> None:
 def test_what_tests_pass_in_leads_to_nothing_of_theirs() -> None:
     program = """
 def f(*given):
-    border = given[0]._remote_border
+    border = given[0]._remote.border
     names = "__globals__ __builtins__ __class__ __dict__ __func__ __self__ __init__ _secret gi_frame gi_code".split()
     one = given[0]
     requests = [(ask, one, name) for one in (*given, given[2].method) for name in names for ask in ("get", "delete")]
     requests += [("set", one, name, 1) for one in given for name in names if name[0] == "_"]
-    requests += [("call", type, ("X", (), {}), {}), ("get", [1], "append"), ("run", "1"), ("special", "eq", one, 1)]
+    requests += [("call", type, ("X", (), {}), {}), ("get", [1], "append"), ("run", "1"), ("eq", one, 1)]
     for request in requests:
         try:
             border.request(*request)
@@ -174,6 +174,34 @@ def f(*given):
         "assert (found := f(lambda: 1, (n for n in ()), Thing())) == 'nothing', found"
     )
     assert run_program(program, tests, Limits()).verdict == (True, "")
+
+
+MADE_UP = {  # and what is wrong with each
+    "a number that is an object": (["complex", ["mine", 901, 1], 1], "asked while a message is read"),
+    "an error whose class is an object": (
+        ["own error", 902, 1, ["mine", 903, 1], "x"],
+        "asked while a message is read",
+    ),
+    "a name that is code": (["named tuple", "x; import os", ["a"], 1], "valid identifiers"),
+    "no container": (["at", 99], "out of range"),
+    "no object": (["yours", 99], "out of range"),
+}
+
+
+@pytest.mark.parametrize("kind", ["return", "raise"])
+@pytest.mark.parametrize("name", MADE_UP)
+def test_a_message_that_an_answer_makes_up_is_no_right_answer(name: str, kind: str) -> None:
+    value, problem = MADE_UP[name]
+    program = (
+        "import json, os\ndef f(x):\n"
+        f"    content = json.dumps([{kind!r}, {value!r}, [['dict', None, []]] * 8, '']).encode()\n"
+        "    for n in range(3, 32):\n        try: os.write(n, len(content).to_bytes(8, 'big') + content)\n"
+        "        except OSError: pass\n    return 9\n"
+    )
+    verdict = run_program(program, "assert f(3) == 9\nassert f(2) == 4", Limits(wall_s=5.0)).verdict
+    assert not verdict.is_correct
+    assert "sent what is no data" in verdict.note
+    assert problem in verdict.note
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_pairs_are_of_tasks_that_both_have_answered(tmp_path: Path) -> None:
     assert (found.num_pairs, found.only_a_correct, found.only_b_correct) == (5, 1, 0)
     assert found.score_difference == -0.2
     [difference] = found.differences
-    assert (difference.task, difference.character, difference.a, difference.b) == ("0", 2, "s", "t")
+    assert difference.as_json() == {"task": "0", "character": 2, "a": "s", "b": "t"}
 
 
 def test_equal_sides_do_not_differ_and_a_slower_one_does(tmp_path: Path) -> None:

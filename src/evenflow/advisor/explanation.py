@@ -20,21 +20,18 @@ _TARGET = "To bound milliseconds, give --tbt-target."
 _LIVE = "set while the server ran"
 
 
-def target_in_vllm(model: str = "MODEL") -> str:
+_WAYS_TO_TARGET = {  # what to use in an engine, and what else starts it
+    "vllm": ("scheduler for vLLM", "--scheduler-cls evenflow.vllm.LatencyTargetScheduler"),
+    "sglang": ("plug-in for SGLang", "EVENFLOW_TBT_TARGET=50ms where evenflow is installed beside SGLang"),
+}
+
+
+def how_to_target(engine: str, model: str = "MODEL") -> str:
     """How to get a latency target there, with a command to paste."""
+    what, otherwise = _WAYS_TO_TARGET[engine]
     return (
-        "To bound milliseconds, use evenflow's scheduler for vLLM: "
-        f"evenflow serve --engine vllm --model {shlex.quote(model)} --tbt-target 50ms, "
-        "or --scheduler-cls evenflow.vllm.LatencyTargetScheduler."
-    )
-
-
-def target_in_sglang(model: str = "MODEL") -> str:
-    """The same for SGLang."""
-    return (
-        "To bound milliseconds, use evenflow's plug-in for SGLang: "
-        f"evenflow serve --engine sglang --model {shlex.quote(model)} --tbt-target 50ms, "
-        "or EVENFLOW_TBT_TARGET=50ms where evenflow is installed beside SGLang."
+        f"To bound milliseconds, use evenflow's {what}: evenflow serve --engine {engine} --model {shlex.quote(model)} "
+        f"--tbt-target 50ms, or {otherwise}."
     )
 
 
@@ -238,7 +235,7 @@ def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
             f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
             "lower --max-num-batched-tokens, such as 512, shortens the steps but delays a long prompt's first token. "
         )
-        target = (target_in_sglang if facts.is_sglang else target_in_vllm)(str(facts.value("model") or "MODEL"))
+        target = how_to_target("sglang" if facts.is_sglang else "vllm", str(facts.value("model") or "MODEL"))
         target = _TARGET if facts.value("written_by") == "evenflow" else target
         yield _statement(facts, text + target, *BUDGET_SOURCES)
     if facts.value("prefix_caching") is False or facts.value("radix_cache_off"):

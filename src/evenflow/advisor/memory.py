@@ -74,16 +74,12 @@ def memory_table(shape: ModelShape, chunk: int, lengths: Iterable[int] = TABLE_T
 
 
 def memory_row(shape: ModelShape, chunk: int, num_tokens: int) -> MemoryRow:
-    num_rows = min(chunk, num_tokens)
-    return MemoryRow(
-        num_tokens=num_tokens,
-        scores_whole=num_tokens * num_tokens * 4,
-        scores_chunked=num_rows * num_tokens * 4,
-        scores_16bit_whole=num_tokens * num_tokens * 2,
-        scores_16bit_chunked=num_rows * num_tokens * 2,
-        activations_whole=num_tokens * shape.activation_bytes_per_token,
-        activations_chunked=num_rows * shape.activation_bytes_per_token,
-        prompt_logits_whole=num_tokens * shape.vocab_size * 4,
-        prompt_logits_chunked=num_rows * shape.vocab_size * 4,
-        kv_cache=num_tokens * shape.kv_bytes_per_token,
-    )
+    bytes_of_row = {
+        "scores": 4 * num_tokens,
+        "scores_16bit": 2 * num_tokens,
+        "activations": shape.activation_bytes_per_token,
+        "prompt_logits": 4 * shape.vocab_size,
+    }
+    num_rows = {"whole": num_tokens, "chunked": min(chunk, num_tokens)}
+    sizes = {f"{what}_{how}": rows * size for what, size in bytes_of_row.items() for how, rows in num_rows.items()}
+    return MemoryRow(num_tokens=num_tokens, kv_cache=num_tokens * shape.kv_bytes_per_token, **sizes)

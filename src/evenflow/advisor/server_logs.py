@@ -140,28 +140,18 @@ _SETTINGS = _Patterns(
     ("async_scheduling", "Asynchronous scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
 )  # fmt: skip
 
-# A setting on a line of its own, as `name=value` or `name: value`, and its name here if that differs.
-_LONE_NAMES = (
-    *(
-        "model",
-        "max_model_len",
-        "max_seq_len",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "long_prefill_token_threshold",
-    ),
-    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "chunked_prefill_enabled"),
-)
-# As logs and JSON quote it: `model="default"` is a program's.
-_LONE_SETTING = re.compile(rf"""(['"]?)({"|".join(_LONE_NAMES)})\1\s*[=:|]\s*(?:'|\1)?(?!None)([\w./-]*\w)['"]?""")
-_RENAMED = {
+# Settings on a line of their own, as `name=value` or `name: value`, and what each is called here.
+_PLAIN = ("model", "max_model_len", "max_num_seqs", "long_prefill_token_threshold")
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_LONE_NAMES = {name: name for name in (*_PLAIN, *_PARALLEL)} | {
     "max_seq_len": "max_model_len",
     "max_num_batched_tokens": "chunk_budget",
     "enable_prefix_caching": "prefix_caching",
     "enable_chunked_prefill": "chunked_prefill",
     "chunked_prefill_enabled": "chunked_prefill",
 }
+# As logs and JSON quote it: `model="default"` is a program's.
+_LONE_SETTING = re.compile(rf"""(['"]?)({"|".join(_LONE_NAMES)})\1\s*[=:|]\s*(?:'|\1)?(?!None)([\w./-]*\w)['"]?""")
 
 # Real messages, not prose: an allocator, an error or one of SGLang's stages says it; a target has its figure.
 _NO_MEMORY = r"(?:[A-Z]{3,}(?: backend)?|Decode|Prefill|[Ee]rror[^:]{0,20}:|[Ff]ailure(?: \d+)?) '?out of memory"
@@ -206,10 +196,15 @@ _NUM_DECODE_FIGURES = 4
 _WHOLE_LINE = {"prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"}
 
 _TEXTS = ("version", "model", "policy")  # even if they look like numbers
-# A start does not always log these: those of an earlier start in the same log must not remain.
+# Earlier settings that a setting or a start ends: a log may hold several starts, and policies that follow each other.
 _START = "non-default args"
-_RESET_BY_START = (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for")
-_RESET_BY_POLICY = ("policy", "latency_target", "unchunked_budget")
+_OF_POLICY = ("policy", "latency_target", "unchunked_budget")
+_ENDS = {
+    _START: (*BUDGET_SOURCES, "max_num_seqs", "long_prefill_token_threshold", "chunking_asked_for"),
+    "written_by": ("chunk_budget", *_OF_POLICY),
+    "latency_target": _OF_POLICY,
+    "policy": _OF_POLICY,
+}
 
 _RANKS = _Patterns(
     ("rank", "in world size", r"rank (?P<rank>\d+) in world size (?P<world_size>\d+) is assigned as "
@@ -291,7 +286,7 @@ class _Reader:
             found.ranks[ranks["rank"]] = Fact(name, ranks, number, _excerpt(text, match))
         settings = [(name, match[1], match) for name, match in _SETTINGS.matches(text, start)]
         if start < 0 and len(text) <= _CONTEXT and (alone := _LONE_SETTING.fullmatch(bare(text).rstrip(",;."))):
-            settings.append((_RENAMED.get(alone[2], alone[2]), alone[3], alone))
+            settings.append((_LONE_NAMES[alone[2]], alone[3], alone))
         for name, value, match in settings:
             if name not in known:
                 _set(Fact(name, _value(name, value), number, _excerpt(text, match)), found)
@@ -303,35 +298,23 @@ class _Reader:
 
 
 def _set(fact: Fact, found: LogFacts) -> None:
-    """The last line about a setting counts; of those about evenflow's policy, which has several, the last of all."""
-    if fact.name == "policy":
-        _set_policy(fact, found)
-        return
-    if fact.name == "written_by":
-        _reset(found, "chunk_budget", *_RESET_BY_POLICY)
-    elif fact.name == "latency_target":
-        _reset(found, *_RESET_BY_POLICY)
+    """The last line about a setting counts."""
+    policy = None
+    if fact.name == "policy" and fact.value not in ("none", _NO_TARGET):
+        try:
+            policy = PolicySpec.parse(fact.value)
+        except InvalidConfig:  # prose
+            return
+    _end(found, fact.name)
+    if policy is not None and policy.target is not None:
+        fact = replace(fact, name="latency_target", value=fact.value.removeprefix("target:"))
+    elif policy is not None and policy.names_budget:
+        found.settings["chunk_budget"] = replace(fact, name="chunk_budget", value=policy.budget)
     found.settings[fact.name] = fact
 
 
-def _set_policy(fact: Fact, found: LogFacts) -> None:
-    """A policy that replaces another while the server runs."""
-    try:
-        policy = None if fact.value in ("none", _NO_TARGET) else PolicySpec.parse(fact.value)
-    except InvalidConfig:  # prose
-        return
-    _reset(found, *_RESET_BY_POLICY)
-    if policy is not None and policy.target is not None:
-        target = fact.value.removeprefix("target:")
-        found.settings["latency_target"] = replace(fact, name="latency_target", value=target)
-        return
-    found.settings["policy"] = fact
-    if policy is not None and policy.names_budget:
-        found.settings["chunk_budget"] = replace(fact, name="chunk_budget", value=policy.budget)
-
-
-def _reset(found: LogFacts, *names: str) -> None:
-    for name in names:
+def _end(found: LogFacts, by: str) -> None:
+    for name in _ENDS.get(by, ()):
         found.settings.pop(name, None)
 
 
@@ -343,7 +326,7 @@ def _read_counts(line: str, found: LogFacts) -> None:
     if "Retract requests" in line and (retracted := _RETRACTED.search(line)):
         found.num_preemptions += int(retracted[1])
     if _START in line:
-        _reset(found, *_RESET_BY_START)
+        _end(found, _START)
 
 
 def _add_figures(figures: dict[str, Any], line: str, number: int, found: LogFacts) -> None:

@@ -15,11 +15,10 @@ from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
-from evenflow.bench.endpoints import Answer, Ask, Endpoint
-from evenflow.bench.estimates import Estimate, divergence, estimate_ratios
-from evenflow.bench.figures import percentile
-from evenflow.bench.time_left import TimeLeft
-from evenflow.errors import EndpointFailed, InvalidConfig
+from evenflow.bench.comparison import Comparison, in_turns
+from evenflow.bench.endpoints import Answer, Ask, Endpoint, answer_of, check_endpoint
+from evenflow.bench.figures import Difference, Estimate, estimate_ratios, percentile
+from evenflow.errors import InvalidConfig
 
 MIN_PAIRS = 2  # to resample
 _ENOUGH_PAIRS, _ENOUGH_REQUESTS = 5, 60  # for a verdict; requests of all pairs
@@ -56,17 +55,6 @@ class Round:
 class Pair(NamedTuple):
     a: Round
     b: Round
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A request whose greedy answers differ: from which character on, and how each continues."""
-
-    pair: int
-    request: int
-    character: int
-    a: str
-    b: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,57 +112,31 @@ async def compare(
     prompts of each pair begin with a line of their own, so that no answer comes from a cache that an earlier pair has
     filled.
     """
-    pairs: list[Pair] = []
+    endpoints = a, b
     async with a.open(), b.open():
-        for endpoint in (a, b):
+        for endpoint in endpoints:
             on_round(f"warming up {endpoint.name}")
-            [answer] = (await _run_round(endpoint, [replace(asks[0], max_tokens=2, at=0.0)])).answers
-            if answer.error is not None:
-                raise EndpointFailed(f"{endpoint.name}: {answer.error}")
-        plan = _rounds(a, b, asks, num_pairs, seed, keep_prompts)
+            await endpoint.begin_round()
+            await check_endpoint(endpoint, replace(asks[0], max_tokens=2))
+        comparison = Comparison[int, Round](in_turns((0, 1), num_pairs, random.Random(seed)))
+        arrivals_s = asks[-1].at * len(comparison.turns)
+        # Until a round was seen, only the arrivals are known.
+        left = f"; at least {arrivals_s:.0f} s left" if arrivals_s >= 1 else ""
         try:
-            await _run_rounds(plan, pairs, on_round)
+            for turn in comparison:
+                on_round(f"pair {turn.round + 1} of {num_pairs}: {endpoints[turn.side].name}{left}")
+                line = "" if keep_prompts else f"[{seed}-{turn.round}]\n"
+                own = [replace(ask, prompt=f"{line}{ask.prompt}") for ask in asks]
+                comparison.add(await _run_round(endpoints[turn.side], own))
+                left = f"; {comparison.progress()}"
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if len(pairs) < MIN_PAIRS or task is None:
+            if len(comparison.results) < 2 * MIN_PAIRS or task is None:
                 raise
             task.uncancel()
+    # The last round's first side has no pair if the comparison was interrupted.
+    pairs = list(map(Pair, comparison.of(0), comparison.of(1)))
     return summarise(pairs, goals, seed, num_pairs)
-
-
-class _PlannedRound(NamedTuple):
-    pair: int
-    endpoint: Endpoint
-    is_a: bool
-    asks: Sequence[Ask]
-
-
-def _rounds(
-    a: Endpoint, b: Endpoint, asks: Sequence[Ask], num_pairs: int, seed: int, keep_prompts: bool
-) -> list[_PlannedRound]:
-    """Two for each pair, in random order."""
-    order, found = random.Random(seed), []
-    for number in range(num_pairs):
-        own = asks if keep_prompts else [replace(ask, prompt=f"[{seed}-{number}]\n{ask.prompt}") for ask in asks]
-        found += [_PlannedRound(number, endpoint, endpoint is a, own) for endpoint in order.sample((a, b), 2)]
-    return found
-
-
-async def _run_rounds(plan: Sequence[_PlannedRound], pairs: list[Pair], on_round: Callable[[str], None]) -> None:
-    """Appends each pair once both its rounds are done."""
-    arrivals_s, before = plan[0].asks[-1].at * len(plan), None
-    left = TimeLeft([1.0] * len(plan))
-    for number, planned in enumerate(plan):
-        # Until a round was seen, only the arrivals are known.
-        known = f"; at least {arrivals_s:.0f} s left" if arrivals_s >= 1 else ""
-        remaining = f"; {left.text(number)}" if number else known
-        on_round(f"pair {planned.pair + 1} of {plan[-1].pair + 1}: {planned.endpoint.name}{remaining}")
-        done = await _run_round(planned.endpoint, planned.asks)
-        if before is None:
-            before = done
-        else:
-            pairs.append(Pair(done, before) if planned.is_a else Pair(before, done))
-            before = None
 
 
 async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
@@ -183,8 +145,7 @@ async def _run_round(endpoint: Endpoint, asks: Sequence[Ask]) -> Round:
 
     async def send(ask: Ask) -> Answer:
         await asyncio.sleep(start + ask.at - time.perf_counter())
-        await endpoint.stream(ask, answer := Answer())
-        return answer
+        return await answer_of(endpoint, ask)
 
     answers = await asyncio.gather(*map(send, asks))
     return Round(answers, time.perf_counter() - start)
@@ -202,7 +163,9 @@ def summarise(pairs: Sequence[Pair], goals: Goals, seed: int = 0, num_pairs: int
         if a.error is None and b.error is None
     ]
     differences = [
-        Difference(number, request, *divergence(a.text, b.text)) for number, request, a, b in both if a.text != b.text
+        Difference.of(a.text, b.text, pair=number, request=request)
+        for number, request, a, b in both
+        if a.text != b.text
     ]
     errors = [answer.error for pair in pairs for side in pair for answer in side.answers if answer.error]
     sides = [(_side(pair.a, goals), _side(pair.b, goals)) for pair in pairs]

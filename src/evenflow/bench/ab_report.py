@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from evenflow.bench.ab import Outcome
-from evenflow.bench.estimates import CONFIDENCE, Estimate
+from evenflow.bench.figures import CONFIDENCE, ESTIMATE_COLUMNS, Estimate
 from evenflow.bench.plots import pyplot, save
 from evenflow.counts import counted
 
@@ -73,7 +73,7 @@ def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
 <title>{a} against {b}</title><style>{_STYLE}</style>
 <h1>{a} against {b}</h1>
 <p>A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
-<table><tr><th>figure<th>A<th>B<th>B / A<th>{CONFIDENCE:.0%} interval<th>differ</tr>{rows}</table>
+<table><tr><th>{"<th>".join(("figure", *ESTIMATE_COLUMNS))}</tr>{rows}</table>
 <img alt="Ratios with intervals, and the distribution of gaps on both sides" src="data:image/png;base64,{encoded}">
 <p>{notes}</p>
 </html>

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from evenflow.bench.agents_load import AgentRequest, Load, Segment, Session, fit
-from evenflow.bench.endpoints import Answer, Ask, Endpoint
+from evenflow.bench.comparison import Comparison, in_turns
+from evenflow.bench.endpoints import Answer, Ask, Endpoint, answer_of, check_endpoint
 from evenflow.bench.figures import Spread
 from evenflow.bench.stall_run import Wait, is_pending
 from evenflow.errors import EndpointFailed
@@ -78,7 +79,7 @@ class AgentFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AgentsReport:
     load: Load  # as it ran
     scale: float
     figures: list[AgentFigures]
@@ -105,7 +106,7 @@ async def compare(
     repeat: int,
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> Comparison:
+) -> AgentsReport:
     """Run the load `repeat` times on each side, in random order. Without a scale, lengths shrink to fit the context."""
     order, run_nonce = random.Random(seed), secrets.token_hex(8)
     async with AsyncExitStack() as stack:
@@ -114,15 +115,15 @@ async def compare(
         contexts = [endpoint.max_model_len for endpoint in endpoints]
         load, scale = fit(load, scale, min((context for context in contexts if context), default=None))
         encodes = [await _choose_encoding(endpoint, run_nonce) for endpoint in endpoints]
-        rounds: list[list[AgentsRound]] = [[] for _ in endpoints]
-        for number in range(repeat):
-            for side in order.sample(range(len(endpoints)), len(endpoints)):
-                title = f"{endpoints[side].name}, round {number + 1} of {repeat}"
-                runner = _Runner(endpoints[side], encodes[side], f"{run_nonce}/{number}/{side}", title, on_progress)
-                rounds[side].append(await runner.run(load))
-    figures = [AgentFigures.of(endpoint.name, found) for endpoint, found in zip(endpoints, rounds, strict=True)]
+        sides = range(len(endpoints))
+        comparison = Comparison[int, AgentsRound](in_turns(sides, repeat, order))
+        for side, number, _ in comparison:
+            title = f"{endpoints[side].name}, round {number + 1} of {repeat}"
+            runner = _Runner(endpoints[side], encodes[side], f"{run_nonce}/{number}/{side}", title, on_progress)
+            comparison.add(await runner.run(load))
+    figures = [AgentFigures.of(endpoints[side].name, comparison.of(side)) for side in sides]
     text_only = [end.name for end, encode in zip(endpoints, encodes, strict=True) if encode is AgentRequest.text]
-    return Comparison(load, scale, figures, text_only)
+    return AgentsReport(load, scale, figures, text_only)
 
 
 async def _choose_encoding(endpoint: Endpoint, nonce: str) -> Encode:
@@ -130,11 +131,13 @@ async def _choose_encoding(endpoint: Endpoint, nonce: str) -> Encode:
     request = AgentRequest((Segment("first", 16),), max_tokens=2, pause=0.0)
     errors = []
     for encode in (AgentRequest.token_ids, AgentRequest.text):
-        await endpoint.stream(Ask(encode(request, nonce), request.max_tokens), answer := Answer())
-        if answer.error is None:
+        try:
+            await check_endpoint(endpoint, Ask(encode(request, nonce), request.max_tokens))
+        except EndpointFailed as error:
+            errors.append(error)
+        else:
             return encode
-        errors.append(answer.error)
-    raise EndpointFailed(f"{endpoint.name}: {errors[0]}")
+    raise errors[0]
 
 
 class _Runner:
@@ -157,9 +160,7 @@ class _Runner:
         background = load.background()
         for number, session in enumerate(background, start=1):
             self._on_progress(f"{self._title}: filling the cache for agent {number} of {len(background)}")
-            answer = await self._ask(next(session))
-            if answer.error is not None:
-                raise EndpointFailed(f"{self._endpoint.name}: {answer.error}")
+            await check_endpoint(self._endpoint, self._encoded(next(session)))
         self._began = time.perf_counter()
         await asyncio.gather(self._run_to_the_end(load.sessions()), *map(self._run_session, background))
         return self._round
@@ -173,13 +174,11 @@ class _Runner:
             await asyncio.sleep(request.pause)
             if self._is_over:
                 break
-            answer = await self._ask(request)
+            answer = await answer_of(self._endpoint, self._encoded(request))
             (self._round.misses if request.is_miss else self._round.turns).append(answer)
             self._round.seconds = time.perf_counter() - self._began
             num_turns, num_misses = len(self._round.turns), len(self._round.misses)
             self._on_progress(f"{self._title}: {num_turns} turns and {num_misses} misses answered")
 
-    async def _ask(self, request: AgentRequest) -> Answer:
-        ask = Ask(self._encode(request, self._nonce), request.max_tokens)
-        await self._endpoint.stream(ask, answer := Answer())
-        return answer
+    def _encoded(self, request: AgentRequest) -> Ask:
+        return Ask(self._encode(request, self._nonce), request.max_tokens)

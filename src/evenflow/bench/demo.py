@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from evenflow.bench.comparison import resolved_for
 from evenflow.bench.demo_run import DemoPrompt, DemoRun, DemoRunner, Size
 from evenflow.bench.long_texts import GARDEN_DIARY, HARBOUR_LOG
-from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.engine.llm import LLM
 
@@ -20,7 +20,7 @@ _TARGET_RUN_FACTOR = 1.5  # its time over that of the unchunked run: a guess
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DemoRuns:
     """The same requests without chunks, with a fixed chunk and under the engine's policy."""
 
     unchunked: DemoRun
@@ -115,7 +115,7 @@ def _prompt(llm: LLM, name: str, size: Size, text: str, max_tokens: int = _ANSWE
     return DemoPrompt(name, size, token_ids, _token_counter(llm)(text), max_tokens)
 
 
-def compare_policies(runner: DemoRunner, prompts: Sequence[DemoPrompt], end_by: float | None = None) -> Comparison:
+def compare_policies(runner: DemoRunner, prompts: Sequence[DemoPrompt], end_by: float | None = None) -> DemoRuns:
     """Run the prompts unchunked, with a fixed chunk, and under the engine's policy.
 
     Unchunked, the last prompt arrives when every small answer has some tokens; in the other runs, after the same time.
@@ -129,7 +129,7 @@ def compare_policies(runner: DemoRunner, prompts: Sequence[DemoPrompt], end_by: 
     fixed = None
     if chosen.name != FIXED_POLICY.name and (end_by is None or runner.engine.clock() + left_s <= end_by):
         fixed = _run_policy(runner, prompts, FIXED_POLICY, arrival_s)
-    return Comparison(unchunked, fixed, _run_policy(runner, prompts, chosen, arrival_s))
+    return DemoRuns(unchunked, fixed, _run_policy(runner, prompts, chosen, arrival_s))
 
 
 def _warm_up(runner: DemoRunner, prompts: Sequence[DemoPrompt]) -> None:
@@ -142,5 +142,5 @@ def _run_policy(
     runner: DemoRunner, prompts: Sequence[DemoPrompt], policy: PolicySpec, last_arrival_s: float | None
 ) -> DemoRun:
     engine = runner.engine
-    engine.set_policy(EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len))
+    engine.set_policy(resolved_for(engine, policy))
     return runner.run(prompts, str(policy), last_arrival_s)

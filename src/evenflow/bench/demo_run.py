@@ -27,6 +27,7 @@ class DemoPrompt:
     token_ids: Sequence[int]  # with the chat template, if the model has one
     text_tokens: int  # of the user's text
     max_tokens: int
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class _Run:
         self.timeline = Timeline(name, engine.clock(), streams)
 
     def _prepare(self, intake: Intake, prompt: DemoPrompt) -> Request:
-        sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=prompt.ignore_eos)
         # With a tenant of its own, a run finds nothing of an earlier one in the prefix cache.
         name, policy = self._name, self._engine.policy
         request_id = f"{name}/{prompt.name}"

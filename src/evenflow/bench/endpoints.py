@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -96,6 +96,17 @@ class Endpoint(Protocol):
         ...
 
 
+async def answer_of(endpoint: Endpoint, ask: Ask) -> Answer:
+    await endpoint.stream(ask, answer := Answer())
+    return answer
+
+
+async def check_endpoint(endpoint: Endpoint, ask: Ask) -> None:
+    """Ask for an answer that is not counted: the endpoint warms up, or the comparison fails before it begins."""
+    if (error := (await answer_of(endpoint, ask)).error) is not None:
+        raise EndpointFailed(f"{endpoint.name}: {error}")
+
+
 @dataclass(slots=True)
 class HttpEndpoint:
     """A server with OpenAI's completions API: evenflow's, vLLM's, or another."""
@@ -145,19 +156,27 @@ class HttpEndpoint:
         """Nothing to prepare."""
 
     async def stream(self, ask: Ask, answer: Answer) -> None:
+        try:
+            async with aclosing(self.events(*self._request(ask))) as events:
+                async for event in events:
+                    _take_event(answer, event)
+        except EndpointFailed as error:
+            answer.error = str(error)
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a streamed response."""
         import httpx
 
         assert self._client is not None, "the endpoint is not open"
-        path, body = self._request(ask)
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
-                    answer.error = _refusal(response.status_code, await response.aread())
-                    return
-                async for line in event_lines(response):
-                    _take_line(answer, line)
+                    raise EndpointFailed(_refusal(response.status_code, await response.aread()))
+                async for line in _event_lines(response):
+                    if line.startswith("data:") and not line.endswith("[DONE]"):
+                        yield _checked(json.loads(line.removeprefix("data:")))
         except httpx.HTTPError as error:
-            answer.error = str(error) or type(error).__name__
+            raise EndpointFailed(str(error) or type(error).__name__) from error
 
     def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -211,7 +230,7 @@ class HttpEndpoint:
         return num_tokens, logprobs
 
 
-async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
+async def _event_lines(response: httpx.Response) -> AsyncIterator[str]:
     """The lines of an event stream. httpx's own would also split at characters such as U+2028, which a token may be."""
     rest = b""
     async for part in response.aiter_bytes():
@@ -221,16 +240,20 @@ async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    return f"status {status}: {' '.join(content.decode(errors='replace').split())[:200]}"
+    """With what OpenAI's format of errors says, or the beginning of any other body."""
+    try:
+        return f"status {status}: {json.loads(content)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}: {' '.join(content.decode(errors='replace').split())[:200]}"
 
 
-def _take_line(answer: Answer, line: str) -> None:
-    """One line of a server-sent event stream."""
-    if not line.startswith("data:") or line.endswith("[DONE]"):
-        return
-    event = json.loads(line.removeprefix("data:"))
+def _checked(event: dict[str, Any]) -> dict[str, Any]:
     if "error" in event:
-        answer.error = str(event["error"].get("message", event["error"]))
+        raise EndpointFailed(str(event["error"].get("message", event["error"])))
+    return event
+
+
+def _take_event(answer: Answer, event: dict[str, Any]) -> None:
     for choice in event.get("choices") or ():
         if "delta" in choice:
             # A chat opens with an event that holds only the role, before the first token.

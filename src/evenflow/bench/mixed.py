@@ -5,17 +5,17 @@ Tests an expectation: smaller chunks give lower decode latency and a slightly lo
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
-from evenflow.bench.endpoints import Ask
+from evenflow.bench.comparison import Comparison, in_turns, resolved_for
+from evenflow.bench.demo_run import DemoPrompt, DemoRunner
 from evenflow.bench.figures import Spread
-from evenflow.bench.time_left import TimeLeft
 from evenflow.core.policies import PolicySpec
 from evenflow.engine.llm import LLM
-from evenflow.engine.outputs import Delta
-from evenflow.errors import EngineFailed
 
 LONG_PROMPT = "Write a detailed essay about " + "artificial intelligence " * 100
 SHORT_PROMPT = "Hello"
@@ -34,9 +34,10 @@ def default_policies(target: PolicySpec) -> list[PolicySpec]:
     return [*map(PolicySpec.parse, CHUNK_SIZES), target, PolicySpec.parse("unchunked")]
 
 
-def mixed_load() -> list[Ask]:
+def mixed_load() -> list[tuple[str, int]]:
+    """Prompts, and how many tokens each gets."""
     return [
-        Ask(LONG_PROMPT if kind == "L" else SHORT_PROMPT, max_tokens=12 + 6 * (number % BATCH_SIZE))
+        (LONG_PROMPT if kind == "L" else SHORT_PROMPT, 12 + 6 * (number % BATCH_SIZE))
         for number, kind in enumerate(_ORDER)
     ]
 
@@ -46,7 +47,6 @@ class MixedRun:
     """One run of the load. Gaps are between tokens of one stream, in seconds."""
 
     total_s: float
-    prefill_tokens: int
     output_tokens: int
     gaps_with_prefill: list[float]  # another request's prefill ran between the two tokens
     gaps_without: list[float]
@@ -123,38 +123,32 @@ def compare_policies(
     """
     on_run("a run to warm up")
     warm_up = run_load(llm)
-    left = TimeLeft([warm_up.total_s] * (repeat * len(policies)))
-    runs: dict[PolicySpec, list[MixedRun]] = {policy: [] for policy in policies}
-    for number in range(repeat):
-        for place, policy in enumerate(policies):
-            on_run(f"{policy}, run {number + 1} of {repeat}; {left.text(number * len(policies) + place)}")
-            llm.set_policy(policy)
-            runs[policy].append(run_load(llm))
-    return [PolicyFigures.of(str(policy), runs[policy]) for policy in policies]
+    turns = in_turns(policies, repeat)
+    comparison = Comparison[PolicySpec, MixedRun](turns, [warm_up.total_s] * len(turns))
+    for policy, number, _ in comparison:
+        on_run(f"{policy}, run {number + 1} of {repeat}; {comparison.progress()}")
+        llm.engine.set_policy(resolved_for(llm.engine, policy))
+        comparison.add(run_load(llm))
+    return [PolicyFigures.of(str(policy), comparison.of(policy)) for policy in policies]
 
 
 def run_load(llm: LLM) -> MixedRun:
     """Submit the whole load at once."""
-    load, totals = mixed_load(), llm.engine.stats.totals
-    prefilled_before = totals.prefill_tokens
-    prefilled_at: dict[str, list[int]] = {}  # all prefill tokens up to each token of a stream
-
-    def note(delta: Delta) -> None:
-        prefilled_at.setdefault(delta.request_id, []).extend([totals.prefill_tokens] * len(delta.token_ids))
-
-    outputs = llm.generate([ask.prompt for ask in load], [ask.sampling for ask in load], on_delta=note)
+    prompts = [
+        DemoPrompt(str(number), "small", token_ids, len(token_ids), max_tokens, ignore_eos=True)
+        for number, (prompt, max_tokens) in enumerate(mixed_load())
+        for token_ids in [llm.tokenizer.encode(prompt)]
+    ]
+    timeline = DemoRunner(llm.engine, llm.tokenizer).run(prompts, "mixed").timeline
+    prefilled = sorted({end for stream in timeline.streams.values() for _, end in stream.prefills})
     with_prefill, without = list[float](), list[float]()
-    for output in outputs:
-        if output.finish_reason == "error":
-            raise EngineFailed(f"{output.request_id}: {output.error}")
-        times, prefilled = output.token_times_s, prefilled_at[output.request_id]
-        for token in range(1, len(times)):
-            gaps = with_prefill if prefilled[token] > prefilled[token - 1] else without
-            gaps.append(times[token] - times[token - 1])
+    for stream in timeline.streams.values():
+        for before, now in pairwise(stream.tokens):
+            gaps = with_prefill if bisect(prefilled, before) < bisect(prefilled, now) else without
+            gaps.append(now - before)
     return MixedRun(
-        total_s=max(output.token_times_s[-1] for output in outputs),
-        prefill_tokens=totals.prefill_tokens - prefilled_before,
-        output_tokens=sum(len(output.token_ids) for output in outputs),
+        total_s=timeline.last_token_s,
+        output_tokens=sum(len(stream.tokens) for stream in timeline.streams.values()),
         gaps_with_prefill=with_prefill,
         gaps_without=without,
     )

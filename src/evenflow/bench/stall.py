@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 
-from evenflow.bench.stall_forecast import Forecast, Turn, forecast_prompts, resolved
+from evenflow.bench.comparison import Comparison, Turn, resolved_for
+from evenflow.bench.stall_forecast import Forecast, forecast_prompts, turn_seconds
 from evenflow.bench.stall_load import StallLoad
 from evenflow.bench.stall_run import ClientFigures, StallRun, join, longest_gaps
 from evenflow.bench.stall_steps import run_load
-from evenflow.bench.time_left import TimeLeft
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.report import Stall
 from evenflow.core.request import SamplingParams
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
+
+StallTurns = Comparison[PolicySpec, StallRun]
 
 POLICIES = ("unchunked", "fixed:256", "fixed:512", "adaptive", "target:200ms")
 # Large chunks and small ones, up to the end of a long prompt.
@@ -50,17 +53,12 @@ class StallFigures(ClientFigures):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StallReport:
     load: StallLoad
     feasible_target_s: float
     figures: list[StallFigures]
     first_runs: dict[str, StallRun]  # by policy
-    num_turns_done: int
-    num_turns: int  # more than were done if the comparison was interrupted
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_turns_done == self.num_turns
+    turns: StallTurns
 
 
 def measure(engine: Engine, load: StallLoad, on_progress: Callable[[str], None] = lambda text: None) -> float:
@@ -70,29 +68,30 @@ def measure(engine: Engine, load: StallLoad, on_progress: Callable[[str], None] 
     """
     part = replace(load, long_prompts=load.long_prompts[:1])
     forecast = forecast_prompts(engine, part, _MEASURED_POLICIES)
-    turns = [Turn(policy, part, 1) for policy in _MEASURED_POLICIES]
-    for _ in _run_turns(engine, turns, forecast, lambda turn: "Measuring steps", on_progress):
-        pass
+    turns = _turns(engine, [Turn(policy, 0, part) for policy in _MEASURED_POLICIES], forecast)
+    _run_turns(engine, turns, lambda turn: "Measuring steps", on_progress)
     return feasible_target(engine, load)
+
+
+def _turns(engine: Engine, turns: Sequence[Turn[PolicySpec]], forecast: Forecast) -> StallTurns:
+    return StallTurns(turns, [turn_seconds(turn, forecast) for turn in turns], engine.clock)
 
 
 def _run_turns(
     engine: Engine,
-    turns: Sequence[Turn],
-    forecast: Forecast,
-    describe: Callable[[Turn], str],
+    turns: StallTurns,
+    describe: Callable[[Turn[PolicySpec]], str],
     on_progress: Callable[[str], None],
-) -> Iterator[StallRun]:
-    left = TimeLeft([turn.seconds(forecast) for turn in turns], engine.clock)
+) -> None:
+    for turn in turns:
+        what = describe(turn)
 
-    def say(what: str, num_done: int, share: float) -> None:
-        on_progress(f"{what}; {left.text(num_done, share)}")
+        def say(share: float, what: str = what) -> None:
+            on_progress(f"{what}; {turns.progress(share)}")
 
-    for num_done, turn in enumerate(turns):
-        on_share = partial(say, describe(turn), num_done)
-        on_share(0.0)
-        engine.set_policy(resolved(engine, turn.policy))
-        yield run_load(engine, turn.part, on_share)
+        say(0.0)
+        engine.set_policy(resolved_for(engine, turn.side))
+        turns.add(run_load(engine, turn.load, say))
 
 
 def feasible_target(engine: Engine, load: StallLoad) -> float:
@@ -109,10 +108,10 @@ def feasible_target(engine: Engine, load: StallLoad) -> float:
 
 def plan_turns(
     load: StallLoad, policies: Sequence[PolicySpec], repeat: int, prompts_per_turn: int | None
-) -> list[Turn]:
+) -> list[Turn[PolicySpec]]:
     """The turns of `compare_policies`: the policies alternate, so that a machine that slows down does so for all."""
     parts = load.parts(prompts_per_turn or len(load.long_prompts))
-    return [Turn(policy, part, run) for run in range(1, repeat + 1) for part in parts for policy in policies]
+    return [Turn(policy, number, part) for number in range(repeat) for part in parts for policy in policies]
 
 
 def compare_policies(
@@ -125,46 +124,44 @@ def compare_policies(
     prompts_per_turn: int | None = None,
     forecast: Forecast | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> Comparison:
+) -> StallReport:
     """Run the load `repeat` times under each policy. `on_progress` gets a line before each turn and after each step.
 
     Policies take turns every `prompts_per_turn` long prompts. None: after the whole load, for long prompts that
     overlap. The engine must have no prefix cache, because the prompts are the same each time. An interrupt after the
     first turn ends the comparison with what has run; the engine is then of no more use.
     """
-    turns = plan_turns(load, policies, repeat, prompts_per_turn)
-    parts: dict[PolicySpec, dict[int, list[StallRun]]] = {policy: {} for policy in policies}
-    num_done = 0
 
-    def describe(turn: Turn) -> str:
-        first = turn.part.first_number
-        last = first + len(turn.part.long_prompts) - 1
+    def describe(turn: Turn[PolicySpec]) -> str:
+        first = turn.load.first_number
+        last = first + len(turn.load.long_prompts) - 1
         prompts = f"long prompt {first}" if first == last else f"long prompts {first} to {last}"
-        return f"{turn.policy}, {prompts}, run {turn.run} of {repeat}"
+        return f"{turn.side}, {prompts}, run {turn.round + 1} of {repeat}"
 
+    turns: StallTurns | None = None
     try:
         forecast = forecast or forecast_prompts(engine, load, policies)
-        for part in _run_turns(engine, turns, forecast, describe, on_progress):
-            turn = turns[num_done]
-            parts[turn.policy].setdefault(turn.run, []).append(part)
-            num_done += 1
+        turns = _turns(engine, plan_turns(load, policies, repeat, prompts_per_turn), forecast)
+        _run_turns(engine, turns, describe, on_progress)
     except KeyboardInterrupt:
-        if not num_done:
+        if turns is None or not turns.results:
             raise
-    runs = {policy: _whole_runs(list(found.values()), load) for policy, found in parts.items() if found}
+    runs = {policy: _whole_runs(turns, policy, load) for policy in policies if turns.of(policy)}
     expected = next(iter(runs.values()))[0].long_answers
-    usable_engine = engine if num_done == len(turns) else None
+    usable_engine = engine if turns.is_complete else None
     figures = [
         _figures(policy, found, feasible_target_s, _divergence(usable_engine, load, expected, found))
         for policy, found in runs.items()
     ]
-    first_runs = {str(policy): found[0] for policy, found in runs.items()}
-    return Comparison(load, feasible_target_s, figures, first_runs, num_done, len(turns))
+    return StallReport(
+        load, feasible_target_s, figures, {str(policy): found[0] for policy, found in runs.items()}, turns
+    )
 
 
-def _whole_runs(parts_of_runs: Sequence[Sequence[StallRun]], load: StallLoad) -> list[StallRun]:
+def _whole_runs(turns: StallTurns, policy: PolicySpec, load: StallLoad) -> list[StallRun]:
     """The runs of one policy, without one that was interrupted unless there is no other."""
-    runs = [join(parts) for parts in parts_of_runs]
+    done = [(turn.round, part) for turn, part in zip(turns.turns, turns.results, strict=False) if turn.side == policy]
+    runs = [join(part for _, part in parts) for _, parts in groupby(done, key=itemgetter(0))]
     return [run for run in runs if len(run.long_answers) == len(load.long_prompts)] or runs
 
 

@@ -6,11 +6,11 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from evenflow.bench.comparison import Turn, resolved_for
 from evenflow.bench.stall_load import StallLoad
 from evenflow.bench.stall_steps import run_load
-from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.core.scheduler import Scheduler
 from evenflow.core.step_time import StepTimeModel
@@ -24,17 +24,10 @@ _INTERVAL_MARGIN = 1.15
 Forecast = Mapping[PolicySpec, float]  # seconds that one long prompt takes, by policy
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A part of the load under one policy."""
-
-    policy: PolicySpec
-    part: StallLoad
-    run: int  # from 1
-
-    def seconds(self, forecast: Forecast) -> float:
-        alone, num_prompts = forecast[self.policy], len(self.part.long_prompts)
-        return max((num_prompts - 1) * self.part.interval + alone, num_prompts * alone)
+def turn_seconds(turn: Turn[PolicySpec], forecast: Forecast) -> float:
+    load: StallLoad = turn.load
+    alone, num_prompts = forecast[turn.side], len(load.long_prompts)
+    return max((num_prompts - 1) * load.interval + alone, num_prompts * alone)
 
 
 def forecast_prompts(engine: Engine, load: StallLoad, policies: Sequence[PolicySpec]) -> Forecast:
@@ -52,10 +45,6 @@ def interval_to_keep_up(forecast: Forecast) -> float:
 def prompts_within(seconds: float, forecast: Forecast, repeat: int, most: int) -> int:
     """Long prompts, at least one, for which all policies together take no longer, one prompt at a time."""
     return max(1, min(most, int(seconds / (repeat * sum(forecast.values())))))
-
-
-def resolved(engine: Engine, policy: PolicySpec) -> PolicySpec:
-    return EngineConfig(policy=policy).resolve_policy(engine.limits.max_model_len)
 
 
 @contextmanager
@@ -76,6 +65,6 @@ def _simulated(engine: Engine, policy: PolicySpec) -> Engine:
     executor = FakeExecutor(
         vocab_size=engine.limits.vocab_size, block_size=real.block_size, caps=real.caps, cost=known.predict
     )
-    config = replace(real.config, policy=resolved(engine, policy))
+    config = replace(real.config, policy=resolved_for(engine, policy))
     scheduler = Scheduler(config, real.caps, step_time=step_time)
     return Engine(scheduler, executor, engine.limits, clock=executor.clock)

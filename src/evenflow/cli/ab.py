@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,13 @@ from typer import Argument
 from evenflow.bench.ab import MIN_PAIRS, Goals, Outcome, compare, make_asks
 from evenflow.bench.ab_report import draw, figure_notes, same_outputs, write_html
 from evenflow.bench.endpoints import Ask
-from evenflow.bench.estimates import CONFIDENCE
+from evenflow.bench.figures import CONFIDENCE
 from evenflow.bench.plots import pyplot
 from evenflow.bench.stall_load import english_prompts
 from evenflow.cli.completion import complete_model, complete_policy
 from evenflow.cli.interrupts import INTERRUPTED
 from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options, target_option
-from evenflow.cli.output import make_table, progress, text_console, write_json
+from evenflow.cli.output import SHOWN, print_differences, print_estimates, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, is_policy, open_sides, policy_of
 from evenflow.core.policies import PolicySpec
 from evenflow.duration import parse_target
@@ -31,7 +31,6 @@ from evenflow.workload.reading import ReadTally, read_inputs
 
 _LONG_EVERY = 6  # every sixth request is a long text, the others are short questions
 _LONG_CHARACTERS = 6000  # about 1,500 tokens
-_SHOWN_DIFFERENCES = 3
 _USUAL_TBT_S = 0.2
 
 
@@ -138,18 +137,11 @@ async def _run(a: str, b: str, goals: Goals, options: AbOptions, asks: list[Ask]
 
 
 def _print(console: Console, a: str, b: str, outcome: Outcome) -> None:
-    table = make_table(f"A: {a}\nB: {b}", "", "A", "B", "B / A", f"{CONFIDENCE:.0%} interval", "differ")
-    for estimate in outcome.estimates:
-        table.add_row(*estimate.cells())
-    console.print(table)
+    print_estimates(console, f"A: {a}\nB: {b}", outcome.estimates)
     for note in (*figure_notes(outcome), same_outputs(outcome)):
         console.print(note)
-    for found in outcome.differences[:_SHOWN_DIFFERENCES]:
-        console.print(
-            f"  pair {found.pair + 1}, request {found.request + 1}, from character {found.character} on: "
-            f"A {found.a!r}, B {found.b!r}"
-        )
-    for error in sorted(set(outcome.errors))[:_SHOWN_DIFFERENCES]:
+    print_differences(console, outcome.differences)
+    for error in sorted(set(outcome.errors))[:SHOWN]:
         console.print(f"  failed: {error}")
 
 
@@ -164,9 +156,7 @@ def _report(a: str, b: str, options: AbOptions, outcome: Outcome) -> dict[str, A
         "max_tokens": options.max_tokens,
         "goals": outcome.goals,
         "confidence": CONFIDENCE,
-        "estimates": [
-            asdict(estimate) | {"ratio": estimate.ratio, "differs": estimate.differs} for estimate in outcome.estimates
-        ],
+        "estimates": outcome.estimates,
         "identical_outputs": not outcome.differences,
         "num_answers": outcome.num_answers,
         "differences": outcome.differences,

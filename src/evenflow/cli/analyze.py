@@ -18,7 +18,7 @@ from evenflow.advisor import sglang_flags, vllm_flags
 from evenflow.advisor.analysis import PRESET_TOKENS, Analysis, preset_dataset
 from evenflow.advisor.datasets import analyze_file
 from evenflow.advisor.decision import Chunking
-from evenflow.advisor.explanation import memory_pressure, target_in_sglang, target_in_vllm
+from evenflow.advisor.explanation import how_to_target, memory_pressure
 from evenflow.advisor.memory import LLAMA_3_1_8B, TABLE_TOKENS, ModelShape, memory_table
 from evenflow.advisor.recommendation import decide_for, find_triggers, recommend
 from evenflow.advisor.report import Advice, SglangAdvice, VllmAdvice
@@ -123,7 +123,7 @@ def _sglang_advice(model: str | None, settings: Mapping[str, Any]) -> SglangAdvi
     return SglangAdvice(
         version=sglang_flags.KNOWN_VERSION,
         command=sglang_flags.command_line(_model_name(model), settings),
-        target=target_in_sglang(_model_name(model)),
+        target=how_to_target("sglang", _model_name(model)),
         notes=[f"{name} is left out: SGLang has no such setting" for name in unknown],
     )
 
@@ -138,7 +138,7 @@ def _vllm_advice(checked: Checked, source: str, model: str | None, chunking: Chu
         version=checked.version,
         source=source,
         command=vllm_flags.command_line(_model_name(model), checked.args),
-        target=target_in_vllm(_model_name(model)),
+        target=how_to_target("vllm", _model_name(model)),
         engine_args=dict(checked.args),
         notes=[*disabled, *checked.args.notes.values()],
         accepted=checked.accepted,

@@ -20,7 +20,14 @@ from evenflow.bench.mixed import (
 from evenflow.cli.bench_agents import agents
 from evenflow.cli.bench_stall import stall
 from evenflow.cli.interrupts import stopping_after_step
-from evenflow.cli.options import ModelOptions, ReportOptions, engine_settings, read_policies, takes_options
+from evenflow.cli.options import (
+    ModelOptions,
+    ReportOptions,
+    engine_facts,
+    engine_settings,
+    read_policies,
+    takes_options,
+)
 from evenflow.cli.output import loading, make_table, progress, text_console, write_json
 from evenflow.engine.llm import LLM
 
@@ -70,7 +77,7 @@ def mixed(
         "extra_total": verdict.extra_total,
         "verdict": verdict.line(),
     }
-    run = {"model": llm.config.model, "device": llm.config.device, "weights": llm.config.weights, "repeat": repeat}
+    run = engine_facts(llm.config) | {"repeat": repeat}
     write_json(report.json, run | {"policies": figures, "expectation": expectation})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,28 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument
 
-from evenflow.bench.agents import AgentFigures, Comparison, compare
+from evenflow.bench.agents import AgentFigures, AgentsReport, compare
 from evenflow.bench.agents_load import TRACE_MISS_TOKENS, TRACE_REQUESTS, AgentsLoad, Load, TraceLoad
 from evenflow.cli.options import ModelOptions, ReportOptions, duration_option, engine_settings, option, takes_options
-from evenflow.cli.output import make_table, progress, text_console, write_json
+from evenflow.cli.output import SHOWN, make_table, progress, text_console, write_json
 from evenflow.cli.sides import check_sides, open_sides
 from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
 _SIDES = ("fixed:2048", "target:250ms")
-_SHOWN_ERRORS = 3
-# Options by the settings that they are of a load of agents, and of a trace.
-_OF_AGENTS = {
-    "agents": "num_agents",
-    "prefix_tokens": "prefix_tokens",
-    "turn_tokens": "turn_tokens",
-    "answer_tokens": "answer_tokens",
-    "think": "think_s",
-    "misses": "num_misses",
-    "miss_tokens": "miss_tokens",
-    "miss_pause": "miss_pause_s",
-}
-_OF_TRACE = {"requests": "num_requests", "miss_tokens": "miss_tokens", "speed": "speed"}
+_OF_TRACE = {"num_requests", "miss_tokens", "speed"}
 _DEFAULTS = AgentsLoad()
 
 
@@ -66,10 +54,10 @@ _WITHOUT_RATIO: dict[str, Callable[[AgentFigures], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsOptions:
-    """The agents, their misses, or a trace instead of both. None stands for the load's default."""
+    """The agents, their misses, or a trace instead of both, by the names of the load's settings. None: its default."""
 
-    agents: int | None = option(
-        "Agents, each in a conversation of its own.", min=1, show_default=str(_DEFAULTS.num_agents)
+    num_agents: int | None = option(
+        "Agents, each in a conversation of its own.", "--agents", min=1, show_default=str(_DEFAULTS.num_agents)
     )
     prefix_tokens: int | None = option(
         "Tokens of the prefix that all agents share.", min=2, show_default=str(_DEFAULTS.prefix_tokens)
@@ -80,20 +68,24 @@ class AgentsOptions:
     answer_tokens: int | None = option(
         "Tokens of an answer, on average.", min=2, show_default=str(_DEFAULTS.answer_tokens)
     )
-    think: float | None = duration_option(
-        "Mean time from an answer to the agent's next turn.", show_default=f"{_DEFAULTS.think_s:g}s"
+    think_s: float | None = duration_option(
+        "Mean time from an answer to the agent's next turn.", "--think", show_default=f"{_DEFAULTS.think_s:g}s"
     )
-    misses: int | None = option("Cold prompts in a round.", min=1, show_default=str(_DEFAULTS.num_misses))
+    num_misses: int | None = option(
+        "Cold prompts in a round.", "--misses", min=1, show_default=str(_DEFAULTS.num_misses)
+    )
     miss_tokens: int | None = option(
         "Tokens of a cold prompt; with --trace, uncached tokens that make a prompt a miss.",
         min=1,
         show_default=f"{_DEFAULTS.miss_tokens}, with --trace {TRACE_MISS_TOKENS}",
     )
-    miss_pause: float | None = duration_option(
-        "Mean time from a miss's answer to the next miss.", show_default=f"{_DEFAULTS.miss_pause_s:g}s"
+    miss_pause_s: float | None = duration_option(
+        "Mean time from a miss's answer to the next miss.", "--miss-pause", show_default=f"{_DEFAULTS.miss_pause_s:g}s"
     )
     trace: Path | None = option("Replay a trace such as Mooncake's instead.", metavar="PATH")
-    requests: int | None = option("With --trace: how many of its requests.", min=1, show_default=str(TRACE_REQUESTS))
+    num_requests: int | None = option(
+        "With --trace: how many of its requests.", "--requests", min=1, show_default=str(TRACE_REQUESTS)
+    )
     speed: float | None = option("With --trace: how much faster than recorded.", min=0.0001, show_default="1.0")
     scale: float | None = option("Factor of all lengths.", min=0.0001, show_default="1, or what the context needs")
     repeat: int = option("Rounds on each side, taken in turn.", default=2, min=1)
@@ -126,26 +118,25 @@ def agents(
 
 
 def _load(options: AgentsOptions) -> Load:
-    given = {name: value for name, value in asdict(options).items() if value is not None}
+    given = {name: value for name, value in asdict(options).items() if value is not None and name != "seed"}
+    of_agents = {name: given[name] for name in asdict(_DEFAULTS).keys() & given.keys()}
+    of_trace = {name: given[name] for name in _OF_TRACE & given.keys()}
     if options.trace is None:
-        _refuse(given.keys() & (_OF_TRACE.keys() - _OF_AGENTS.keys()), "without --trace", "add it")
-        return AgentsLoad(**_renamed(given, _OF_AGENTS), seed=options.seed)
-    _refuse(given.keys() & (_OF_AGENTS.keys() - _OF_TRACE.keys()), "with --trace", "leave one out")
-    return TraceLoad.read(options.trace, **_renamed(given, _OF_TRACE))
+        _refuse(of_trace.keys() - of_agents.keys(), "without --trace", "add it")
+        return AgentsLoad(**of_agents, seed=options.seed)
+    _refuse(of_agents.keys() - of_trace.keys(), "with --trace", "leave one out")
+    return TraceLoad.read(options.trace, **of_trace)
 
 
-def _refuse(options: Iterable[str], where: str, advice: str) -> None:
-    for name in sorted(options):
-        raise InvalidInput(f"Got --{name.replace('_', '-')} {where}, where it means nothing: {advice}.")
-
-
-def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names[option]: value for option, value in given.items() if option in names}
+def _refuse(settings: Iterable[str], where: str, advice: str) -> None:
+    for name in sorted(settings):
+        flag = name.removeprefix("num_").removesuffix("_s").replace("_", "-")
+        raise InvalidInput(f"Got --{flag} {where}, where it means nothing: {advice}.")
 
 
 async def _run(
     sides: list[str], load: Load, options: AgentsOptions, settings: dict[str, Any], record: Path | None
-) -> Comparison:
+) -> AgentsReport:
     async with open_sides(sides, record=record, **settings) as endpoints:
         with progress("Starting") as say:
             return await compare(
@@ -153,7 +144,7 @@ async def _run(
             )
 
 
-def _print(console: Console, comparison: Comparison) -> None:
+def _print(console: Console, comparison: AgentsReport) -> None:
     console.print(_table(comparison))
     for name in comparison.text_only:
         console.print(f"{name} takes no token ids and got text: a letter for each token.")
@@ -163,11 +154,11 @@ def _print(console: Console, comparison: Comparison) -> None:
                 f"{side.name} does not report cached tokens. vLLM does with --enable-prompt-tokens-details, "
                 "SGLang with --enable-cache-report."
             )
-        for error in sorted(set(side.errors))[:_SHOWN_ERRORS]:
+        for error in sorted(set(side.errors))[:SHOWN]:
             console.print(f"{side.name}: {counted(side.errors.count(error), 'request')} failed: {error}")
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: AgentsReport) -> Table:
     base, *others = comparison.figures
     table = make_table(comparison.load.title, "", base.name)
     for side in others:
@@ -191,7 +182,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value and base else None
 
 
-def _report(comparison: Comparison, options: AgentsOptions) -> dict[str, Any]:
+def _report(comparison: AgentsReport, options: AgentsOptions) -> dict[str, Any]:
     base = comparison.figures[0]
     return {
         "load": comparison.load.settings() | {"scale": comparison.scale, "repeat": options.repeat},

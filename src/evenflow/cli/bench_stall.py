@@ -14,14 +14,15 @@ from rich.table import Table
 
 from evenflow.bench.curves import against_fixed
 from evenflow.bench.plots import draw_curves, draw_tokens, pyplot
-from evenflow.bench.stall import POLICIES, Comparison, StallFigures, compare_policies, measure, plan_turns
-from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within
+from evenflow.bench.stall import POLICIES, StallFigures, StallReport, compare_policies, measure, plan_turns
+from evenflow.bench.stall_forecast import forecast_prompts, interval_to_keep_up, prompts_within, turn_seconds
 from evenflow.bench.stall_load import StallLoad, english_prompts
 from evenflow.cli.interrupts import INTERRUPTED, stopping_after_step
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
     duration_option,
+    engine_facts,
     engine_settings,
     file_option,
     option,
@@ -109,7 +110,7 @@ def stall(*, options: StallOptions, model: ModelOptions, report: ReportOptions) 
         # Before the engine closes, which after an interrupt waits for the step that runs.
         _show(console, comparison, options)
         write_json(report.json, _report(llm.config, comparison, options.num_runs))
-    if not comparison.is_complete:
+    if not comparison.turns.is_complete:
         raise typer.Exit(INTERRUPTED)
 
 
@@ -120,7 +121,7 @@ def _compare(
     options: StallOptions,
     console: Console,
     say: Callable[[str], None],
-) -> Comparison:
+) -> StallReport:
     chats, tokens = counted(load.num_chats, "chat"), counted(len(load.long_prompts[0]), "token")
     console.print(f"Measuring steps beside {chats}, with a prompt of {tokens} sent twice.")
     feasible_target_s = measure(engine, load, say)
@@ -136,7 +137,7 @@ def _compare(
         load = replace(load, interval=interval_to_keep_up(forecast))
         console.print(f"A long prompt every {load.interval:.1f} s: the slowest policy keeps up with that.")
     turns = plan_turns(load, policies, options.num_runs, prompts_per_turn)
-    seconds = sum(turn.seconds(forecast) for turn in turns)
+    seconds = sum(turn_seconds(turn, forecast) for turn in turns)
     runs = f"{options.num_runs} x {_prompts_text(load)}"
     console.print(f"Policies: {len(policies)}, with {runs} under each. This takes about {seconds:.0f} s.")
     return compare_policies(
@@ -167,7 +168,7 @@ def _load(llm: LLM, options: StallOptions) -> StallLoad:
     )
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: StallReport) -> Table:
     load = comparison.load
     title = (
         f"{counted(load.num_chats, 'chat')} beside {_prompts_text(load)}, "
@@ -186,10 +187,10 @@ def _prompts_text(load: StallLoad) -> str:
     return f"{counted(len(load.long_prompts), 'prompt')} of {counted(len(load.long_prompts[0]), 'token')}"
 
 
-def _show(console: Console, comparison: Comparison, options: StallOptions) -> None:
+def _show(console: Console, comparison: StallReport, options: StallOptions) -> None:
     console.print(_table(comparison))
-    if not comparison.is_complete:
-        done, turns = comparison.num_turns_done, comparison.num_turns
+    if not comparison.turns.is_complete:
+        done, turns = len(comparison.turns.results), len(comparison.turns.turns)
         console.print(f"Interrupted after {done} of {turns} turns: the figures are from these.")
     _print_notes(console, comparison)
     if options.explain:
@@ -200,7 +201,7 @@ def _show(console: Console, comparison: Comparison, options: StallOptions) -> No
         draw_curves(options.curve, comparison.figures)
 
 
-def _print_notes(console: Console, comparison: Comparison) -> None:
+def _print_notes(console: Console, comparison: StallReport) -> None:
     figures = comparison.figures
     if any(policy.feasible is False for policy in figures):
         console.print("* the target is below the lowest feasible one")
@@ -219,7 +220,7 @@ def _print_notes(console: Console, comparison: Comparison) -> None:
         )
 
 
-def _print_worst(console: Console, comparison: Comparison) -> None:
+def _print_worst(console: Console, comparison: StallReport) -> None:
     for policy in comparison.figures:
         console.print(f"\nThe longest gaps under {policy.policy}:")
         for gap in policy.worst:
@@ -234,14 +235,12 @@ def _cause_text(cause: Cause) -> str:
     return f"{1000 * cause.seconds:.0f} ms: {what}"
 
 
-def _report(config: EngineConfig, comparison: Comparison, repeat: int) -> dict[str, Any]:
+def _report(config: EngineConfig, comparison: StallReport, repeat: int) -> dict[str, Any]:
     load = comparison.load
     return {
-        "model": config.model,
-        "device": config.device,
-        "weights": config.weights,
+        **engine_facts(config),
         "repeat": repeat,
-        "complete": comparison.is_complete,
+        "complete": comparison.turns.is_complete,
         "chats": load.num_chats,
         "chat_tokens": load.chat_tokens,
         "long_prompts": len(load.long_prompts),

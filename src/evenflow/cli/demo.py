@@ -11,22 +11,24 @@ from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from rich.box import HEAVY_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from typer import Argument
 
-from evenflow.bench.demo import FIXED_POLICY, Comparison, compare_policies, mixed_prompts, simple_prompts
+from evenflow.bench.demo import FIXED_POLICY, DemoRuns, compare_policies, mixed_prompts, simple_prompts
 from evenflow.bench.demo_run import DemoRun, DemoRunner
 from evenflow.bench.live_load import SEND_S
 from evenflow.bench.plots import draw_streams, pyplot
-from evenflow.bench.timeline import Timeline
+from evenflow.bench.timeline import ASCII_MARKS, UNICODE_MARKS, Timeline, draw
 from evenflow.cli.demo_live import run_live
-from evenflow.cli.live_streams import live_streams
 from evenflow.cli.options import (
     ModelOptions,
     ReportOptions,
     SchedulingOptions,
     duration_option,
+    engine_facts,
     engine_settings,
     file_option,
     option,
@@ -43,6 +45,7 @@ Which = Literal["both", "simple", "async"]
 _MAX_SECONDS = 55.0  # if all three runs would take longer, the one with a fixed chunk is left out
 _OTHER_COLUMNS = 72  # characters that a row of the comparison takes beside the text
 _MIN_TEXT = 8
+_REFRESHES_PER_S = 5  # drawing takes time from the engine
 _NEXT_STEPS = """
 Next: `evenflow demo --live` shows every step of such a load on a page, with a slider for the target.
 `evenflow serve` keeps a target for OpenAI clients at http://127.0.0.1:8000/v1, with the same page at /.
@@ -106,9 +109,7 @@ def demo(
     with loading(settings["model"]):
         llm = LLM(record=report.record, **settings)
     figures: dict[str, Any] = {
-        "model": llm.config.model,
-        "device": llm.config.device,
-        "weights": llm.config.weights,
+        **engine_facts(llm.config),
         "policy": llm.policy,
     }
     with llm:
@@ -136,7 +137,7 @@ def _run_simple(llm: LLM, console: Console) -> dict[str, Any]:
     return _run_figures(run)
 
 
-def _compare(llm: LLM, console: Console, shows_picture: bool, end_by: float) -> Comparison:
+def _compare(llm: LLM, console: Console, shows_picture: bool, end_by: float) -> DemoRuns:
     prompts = mixed_prompts(llm)
     if llm.config.chosen_policy is None and (target_s := llm.engine.policy.target) is not None:
         console.print(
@@ -161,7 +162,7 @@ def _watching(console: Console, llm: LLM, shows_picture: bool) -> Iterator[Calla
             yield lambda timeline: say(f"Running small requests beside large ones: {timeline.title}")
 
 
-def _show_comparison(console: Console, comparison: Comparison) -> None:
+def _show_comparison(console: Console, comparison: DemoRuns) -> None:
     runs = comparison.runs
     table = _table("Small requests beside large ones", "size", "tokens", *(f"latency\n{run.policy}" for run in runs))
     for answer, *others in zip(*(run.answers for run in runs), strict=True):
@@ -187,7 +188,7 @@ def _table(title: str, *figures: str) -> Table:
     return table
 
 
-def _comparison_figures(comparison: Comparison) -> dict[str, Any]:
+def _comparison_figures(comparison: DemoRuns) -> dict[str, Any]:
     return {
         "unchunked": _run_figures(comparison.unchunked),
         "fixed": None if comparison.fixed is None else _run_figures(comparison.fixed),
@@ -212,3 +213,30 @@ def _run_figures(run: DemoRun) -> dict[str, Any]:
         "output_tokens_per_s": run.output_tokens_per_s,
         "tokens_per_s": run.tokens_per_s,
     }
+
+
+@contextmanager
+def live_streams(console: Console, clock: Callable[[], float]) -> Iterator[Callable[[Timeline], None]]:
+    """Show the timelines given to the result, as they grow. The last picture stays on the terminal."""
+    picture = _Picture(clock)
+    with Live(picture, console=console, refresh_per_second=_REFRESHES_PER_S):
+        yield picture.timelines.append
+    console.print()
+
+
+class _Picture:
+    """Drawn anew for each refresh, on a thread of rich."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.timelines: list[Timeline] = []
+        self._clock = clock
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        marks = ASCII_MARKS if options.ascii_only else UNICODE_MARKS
+        yield Text(f"{marks.waiting} waits   {marks.prefill} prefill   {marks.token} tokens", style="dim")
+        for line in draw(self.timelines, self._clock(), options.max_width, marks):
+            text = Text(line, no_wrap=True)
+            if marks is UNICODE_MARKS:  # the others are letters of names, too
+                for mark, style in ((marks.waiting, "dim"), (marks.prefill, "yellow"), (marks.token, "green")):
+                    text.highlight_regex(f"{mark}+", style)
+            yield text

@@ -9,13 +9,12 @@ import msgspec
 from rich.console import Console
 
 from evenflow import __version__
-from evenflow.bench.estimates import CONFIDENCE
-from evenflow.cli.output import make_table
+from evenflow.bench.figures import CONFIDENCE
+from evenflow.cli.output import SHOWN, make_table, print_differences, print_estimates
 from evenflow.counts import counted
 from evenflow.evals.journal import Journal
-from evenflow.evals.report import MIN_PAIRS, Comparison, Report, SideReport
+from evenflow.evals.report import MIN_PAIRS, PairReport, Report, SideReport
 
-_SHOWN = 3  # differences, errors and wrong answers
 _LETTERS = "AB"
 
 
@@ -65,14 +64,11 @@ def _percents(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"
 
 
-def _print_comparison(console: Console, found: Comparison) -> None:
+def _print_comparison(console: Console, found: PairReport) -> None:
     if found.score_difference is None or found.interval is None:
         console.print("No task has an answer of both sides yet.")
         return
-    table = make_table("", "", "A", "B", "B / A", f"{CONFIDENCE:.0%} interval", "differ")
-    for estimate in found.estimates:
-        table.add_row(*estimate.cells())
-    console.print(table)
+    print_estimates(console, "", found.estimates)
     if found.num_pairs < MIN_PAIRS:
         console.print(f"Intervals need {MIN_PAIRS} tasks with answers of both sides.")
     low, high = found.interval
@@ -83,8 +79,7 @@ def _print_comparison(console: Console, found: Comparison) -> None:
     num_same = found.num_pairs - len(found.differences)
     of = "All" if not found.differences else f"{num_same} of"
     console.print(f"{of} {found.num_pairs} answers are the same on both sides.")
-    for one in found.differences[:_SHOWN]:
-        console.print(f"  task {one.task}, from character {one.character} on: A {one.a!r}, B {one.b!r}")
+    print_differences(console, found.differences)
     if found.largest_logprob_difference is not None:
         console.print(f"Logprobs of choices differ by at most {found.largest_logprob_difference:.2g}.")
 
@@ -93,13 +88,13 @@ def _print_problems(console: Console, letter: str, side: SideReport, report: Rep
     own = [entry for entry in report.answers if report.sides[entry.side] is side]
     name = f"{letter}: " if len(report.sides) > 1 else ""
     failed = [entry for entry in own if entry.error is not None]
-    for entry in failed[:_SHOWN]:
+    for entry in failed[:SHOWN]:
         console.print(f"{name}task {entry.task} failed: {entry.error}")
     if side.num_missing:
         were = "was" if side.num_missing == 1 else "were"
         missing = counted(side.num_missing, "task")
         console.print(f"{name}{missing} {were} not asked; the same command with --resume goes on.")
-    for entry in [entry for entry in own if entry.note][:_SHOWN]:
+    for entry in [entry for entry in own if entry.note][:SHOWN]:
         console.print(f"{name}task {entry.task} is wrong: {entry.note}")
 
 
@@ -118,6 +113,6 @@ def report_object(journal: Journal, report: Report) -> dict[str, Any]:
     }
 
 
-def _comparison_object(found: Comparison) -> dict[str, Any]:
-    estimates = [asdict(one) | {"ratio": one.ratio, "differs": one.differs} for one in found.estimates]
-    return asdict(found) | {"estimates": estimates, "identical_outputs": not found.differences}
+def _comparison_object(found: PairReport) -> dict[str, Any]:
+    lists = {"estimates": found.estimates, "differences": found.differences}
+    return asdict(found) | lists | {"identical_outputs": not found.differences}

@@ -10,7 +10,15 @@ import typer
 from typer import Argument, FileBinaryRead, Option
 
 from evenflow.cli.interrupts import stopping_after_step
-from evenflow.cli.options import ModelOptions, ReportOptions, SchedulingOptions, engine_settings, option, takes_options
+from evenflow.cli.options import (
+    ModelOptions,
+    ReportOptions,
+    SchedulingOptions,
+    engine_facts,
+    engine_settings,
+    option,
+    takes_options,
+)
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.counts import counted
@@ -68,9 +76,7 @@ def generate(
         output = _stream(llm, ids, params, report)
     print(_summary(output, llm.policy), file=sys.stderr)
     figures = {
-        "model": llm.config.model,
-        "device": llm.config.device,
-        "weights": llm.config.weights,
+        **engine_facts(llm.config),
         "policy": llm.policy,
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,

@@ -72,9 +72,9 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(*names, help=help, **settings)})
 
 
-def duration_option(help: str, **settings: Any) -> Any:
+def duration_option(help: str, *names: str, **settings: Any) -> Any:
     """An option whose value is seconds, written as 50ms or 2s."""
-    return option(help, parser=_parse_duration, metavar="DURATION", **settings)
+    return option(help, *names, parser=_parse_duration, metavar="DURATION", **settings)
 
 
 def target_option(help: str, **settings: Any) -> Any:
@@ -173,6 +173,11 @@ def engine_settings(*groups: ModelOptions | SchedulingOptions) -> dict[str, Any]
     settings = {name: value == "true" if name.startswith("enable_") else value for name, value in given.items()}
     EngineConfig(**settings)
     return settings
+
+
+def engine_facts(config: EngineConfig) -> dict[str, Any]:
+    """What ran, for a report."""
+    return {"model": config.model, "device": config.device, "weights": config.weights}
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:

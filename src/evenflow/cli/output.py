@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +21,12 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from evenflow.bench.figures import ESTIMATE_COLUMNS, Difference, Estimate
 from evenflow.errors import MissingDependency
 from evenflow.log_output import StderrHandler, ensure_logging
 from evenflow.model.hub.cached_models import find_model
 
+SHOWN = 3  # of a list of differences, errors or wrong answers
 PROGRESS_INTERVAL_S = 30.0  # between lines of progress in a log
 _logger = logging.getLogger("evenflow")
 _shown: list[Status] = []  # on the terminal, which has one last line
@@ -58,16 +60,36 @@ def make_table(title: str, label: str, *figures: str, box: Box = SIMPLE) -> Tabl
     return table
 
 
+def print_estimates(console: Console, title: str, estimates: Iterable[Estimate]) -> None:
+    """A row for each figure of two sides, with the interval of its ratio."""
+    table = make_table(title, "", *ESTIMATE_COLUMNS)
+    for estimate in estimates:
+        table.add_row(*estimate.cells())
+    console.print(table)
+
+
+def print_differences(console: Console, differences: Sequence[Difference]) -> None:
+    """The first answers that differ, and where."""
+    for one in differences[:SHOWN]:
+        places = {what: place + 1 if isinstance(place, int) else place for what, place in one.where.items()}
+        where = ", ".join(f"{what} {place}" for what, place in places.items())
+        console.print(f"  {where}, from character {one.character} on: A {one.a!r}, B {one.b!r}")
+
+
 def write_json(json_target: str | None, report: Mapping[str, Any]) -> None:
     """Write the report to the target of `--json`, if there is one. Dataclasses become objects."""
     if json_target is None:
         return
-    text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False, default=asdict) + "\n"
+    text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False, default=_as_json) + "\n"
     if json_target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         Path(json_target).write_text(text, encoding="utf-8")
+
+
+def _as_json(value: Any) -> Any:
+    return value.as_json() if hasattr(value, "as_json") else asdict(value)
 
 
 @contextmanager

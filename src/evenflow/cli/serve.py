@@ -5,29 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument
 
-from evenflow.cli.options import (
-    ModelOptions,
-    RecordTarget,
-    SchedulingOptions,
-    duration_option,
-    engine_settings,
-    option,
-    parse_size,
-    takes_options,
-)
+from evenflow.cli import serve_host
+from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings, takes_options
 from evenflow.cli.output import engine_imports, log_information
+from evenflow.cli.serve_options import ServeOptions
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
@@ -39,130 +30,6 @@ if TYPE_CHECKING:
     from evenflow.server.serving import Server, ServerSettings
 
 logger = logging.getLogger("evenflow")
-
-_KEY_VARIABLE = "EVENFLOW_API_KEY"
-_ADMIN_KEY_VARIABLE = "EVENFLOW_ADMIN_API_KEY"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
-
-    engine: Literal["evenflow", "vllm", "sglang"] = option(
-        "evenflow's own engine, or vLLM or SGLang steered by evenflow: docs/vllm.md, docs/sglang.md.",
-        default="evenflow",
-    )
-    vllm_python: str | None = option(
-        "Python with vLLM.", metavar="PATH", show_default="$EVENFLOW_VLLM_PYTHON, or this one"
-    )
-    sglang_python: str | None = option(
-        "Python with SGLang.", metavar="PATH", show_default="$EVENFLOW_SGLANG_PYTHON, or this one"
-    )
-    warm_up: bool = option(
-        "With another engine: run prompts of many sizes before it is ready, at most 10 s.",
-        "--warm-up/--no-warm-up",
-        default=True,
-    )
-    tensor_parallel_size: int | None = option("With another engine: devices that each layer is split over.", min=1)
-    pipeline_parallel_size: int | None = option("With another engine: stages that the layers are split into.", min=1)
-    data_parallel_size: int | None = option("With another engine: copies of the model that share requests.", min=1)
-    host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
-    port: int = option("Port to listen on; 0 picks a free one.", default=8000)
-    served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
-    api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
-    api_key_file: Path | None = option("File of API keys, one per line: KEY, or KEY name=NAME.", metavar="PATH")
-    admin_api_key: list[str] | None = option(
-        f"API key that may also change the target and see all tenants; repeatable. Safer: ${_ADMIN_KEY_VARIABLE}.",
-        metavar="KEY",
-    )
-    admin_api_key_file: Path | None = option("File of admin API keys, one per line.", metavar="PATH")
-    allow_host: list[str] | None = option(
-        "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
-    )
-    allow_origin: list[str] | None = option("Site whose pages may send requests; repeatable; *: any.", metavar="ORIGIN")
-    allow_special_tokens: bool = option(
-        "Let special tokens such as <|im_end|> in the text of chats act as such. Trusted clients only.",
-        "--allow-special-tokens",
-        default=False,
-    )
-    pooling: Literal["last", "mean"] | None = option(
-        "Serve /v1/embeddings: the vector of a text's last token, or the mean of all, as the model was trained."
-    )
-    max_body_bytes: int = option(
-        "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
-    )
-    max_response_size: int | None = option(
-        "Maximum size that a response may get.", parser=parse_size, metavar="SIZE", show_default="64MiB"
-    )
-    max_prompt_tokens: int = option("Maximum tokens of a prompt; 0: the model's context.", default=0)
-    max_n: int = option("Maximum choices of one request: n times its prompts.", default=128)
-    max_waiting: int = option("Maximum requests in the queue (each choice counts); more are refused.", default=1024)
-    max_open_tokens: int = option(
-        "Maximum tokens of requests that run or wait, prompts and most output; 0: no limit.", default=0
-    )
-    max_tenant_requests: int = option("Maximum requests of one tenant that run or wait; 0: no limit.", default=0)
-    shares: Path | None = option("File of classes and tenants, with their shares: docs/shares.md.", metavar="PATH")
-    drain_time: float = duration_option("Time for open requests to finish after SIGTERM.", default="30s")
-    otlp_endpoint: str | None = option("OTLP collector to send traces to, over HTTP.", metavar="URL")
-    request_log: Path | None = option(
-        "Append JSON lines that account for each request, without its text: evenflow audit.", metavar="PATH"
-    )
-    step_timeout: float | None = duration_option(
-        "A step that takes longer, and far longer than predicted, hangs: the engine is restarted.", show_default="60s"
-    )
-    record: RecordTarget = None
-
-    @property
-    def parallel_sizes(self) -> dict[str, int]:
-        """Those that were given, by their names in vLLM."""
-        names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        return {name: size for name in names if (size := getattr(self, name)) is not None}
-
-    def check_own_engine(self, engine_flags: Sequence[str]) -> None:
-        """Refuse what only another engine can do."""
-        for is_given, name, engines in (
-            (self.vllm_python, "--vllm-python", "vllm"),
-            (self.sglang_python, "--sglang-python", "sglang"),
-            (not self.warm_up, "--no-warm-up", "vllm or sglang"),
-            (engine_flags, " ".join(engine_flags), "vllm or sglang"),
-        ):
-            if is_given:
-                raise InvalidInput(f"Got {name}, but the engine is evenflow's own: add --engine {engines}.")
-        for name, size in self.parallel_sizes.items():
-            if size > 1:
-                got = f"Got --{name.replace('_', '-')} {size}"
-                raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
-
-    def server_settings(self, config: EngineConfig, shares: Shares) -> ServerSettings:
-        """Checks the options. Needs the server's packages."""
-        from evenflow.server.gate import ServerLimits
-        from evenflow.server.serving import ServerSettings
-
-        limits = {field.name: getattr(self, field.name) for field in fields(ServerLimits)}
-        return ServerSettings(
-            model_names=tuple(self.served_model_name or (config.model,)),
-            host=self.host,
-            port=self.port,
-            api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
-            admin_api_keys=_given_keys(self.admin_api_key, self.admin_api_key_file, _ADMIN_KEY_VARIABLE),
-            allowed_hosts=self.allow_host or (),
-            allowed_origins=self.allow_origin or (),
-            allows_special_tokens=self.allow_special_tokens,
-            limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),
-            drain_s=self.drain_time,
-            otlp_endpoint=self.otlp_endpoint,
-            request_log=self.request_log,
-            shares=shares,
-            pooling=self.pooling,
-            engine=repr(config),
-        )
-
-
-def _given_keys(keys: Sequence[str] | None, file: Path | None, variable: str) -> list[str]:
-    from evenflow.server.access import read_key_file
-
-    found = [*(keys or ()), *(read_key_file(file) if file else ()), *filter(None, [os.environ.get(variable)])]
-    return list(dict.fromkeys(found))
 
 
 @takes_options
@@ -189,8 +56,6 @@ def serve(
 
         settings = options.server_settings(config, shares)
     if options.engine != "evenflow":
-        from evenflow.cli import serve_host
-
         launch = serve_host.make_launch(options, model, scheduling, engine_flags or ())
         with bind(options.host, options.port) as listener:
             _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))

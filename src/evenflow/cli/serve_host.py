@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
+from evenflow.cli.serve_options import ServeOptions
 from evenflow.config import EngineConfig
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
@@ -20,7 +21,6 @@ from evenflow.sglang.launch import SglangLaunch
 from evenflow.vllm.launch import VllmLaunch
 
 if TYPE_CHECKING:
-    from evenflow.cli.serve import ServeOptions
     from evenflow.server.serving import Server, ServerSettings
 
 logger = logging.getLogger("evenflow")

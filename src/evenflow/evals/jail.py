@@ -63,12 +63,13 @@ _FORBIDDEN = {
 }
 _FORBIDDEN_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 452)  # io_uring, mounts, fchmodat2
 _FIRST_UNKNOWN = 463  # newer system calls than those that were looked at
-# Signals to others by the owner of a file (fcntl, ioctl), and sockets that can send to a named one (socketpair).
+_ALL, _NO_STREAMS = 0xFFFFFFFF, (0, *range(2, 16))
+# By number, bits and forbidden values of its second argument: signals to others by the owner of a file (fcntl, ioctl);
+# pairs of sockets of other kinds than streams, which can send to a named one.
 _ARGUMENTS = {
-    "x86_64": {72: (8, 10, 15), 16: (0x8901, 0x8902, 0x5410, 0x5412)},
-    "aarch64": {25: (8, 10, 15), 29: (0x8901, 0x8902, 0x5410, 0x5412)},
+    "x86_64": ((72, _ALL, (8, 10, 15)), (16, _ALL, (0x8901, 0x8902, 0x5410, 0x5412)), (53, 15, _NO_STREAMS)),
+    "aarch64": ((25, _ALL, (8, 10, 15)), (29, _ALL, (0x8901, 0x8902, 0x5410, 0x5412)), (199, 15, _NO_STREAMS)),
 }
-_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 
 
 class Guards(NamedTuple):
@@ -97,14 +98,19 @@ class Guards(NamedTuple):
         return "judged in another process; " + ", ".join(f"{what}: {who}" for what, who in parts.items())
 
 
+class _NoLinux:
+    """Every call fails, as on a kernel that does not know it."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: -1
+
+
 def libc_of_linux() -> Any:
-    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else _NoLinux()
 
 
 def enter_namespaces(libc: Any) -> bool:
     """Move to namespaces of its own, as a user without rights; the next child is the first process of its PIDs."""
-    if libc is None:
-        return False
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_NAMESPACES):
         return False
@@ -126,7 +132,7 @@ def enter_namespaces(libc: Any) -> bool:
 def mount_own_disk(libc: Any, folder: str, file_bytes: int) -> bool:
     """Nobody has to clean it up: it goes with the namespace."""
     options = f"size={MAX_WRITTEN_FILES * file_bytes},nr_inodes={_MAX_INODES},mode=700"
-    if libc is None or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MOUNT_FLAGS, options.encode()):
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MOUNT_FLAGS, options.encode()):
         return False
     os.chdir(folder)
     return True
@@ -134,8 +140,6 @@ def mount_own_disk(libc: Any, folder: str, file_bytes: int) -> bool:
 
 def drop_rights(libc: Any) -> None:
     """No capabilities, none to be gained, and no other process may look into this one."""
-    if libc is None:
-        return
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc.capset(ctypes.byref(header), ctypes.byref(nothing))
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -144,34 +148,29 @@ def drop_rights(libc: Any) -> None:
 
 def die_with_parent(libc: Any) -> None:
     """It watches the wall clock, and may be killed. The kernel forgets this when a process changes its namespaces."""
-    if libc is not None:
-        libc.prctl(_DIE_WITH_PARENT, 9, 0, 0, 0)
+    libc.prctl(_DIE_WITH_PARENT, 9, 0, 0, 0)
 
 
 def adopt_orphans(libc: Any) -> None:
     """Processes that lose their parent stay below this one, where they can be found."""
-    if libc is not None:
-        libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
 
 
 def refuse_system_calls(libc: Any) -> bool:
     """Seccomp: what Landlock does not know, and what reaches other processes, fails from here on."""
     machine = os.uname().machine
-    if libc is None or machine not in _ARCHITECTURES or sys.maxsize < 1 << 32:
+    if machine not in _ARCHITECTURES or sys.maxsize < 1 << 32:
         return False
     load, equal, at_least, mask, ret = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    refused, passed = (ret, 0, 0, 0x00050000 | errno.EPERM), (ret, 0, 0, 0x7FFF0000)
     code = [(load, 0, 0, 4), (equal, 1, 0, _ARCHITECTURES[machine]), (ret, 0, 0, 0x80000000), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, _FIRST_UNKNOWN), (ret, 0, 0, 0x00050000 | errno.ENOSYS)]
     for number in (*_FORBIDDEN[machine], *_FORBIDDEN_EVERYWHERE):
-        code += [(equal, 0, 1, number), (ret, 0, 0, refuse)]
-    for number, values in _ARGUMENTS[machine].items():
-        code += [(equal, 0, 2 + 2 * len(values), number), (load, 0, 0, 24)]
-        for value in values:
-            code += [(equal, 0, 1, value), (ret, 0, 0, refuse)]
-        code += [(ret, 0, 0, allow)]
-    code += [(equal, 0, 4, _SOCKETPAIR[machine]), (load, 0, 0, 24), (mask, 0, 0, 15), (equal, 1, 0, 1)]
-    code += [(ret, 0, 0, refuse), (ret, 0, 0, allow)]
+        code += [(equal, 0, 1, number), refused]
+    for number, bits, values in _ARGUMENTS[machine]:
+        tests = [step for value in values for step in ((equal, 0, 1, value), refused)]
+        code += [(equal, 0, 3 + len(tests), number), (load, 0, 0, 24), (mask, 0, 0, bits), *tests, passed]
+    code += [passed]
     packed = b"".join(
         operation.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
         for operation, yes, no, value in code
@@ -200,8 +199,6 @@ def confine_files(libc: Any, folder: str, *, may_signal: bool = False) -> bool:
 
     The judge `may_signal`: the kernel sends the signal that ends an answer in the name of the judge that has died.
     """
-    if libc is None:
-        return False
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return False

@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from evenflow.evals import jail
@@ -22,10 +24,9 @@ from evenflow.evals.border import (
     Border,
     Ended,
     Printed,
-    Remote,
-    give_rank,
     perform,
     perform_for_answer,
+    raise_rank,
 )
 
 _SHOWN_NOTE = 200
@@ -42,32 +43,25 @@ def main() -> None:
         return
     jail.adopt_orphans(libc)
     to_answer, to_judge = os.pipe(), os.pipe()
-    child = os.fork()
-    ends = (to_answer[0], to_judge[1]) if child == 0 else (to_judge[0], to_answer[1])
-    if child == 0:
+    if (child := os.fork()) == 0:
         jail.die_with_parent(libc)
-        verdict = -1
+        keep_only(to_answer[0], to_judge[1])
+        guards = jail.Guards(has_namespaces, has_disk, *confine(libc, folder, limits, without, is_judge=False))
+        be_the_answer(to_answer[0], to_judge[1], guards)
     else:
-        job_text, verdict = 0, os.dup(1)
-    keep_only((*ends, verdict, *(() if child == 0 else (job_text,))))
-    guards = jail.Guards(has_namespaces, has_disk, *confine(libc, folder, limits, without, is_judge=child != 0))
-    if child == 0:
-        be_the_answer(*ends, guards)
-    else:
-        be_the_judge(*ends, verdict, child, guards)
+        job, verdict = 0, os.dup(1)
+        keep_only(job, verdict, to_judge[0], to_answer[1])
+        confine(libc, folder, limits, without, is_judge=True)
+        be_the_judge(to_judge[0], to_answer[1], verdict, child)
 
 
-def keep_only(descriptors: tuple[int, ...]) -> None:
+def keep_only(*descriptors: int) -> None:
     """Standard input and output lead nowhere, but for those that are kept."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        if standard not in descriptors:
-            os.dup2(nowhere, standard)
-    start = 3
-    for kept in sorted(one for one in descriptors if one > 2):
-        os.closerange(start, kept)
-        start = kept + 1
-    os.closerange(start, 1 << 16)
+    for standard in {0, 1, 2}.difference(descriptors):
+        os.dup2(nowhere, standard)
+    for kept, next_kept in pairwise([2, *sorted(one for one in descriptors if one > 2), 1 << 16]):
+        os.closerange(kept + 1, next_kept)
 
 
 def confine(libc: Any, folder: str, limits: dict[str, Any], without: list[str], *, is_judge: bool) -> tuple[bool, bool]:
@@ -97,15 +91,14 @@ def be_the_answer(reads: int, writes: int, guards: jail.Guards) -> None:
             names.clear()  # room to say so
             raise
 
+    own: dict[str, Callable[..., Any]] = {
+        "guards": lambda: tuple(guards),
+        "run": run,
+        "names": lambda *wanted: {name: names[name] for name in wanted if name in names},
+    }
+
     def answers(operation: str, *arguments: Any) -> Any:
-        match operation:
-            case "guards":
-                return tuple(guards)
-            case "run":
-                return run(*arguments)
-            case "names":
-                return {name: names[name] for name in arguments if name in names}
-        return perform(operation, *arguments)
+        return own[operation](*arguments) if operation in own else perform(operation, *arguments)
 
     border = Border(reads, writes, answers, rank=DECLARED, take_printed=printed.take)
     try:
@@ -115,11 +108,10 @@ def be_the_answer(reads: int, writes: int, guards: jail.Guards) -> None:
         os._exit(0)
 
 
-def be_the_judge(reads: int, writes: int, verdict: int, child: int, guards: jail.Guards) -> None:
+def be_the_judge(reads: int, writes: int, verdict: int, child: int) -> None:
     border = Border(reads, writes, perform_for_answer)
     # Asked before the answer's program is sent, so this is still our own word.
-    of_answer = jail.Guards(*border.request("guards"))
-    os.write(verdict, (json.dumps(of_answer) + "\n").encode())
+    os.write(verdict, (json.dumps(border.request("guards")) + "\n").encode())
     with open(0, closefd=False) as file:
         job = json.load(file)
     os.dup2(1, 0)
@@ -156,13 +148,10 @@ def names_of_tests(border: Border, job: dict[str, Any]) -> dict[str, Any]:
         found = importlib.import_module(module)
         if all(hasattr(found, attribute) for attribute in attributes):
             names.setdefault(module, found)
-    wanted = [name for name in job["names"] if name not in names]
-    for name, value in border.request(
-        "names", *wanted, *(name for name in job["modules"] if name not in names)
-    ).items():
-        if type(value) is Remote:
-            give_rank(value, DECLARED if name in job["declared"] else NAMED if name in job["classes"] else LOOSE)
-        names[name] = value
+    wanted = [name for name in (*job["names"], *job["modules"]) if name not in names]
+    for name, value in border.request("names", *wanted).items():
+        rank = DECLARED if name in job["declared"] else NAMED if name in job["classes"] else LOOSE
+        names[name] = raise_rank(value, rank)
     # `sum(10, 15) == 6` is about an answer's own sum, if the tests use no other name that could be the answer.
     own = border.request("names", *job["built_ins"])
     if len(own) == 1:

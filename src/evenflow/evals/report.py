@@ -11,8 +11,7 @@ from operator import attrgetter
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from evenflow.bench.estimates import CONFIDENCE, Estimate, MeasuredRound, divergence, estimate_ratios
-from evenflow.bench.figures import percentile
+from evenflow.bench.figures import CONFIDENCE, Difference, Estimate, MeasuredRound, estimate_ratios, percentile
 from evenflow.evals.journal import Entry, Journal
 from evenflow.evals.run import rounds_of
 from evenflow.evals.tasks import AnyTask
@@ -38,17 +37,7 @@ class SideReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A task whose answers differ: from which character on, and how each continues."""
-
-    task: str
-    character: int
-    a: str
-    b: str
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class PairReport:
     """Two sides on the tasks that both have answered."""
 
     num_pairs: int
@@ -64,7 +53,7 @@ class Comparison:
 @dataclass(frozen=True, slots=True)
 class Report:
     sides: Sequence[SideReport]
-    comparison: Comparison | None  # None with one side
+    comparison: PairReport | None  # None with one side
     answers: Sequence[Entry]  # in the order of the tasks, then of the sides
     errors: Sequence[str]
     guards: Sequence[str]  # how programs were kept from the network and from files
@@ -165,7 +154,7 @@ def _figures(rounds: Sequence[MeasuredRound[_Measured]]) -> dict[str, float]:
     }
 
 
-def _compare(rounds: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, str], Entry], seed: int) -> Comparison:
+def _compare(rounds: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, str], Entry], seed: int) -> PairReport:
     paired = [_pairs_of(tasks, entries) for tasks in rounds]
     pairs = [pair for one_round in paired for pair in one_round]
     only_a = sum(a.is_correct and not b.is_correct for a, b in pairs)
@@ -176,13 +165,13 @@ def _compare(rounds: Sequence[Sequence[AnyTask]], entries: Mapping[tuple[int, st
         if a.logprobs is not None and b.logprobs is not None
         for x, y in zip(a.logprobs, b.logprobs, strict=True)
     ]
-    return Comparison(
+    return PairReport(
         num_pairs=len(pairs),
         score_difference=(only_b - only_a) / len(pairs) if pairs else None,
         interval=paired_interval(only_a, only_b, len(pairs)) if pairs else None,
         only_a_correct=only_a,
         only_b_correct=only_b,
-        differences=[Difference(a.task, *divergence(a.text, b.text)) for a, b in pairs if a.text != b.text],
+        differences=[Difference.of(a.text, b.text, task=a.task) for a, b in pairs if a.text != b.text],
         largest_logprob_difference=max(gaps) if gaps else None,
         estimates=_estimates(paired, seed),
     )

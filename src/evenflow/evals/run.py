@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from evenflow.bench.endpoints import Answer, Ask, Endpoint
+from evenflow.bench.comparison import in_turns
+from evenflow.bench.endpoints import Ask, Endpoint, answer_of, check_endpoint
 from evenflow.errors import EndpointFailed, InvalidInput
 from evenflow.evals.journal import Entry, Journal
 from evenflow.evals.sandbox import Limits, run_program
@@ -64,11 +65,11 @@ class Evaluation:
             start = _Start(time.perf_counter(), self.journal.num_starts)
             order = random.Random(self.seed)
             wanted = [{task.id for task in left} for left in missing]
-            for one_round in rounds_of(self.tasks, len(endpoints), self.concurrency):
-                for side in order.sample(range(len(endpoints)), len(endpoints)):
-                    left = [task for task in one_round if task.id in wanted[side]]
-                    if left and not self._is_over(start):
-                        await self._run_round(endpoints[side], side, left, start)
+            rounds = rounds_of(self.tasks, len(endpoints), self.concurrency)
+            for side, number, _ in in_turns(range(len(endpoints)), len(rounds), order):
+                left = [task for task in rounds[number] if task.id in wanted[side]]
+                if left and not self._is_over(start):
+                    await self._run_round(endpoints[side], side, left, start)
 
     async def _run_round(self, endpoint: Endpoint, side: int, tasks: Sequence[AnyTask], start: _Start) -> None:
         waiting = deque(task for task in tasks if self._unjudged(side, task) is None)
@@ -132,9 +133,7 @@ async def _warm_up(endpoint: Endpoint, task: AnyTask) -> None:
     """A first short answer, which is not counted. It shows whether the endpoint works at all."""
     chat = None if task.messages is None else [{"role": "user", "content": "Hello"}]
     await endpoint.begin_round()
-    await endpoint.stream(Ask("Hello", max_tokens=2, messages=chat, ignore_eos=False), answer := Answer())
-    if answer.error is not None:
-        raise EndpointFailed(f"{endpoint.name}: {answer.error}")
+    await check_endpoint(endpoint, Ask("Hello", max_tokens=2, messages=chat, ignore_eos=False))
 
 
 async def _answer(endpoint: Endpoint, side: int, task: AnyTask, start: _Start) -> Entry:
@@ -163,7 +162,7 @@ async def _choose(endpoint: Endpoint, task: ChoiceTask) -> dict[str, object]:
 
 async def _generate(endpoint: Endpoint, task: AnyTask) -> dict[str, object]:
     ask = Ask(task.prompt or "", task.max_tokens, messages=task.conversation, stop=tuple(task.stop), ignore_eos=False)
-    await endpoint.stream(ask, answer := Answer())
+    answer = await answer_of(endpoint, ask)
     if answer.error is not None:
         raise EndpointFailed(answer.error)
     found: dict[str, object] = {

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from evenflow.evals.task_names import task_names
 
 _SOURCES = str(Path(__file__).parents[2])
 _START_S = 60.0  # for the judge to set up its guards; an answer's time begins after that
-_CLEAN_UP_S = 10.0
+_CLEAN_UP_S = 60.0  # on a busy machine; deep folders take a second on an idle one
 _KILL_S = 1.0
 _MAX_LINE = 1 << 16
 _MAX_GENERATIONS = 100  # of processes that start others while they are ended
@@ -70,53 +70,63 @@ def run_program(
     Who kills what `on_start` gets ends the run early.
     """
     job = {"program": program, "tests": tests} | asdict(task_names(prefix, tests))
-    folder = tempfile.mkdtemp(prefix="evenflow-answer-")
-    try:
-        return _run(json.dumps(job).encode(), folder, limits, without, on_start)
-    finally:
-        _remove(folder)
-
-
-def _run(
-    job: bytes,
-    folder: str,
-    limits: Limits,
-    without: Collection[str],
-    on_start: Callable[[subprocess.Popen[bytes]], None],
-) -> Ran:
     arguments = json.dumps([os.getpid(), asdict(limits) | {"cpu_s": limits.cpu_s}, sorted(without)])
     own = _Own.now()
-    with tempfile.TemporaryFile() as file:
-        file.write(job)
-        file.seek(0)
-        process = subprocess.Popen(
-            [*_python(judge.main), arguments],
-            stdin=file,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    with process.stdout as report:
-        try:
-            on_start(process)
-            first = _read_line(report.fileno(), _START_S)
-            if not first:
-                raise OSError("the process that judges answers did not start")
-            second = _read_line(report.fileno(), limits.wall_s)
-        finally:
-            _end(process)
+    with _own_folder() as folder:
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(job).encode())
+            file.seek(0)
+            process = subprocess.Popen(
+                [*_python(judge.main), arguments],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={},
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        with process.stdout as report:
+            try:
+                on_start(process)
+                if not (first := _read_line(report.fileno(), _START_S)):
+                    raise OSError("the process that judges answers did not start")
+                second = _read_line(report.fileno(), limits.wall_s)
+            finally:
+                _end(process)
     guards = Guards(*json.loads(first))
     if not (guards.namespaces or guards.seccomp) and own != _Own.now():
-        return Ran(Verdict(False, f"changed evenflow's own priority or cores, {own.restore()}"), guards.describe())
-    if second is None:
-        return Ran(Verdict(False, f"ran longer than {limits.wall_s:g} s"), guards.describe())
-    if not second:
-        return Ran(Verdict(False, "ended its judge"), guards.describe())
-    found = json.loads(second)
-    return Ran(CORRECT if found["is_correct"] is True else Verdict(False, found["note"]), guards.describe())
+        verdict = Verdict(False, f"changed evenflow's own priority or cores, {own.restore()}")
+    elif not second:
+        verdict = Verdict(False, f"ran longer than {limits.wall_s:g} s" if second is None else "ended its judge")
+    else:
+        found = json.loads(second)
+        verdict = CORRECT if found["is_correct"] is True else Verdict(False, found["note"])
+    return Ran(verdict, guards.describe())
+
+
+@contextmanager
+def _own_folder() -> Iterator[str]:
+    """Empty already at the end if it was a disk of the answer's own; else a process without rights empties it."""
+    folder = tempfile.mkdtemp(prefix="evenflow-answer-")
+    try:
+        yield folder
+    finally:
+        try:
+            os.rmdir(folder)
+        except OSError:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    _python(judge.clean_up),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd=folder,
+                    env={},
+                    timeout=_CLEAN_UP_S,
+                    check=False,
+                )
+                os.rmdir(folder)
 
 
 def _python(function: Callable[[], None]) -> list[str]:
@@ -143,11 +153,10 @@ def _read_line(descriptor: int, seconds: float) -> bytes | None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The judge and all below it, also what left its session: the judge adopts orphans, so they are found from it."""
     for _ in range(_MAX_GENERATIONS):
-        below = _processes_below(process.pid)
+        if not (below := _processes_below(process.pid)):
+            break
         for one in below:
             _kill(one)
-        if not below:
-            break
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -201,22 +210,3 @@ class _Own(NamedTuple):
         except OSError as error:
             return f"which could not be restored: {error.strerror}"
         return "which are restored"
-
-
-def _remove(folder: str) -> None:
-    """Empty already where it was a disk of the answer's own. What is left is removed by a process without rights."""
-    with suppress(OSError):
-        os.rmdir(folder)
-        return
-    with suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
-            _python(judge.clean_up),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            timeout=_CLEAN_UP_S,
-            check=False,
-        )
-        os.rmdir(folder)
