@@ -34,9 +34,11 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
             "a", list(range(40)), params, seed=2**63 - 1, max_model_len=45, eos_token_ids=(1, 2), salt=b"x",
             block_hashes=[b"1" * 16, b"2" * 16], arrival_time=1.5, tenant="acme", service_class="batch",
         )  # fmt: skip
-        command = read_command(frame(Add(request.record()))[4:])
+        content = frame(Add(request.record()))
+        command = read_command(content[4:])
         assert isinstance(command, Add)
         assert command.request.request().record() == request.record() == command.request
+        assert frame(Add.encoded(request)) == content
 
 
 def test_an_engine_says_which_classes_it_has() -> None:

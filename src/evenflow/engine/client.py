@@ -54,8 +54,11 @@ class Stream:
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
-            waiter.set_result(None)
+        if waiter is not None and not waiter.done():
+            try:
+                waiter.set_result(None)
+            except RuntimeError:
+                self._waiter = None  # its event loop is closed
 
     def __aiter__(self) -> Stream:
         return self
@@ -97,12 +100,17 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: Request, is_shown: bool = True, engine_id: str | None = None) -> Stream:
-        """Send a request, under its own name or this one, which must be new to the engine."""
+    def submit(
+        self, request: Request, is_shown: bool = True, engine_id: str | None = None, command: Add | None = None
+    ) -> Stream:
+        """Send a request, under its own name or this one, which must be new to the engine.
+
+        `command` sends it, if it was made before.
+        """
         if request.id in self._streams:  # a stream is never taken over
             raise InvalidRequest(f"Got request id {request.id!r} but a request with that id is being served.")
         engine_id = engine_id or request.id
-        self._send(_add(request, engine_id))  # if this fails, nothing has been registered
+        self._send(command or _add(request, engine_id))  # if this fails, nothing has been registered
         output = self._outputs.add(request, engine_id)
         stream = self._streams[request.id] = Stream(request, output, engine_id, is_shown)
         return stream
@@ -184,4 +192,5 @@ class EngineClient:
 
 
 def _add(request: Request, engine_id: str) -> Add:
-    return Add(replace(request.record(), id=engine_id))
+    record = request.record()
+    return Add(record if engine_id == record.id else replace(record, id=engine_id))

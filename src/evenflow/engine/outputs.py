@@ -216,7 +216,7 @@ class OutputBuilder:
     def take(self, tokens: tuple[int, ...], logprobs: LogprobRows | None, ended: Ended | None, now: float) -> Delta:
         """Add a step's tokens. The output may end here at a stop string that the engine does not know."""
         output = self.output
-        num_early = max(0, self._min_tokens - len(output.token_ids))
+        num_early = self._min_tokens and max(0, self._min_tokens - len(output.token_ids))
         output.token_ids += tokens
         for _ in tokens:
             output.token_times_s.append(now - self._arrival)

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from evenflow.server.api.job import ResponseSize
 from evenflow.server.api.json_pieces import PIECE_BYTES, Rows, encode_json, json_pieces
-from evenflow.server.api.response_writer import ResponseWriter
 from tests.server.api.worst_cases import PARTS, worst_cases
 from tests.server.engines import scoring_engine
 from tests.server.serving import RunningServer, running_server
@@ -36,13 +36,13 @@ CASES: list[Case] = [(path, body) for path, parts in PARTS.items() for body in w
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was expected of the requests since it was cleared."""
     found: list[int] = []
-    most_bytes = ResponseWriter.most_bytes
+    most_bytes = ResponseSize.most_bytes
 
-    def recorded(self: ResponseWriter[Any], *args: Any) -> int:
+    def recorded(self: ResponseSize, *args: Any) -> int:
         found.append(most_bytes(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(ResponseWriter, "most_bytes", recorded)
+    monkeypatch.setattr(ResponseSize, "most_bytes", recorded)
     return found
 
 

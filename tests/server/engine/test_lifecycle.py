@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from evenflow.core.report import StepReport
+from evenflow.core.request import Request, RequestRecord
 from evenflow.server.metrics.observer import Listener
 from tests.models import tiny_llama
 from tests.server.serving import MODEL, RunningServer, model_server, scripted_server
@@ -40,6 +41,21 @@ class LastStep(Listener):
 
     def on_step(self, report: StepReport) -> None:
         self.reports.append(report)
+
+
+def test_a_request_is_encoded_once_and_not_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt takes milliseconds, for which other streams would wait."""
+    loops: list[asyncio.AbstractEventLoop | None] = []
+    record = Request.record
+
+    def recorded(request: Request) -> RequestRecord:
+        loops.append(asyncio._get_running_loop())
+        return record(request)
+
+    monkeypatch.setattr(Request, "record", recorded)
+    with scripted_server() as server:
+        assert server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2}).status_code == 200
+    assert loops == [None]
 
 
 def test_a_client_that_goes_away_ends_its_request() -> None:

@@ -4,138 +4,94 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from evenflow.core.logprobs import LogprobRows
-from evenflow.core.request import FinishReason, Request
 from evenflow.engine.outputs import Delta, RequestOutput
-from evenflow.errors import InvalidRequest
-from evenflow.model.text.chat_template import ToolStyle
 from evenflow.server.access import Caller
+from evenflow.server.api.choices import Choices
+from evenflow.server.api.conversation import Conversation
+from evenflow.server.api.formats import failed_stream
 from evenflow.server.api.json_pieces import Rows, encode_json
-from evenflow.server.api.logprobs import chat_row
-from evenflow.server.api.request_models import ChatBody, ChatMessage
-from evenflow.server.api.response_size import CALL_BYTES
-from evenflow.server.api.response_writer import ResponseWriter
+from evenflow.server.api.logprobs import chat_row, prompt_logprobs
+from evenflow.server.api.request_models import ChatBody
 from evenflow.server.api.service import ModelService
 from evenflow.server.api.tool_stream import whole_message
 
 
-def template_question(
-    service: ModelService,
-    messages: Sequence[ChatMessage],
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    variables: dict[str, Any] | None = None,
-    param: str = "messages",
-) -> bytes:
-    """What to ask the template renderer for a conversation, by default including the start of the assistant's turn."""
-    variables = variables or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "protected"):
-        if name in variables:
-            raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
-    service.check_text((text for message in messages for text in message.texts()), param)
-    plain = [message.model_dump(exclude_none=True) for message in messages]
-    adds_turn = add_generation_prompt is not False and not continue_final_message
-    return service.templates.question(
-        plain, tools, adds_turn, variables, continue_final_message=bool(continue_final_message)
-    )
+class ChatFormat:
+    """One chat."""
 
-
-def encode_rendered(service: ModelService, text: str, param: str = "messages") -> list[int]:
-    service.check_prompt(text, param)
-    return service.tokenizer.encode_rendered(text)
-
-
-class ChatWriter(ResponseWriter[ChatBody]):
-    """Writes the response to one chat."""
-
-    _ID_PREFIX = "chatcmpl-"
-    _PROMPT_PARAM: ClassVar[str] = "messages"
-    _DELTA_NAME = b"delta"
-    _NO_CONTENT = b"{}"
+    failure_events = staticmethod(failed_stream)
 
     def __init__(self, service: ModelService, body: ChatBody, caller: Caller) -> None:
-        super().__init__(service, body, caller, "chat.completion.chunk" if body.stream else "chat.completion")
-        template = service.tokenizer.chat_template
-        self._tool_use = body.tool_use(template.tool_style if template else ToolStyle.HERMES, body.grammar)
-        self.grammar = self._tool_use.grammar
-        self._tool_streams = [self._tool_use.new_stream() for _ in range(self.num_choices)]
-        self._prompt: list[int] = []
+        self._body = body
+        self._tokenizer = service.tokenizer
+        self._conversation = conversation = Conversation(service, body, caller, id_prefix="chatcmpl-")
+        self.job = conversation.job
+        self.template_question, self.prepare = conversation.template_question, conversation.prepare
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._choices = Choices(self.job, kind, b"delta", b"{}", text_name=b"content")
+        self.last_events = self._choices.last_events
+        self._begun: set[int] = set()  # choices whose first event is written
+        self._is_plain = not (body.return_token_ids or body.logprobs) and conversation.streams[0] is None
 
-    def template_question(self) -> bytes:
-        return template_question(
-            self._service,
-            self.body.messages,
-            tools=self._tool_use.tools,
-            add_generation_prompt=self.body.add_generation_prompt,
-            continue_final_message=self.body.continue_final_message,
-            variables=self.body.template_variables,
-            param=self._PROMPT_PARAM,
-        )
-
-    def prepare(self, rendered: str) -> list[Request]:
-        token_ids = encode_rendered(self._service, rendered, self._PROMPT_PARAM)
-        self._prompt = self._truncated(token_ids, self.body.max_output_tokens)
-        return self._requests(self._prompt, self._max_tokens(len(self._prompt)))
-
-    def _max_tokens(self, num_prompt_tokens: int) -> int:
-        """Of the output, after a check that there is room for them."""
-        asked = self.body.max_output_tokens
-        self._service.check_length(num_prompt_tokens, asked, self._PROMPT_PARAM)
-        if asked is None:
-            return self._tokens_that_fit(num_prompt_tokens)
-        self._check_size([num_prompt_tokens], asked)
-        return asked
-
-    def _prompt_bytes(self, num_tokens: int) -> int:
-        """Said once. Each choice of a stream has the ids."""
-        times = self.body.num_choices if self.body.stream else 1
-        return num_tokens * (self._prompt_row_bytes() + times * self._sizes.token_id * bool(self.body.return_token_ids))
-
-    def _token_bytes(self) -> int:
-        row = 0 if self._num_logprobs is None else self._sizes.chat_row(self._num_logprobs)
-        calls = CALL_BYTES if self._tool_use.tools else 0
-        return self._sizes.plain + row + calls + self._sizes.token_id * bool(self.body.return_token_ids)
+    # ---- whole ----
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        response = super().response(outputs, usage)
-        if self.body.prompt_logprobs is not None:
-            response["prompt_logprobs"] = self._prompt_logprobs(outputs[0], self.body.prompt_logprobs)
-        if self.body.return_token_ids:
-            response["prompt_token_ids"] = outputs[0].prompt_token_ids
+        body, first = self._body, outputs[0]
+        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
+        response = self._choices.whole(choices, usage)
+        if (num_top := body.prompt_logprobs) is not None:
+            rows = first.prompt_logprobs or ()
+            response["prompt_logprobs"] = prompt_logprobs(self._tokenizer, rows, num_top, is_shared=False)
+        if body.return_token_ids:
+            response["prompt_token_ids"] = first.prompt_token_ids
         return response
 
-    def first_event(self, index: int, usage: bytes) -> bytes:
-        event = self._write_event(index, b'{"role":"assistant","content":""}', usage)
-        if self.body.return_token_ids:
-            event = event.removesuffix(b"}\n\n") + b',"prompt_token_ids":' + encode_json(self._prompt) + b"}\n\n"
+    def _whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        stream = self._conversation.streams[index]
+        delta = {"content": output.text} if stream is None else stream.push(output.text, is_last=True)
+        choice = {
+            "message": {**whole_message(delta), "refusal": None},
+            "logprobs": self._logprobs(output.logprobs or LogprobRows()) if self._body.logprobs else None,
+            "finish_reason": self._conversation.finish_reason(index, output.finish_reason),
+        }
+        return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
+
+    # ---- streamed ----
+
+    def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
+        if index not in self._begun:
+            self._begun.add(index)
+            return self._first_event(index, usage) + self.event(index, delta, rows, usage)
+        if self._is_plain and delta.text and delta.finish_reason is None:
+            return self._choices.text_event(index, delta.text, usage)
+        return self._choices.events(
+            index,
+            self._content(index, delta.text, delta.finish_reason is not None),
+            usage,
+            reason=self._conversation.finish_reason(index, delta.finish_reason),
+            logprobs=self._logprobs(rows) if self._body.logprobs and delta.token_ids else None,
+            token_ids=delta.token_ids if self._body.return_token_ids else None,
+        )
+
+    def _first_event(self, index: int, usage: bytes) -> bytes:
+        event = self._choices.event(index, b'{"role":"assistant","content":""}', usage)
+        if self._body.return_token_ids:
+            prompt = encode_json(self._conversation.prompt)
+            event = event.removesuffix(b"}\n\n") + b',"prompt_token_ids":' + prompt + b"}\n\n"
         return event
 
-    def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        stream = self._tool_streams[index]
-        delta = {"content": output.text} if stream is None else stream.push(output.text, is_last=True)
-        return {"message": {**whole_message(delta), "refusal": None}}
+    def _content(self, index: int, text: str, is_last: bool) -> bytes:
+        if (stream := self._conversation.streams[index]) is not None:
+            return encode_json(stream.push(text, is_last))
+        return b'{"content":' + encode_json(text) + b"}" if text else b"{}"
 
-    def _deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """What the only choice adds with this text, in the order in which the model wrote it."""
-        [stream] = self._tool_streams
-        return [{"content": text}] if stream is None else stream.push_in_order(text, is_last)
+    # ---- both ----
 
-    def _delta_content(self, index: int, delta: Delta) -> bytes:
-        stream = self._tool_streams[index]
-        if stream is None:  # true for nearly all tokens
-            return b'{"content":' + encode_json(delta.text) + b"}" if delta.text else b"{}"
-        return encode_json(stream.push(delta.text, is_last=delta.finish_reason is not None))
-
-    def _logprobs(
-        self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: LogprobRows
-    ) -> dict[str, Any]:
-        make = partial(chat_row, self._service.tokenizer, self.body.top_logprobs or 0)
-        return {"content": Rows(rows, make), "refusal": None}
-
-    def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        stream = self._tool_streams[index]
-        return "tool_calls" if reason == FinishReason.STOP and stream is not None and stream.num_calls else reason
+    def _logprobs(self, rows: LogprobRows) -> dict[str, Any]:
+        return {
+            "content": Rows(rows, partial(chat_row, self._tokenizer, self._body.top_logprobs or 0)),
+            "refusal": None,
+        }

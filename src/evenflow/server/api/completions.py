@@ -2,163 +2,181 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from evenflow.core.logprobs import LogprobRows
-from evenflow.core.request import Request
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.model.text.tokenizer import InfillTokens, StreamDecoder
 from evenflow.server.access import Caller
+from evenflow.server.api.choices import Choices
+from evenflow.server.api.formats import failed_stream
+from evenflow.server.api.job import Job, ResponseSize
 from evenflow.server.api.json_pieces import encode_json
-from evenflow.server.api.logprobs import TextOffsets, completion_logprobs
+from evenflow.server.api.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from evenflow.server.api.request_models import CompletionBody, as_batch
-from evenflow.server.api.response_size import written_bytes
-from evenflow.server.api.response_writer import ResponseWriter
 from evenflow.server.api.service import ModelService
+from evenflow.server.engine.served_engine import Prepared
 from evenflow.server.errors import ApiError
 
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionWriter(ResponseWriter[CompletionBody]):
-    """Writes the response to one completion request, which may hold several prompts."""
+class CompletionFormat:
+    """One completion request, which may hold several prompts."""
 
-    _ID_PREFIX = "cmpl-"
-    _DELTA_NAME = b"text"
-    _NO_CONTENT = b'""'
+    failure_events = staticmethod(failed_stream)
 
     def __init__(self, service: ModelService, body: CompletionBody, caller: Caller) -> None:
         self._prompts = as_batch(body.prompt)
-        super().__init__(service, body, caller, "text_completion", num_prompts=len(self._prompts))
-        self.grammar = body.grammar
+        self.job = Job.of_choices(service, body, caller, id_prefix="cmpl-", num_prompts=len(self._prompts))
+        self.job.grammar = body.grammar
+        self._body = body
+        self._tokenizer = service.tokenizer
+        self._choices = Choices(self.job, "text_completion", b"text", b'""')
+        self.last_events = self._choices.last_events
         self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        self._is_text_changed = body.echo or not self._max_tokens
+        self.job.shows_output = self._max_tokens > 0
+        self._is_plain = not (body.echo or body.return_token_ids or body.logprobs is not None) and self._max_tokens > 0
         self._echoed_prompts: list[str] = []
         self._scored: list[RequestOutput] = []  # the first of each prompt's, of a whole response
-        self._prompt_rows: dict[int, object] = {}  # by prompt, for all its choices
         self._text_offsets: dict[int, TextOffsets] = {}
         self._begun: set[int] = set()  # choices whose first event is written: outputs grow meanwhile, and cannot say
 
-    def prepare(self, rendered: str) -> list[Request]:
-        body, service = self.body, self._service
+    # ---- the prompts ----
+
+    def template_question(self) -> None:
+        """No template is used."""
+
+    def prepare(self, rendered: str) -> list[Prepared]:
+        body, service = self._body, self.job.service
         prompts: list[list[int]] = []
         for prompt in self._prompts:
             whole = self._prompt(prompt)
-            token_ids = self._truncated(whole, body.max_tokens)
+            token_ids = self.job.truncated(whole, body.max_tokens)
             service.check_length(len(token_ids), body.max_tokens, "prompt")
             prompts.append(token_ids)
             if body.echo:
-                text = prompt if isinstance(prompt, str) and token_ids is whole else service.tokenizer.decode(token_ids)
+                text = prompt if isinstance(prompt, str) and token_ids is whole else self._tokenizer.decode(token_ids)
                 self._echoed_prompts.append(text)
-        self._check_size([len(token_ids) for token_ids in prompts], self._max_tokens)
-        requests: list[Request] = []
+        self._size().check(sum(map(len, prompts)), self._max_tokens)
+        requests: list[Prepared] = []
         for token_ids in prompts:
-            requests += self._requests(token_ids, max(self._max_tokens, 1), first_index=len(requests))
+            requests += self.job.requests(body, token_ids, max(self._max_tokens, 1), first_index=len(requests))
         return requests
 
-    def _prompt_bytes(self, num_tokens: int) -> int:
-        """Each choice repeats what is asked for."""
-        per_token = self._prompt_row_bytes() + self._sizes.token_id * bool(self.body.return_token_ids)
-        if self.body.echo:
-            per_token += self._token_bytes()
-        return num_tokens * per_token * self.body.num_choices
-
-    def _token_bytes(self) -> int:
-        row = 0 if self.body.logprobs is None else self._sizes.completion_row(self.body.logprobs)
-        return self._sizes.plain + row + self._sizes.token_id * bool(self.body.return_token_ids)
+    def _size(self) -> ResponseSize:
+        """Each choice repeats what is asked for of its prompt."""
+        body, sizes = self._body, self.job.service.token_sizes
+        token_id = sizes.token_id * bool(body.return_token_ids)
+        per_token = sizes.plain + sizes.completion_row(body.logprobs) + token_id
+        prompt_row = sizes.prompt_row(body.prompt_logprobs, self.job.service.client.limits.vocab_size)
+        per_prompt_token = prompt_row + token_id + per_token * bool(body.echo)
+        per_step = 0 if body.stream else self.job.num_choices * per_token
+        return ResponseSize(self.job, per_prompt_token=per_prompt_token * body.num_choices, per_step=per_step)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
-        if self.body.suffix:
-            return self._infill_prompt(prompt, self.body.suffix)
-        return self._encode(prompt, "prompt", self.body.add_special_tokens)
+        if self._body.suffix:
+            return self._infill_prompt(prompt, self._body.suffix)
+        return self.job.encode(prompt, "prompt", self._body.add_special_tokens)
 
     def _infill_prompt(self, prompt: str | list[int], suffix: str) -> list[int]:
-        service, tokenizer = self._service, self._service.tokenizer
+        tokenizer = self._tokenizer
         if (tokens := InfillTokens.of(tokenizer)) is None:
             message = "suffix: this model was not trained to fill in text before one; leave it out."
             raise ApiError(400, message, param="suffix", code="unsupported_parameter")
         for text in (prompt, suffix):
             if isinstance(text, str):
-                service.check_prompt(text, "prompt")
+                self.job.service.check_prompt(text, "prompt")
         before = tokenizer.encode_inside(prompt) if isinstance(prompt, str) else prompt
-        starts = tokenizer.encode("")[:1] if self.body.add_special_tokens is not False else []
+        starts = tokenizer.encode("")[:1] if self._body.add_special_tokens is not False else []
         first = [token for token in starts if token == tokenizer.bos_token_id]
         return first + tokens.prompt(before, tokenizer.encode_inside(suffix))
 
-    def _returned(self, outputs: Sequence[RequestOutput]) -> Sequence[int]:
-        """Of each prompt's outputs the likeliest per token, the best first."""
-        num_generated, num_returned = self.body.num_choices, self.body.num_returned
-        if num_generated == num_returned:
-            return super()._returned(outputs)
-        prompts = [range(first, first + num_generated) for first in range(0, len(outputs), num_generated)]
-        best_first = [sorted(indexes, key=lambda index: -_mean_logprob(outputs[index])) for indexes in prompts]
-        return [index for indexes in best_first for index in indexes[:num_returned]]
+    # ---- whole ----
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        self._scored = list(outputs[:: self.body.num_choices])
-        return super().response(outputs, usage)
+        self._scored = list(outputs[:: self._body.num_choices])
+        return self._choices.whole(self._whole_choices(outputs), usage)
 
-    def num_completion_tokens(self, output: RequestOutput) -> int:
-        return min(len(output.token_ids), self._max_tokens)
+    def _whole_choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """Of each prompt's outputs the likeliest per token, the best first."""
+        body, num_generated = self._body, self._body.num_choices
+        for number, scored in enumerate(self._scored):
+            indexes: Sequence[int] = range(number * num_generated, (number + 1) * num_generated)
+            if num_generated > body.num_returned:
+                best_first = sorted(indexes, key=lambda index: -_mean_logprob(outputs[index]))
+                indexes = best_first[: body.num_returned]
+            shared = self._prompt_fields(scored)
+            for index in indexes:
+                yield self._whole_choice(index, outputs[index], shared)
 
-    def _content(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": self._text(index, output.text, is_first=True)}
-        if self.body.prompt_logprobs is not None:
-            content["prompt_logprobs"] = self._shared_prompt_logprobs(index, self.body.prompt_logprobs)
-        if self.body.return_token_ids:
-            content["prompt_token_ids"] = output.prompt_token_ids
-        return content
+    def _prompt_fields(self, scored: RequestOutput) -> dict[str, Any]:
+        """Of all choices of a prompt."""
+        fields: dict[str, Any] = {}
+        if (num_top := self._body.prompt_logprobs) is not None:
+            rows, is_shared = scored.prompt_logprobs or (), self._body.num_returned > 1
+            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, rows, num_top, is_shared=is_shared)
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = scored.prompt_token_ids
+        return fields
 
-    def _shared_prompt_logprobs(self, index: int, num_top: int) -> object:
-        number = index // self.body.num_choices
-        if number not in self._prompt_rows:
-            self._prompt_rows[number] = self._prompt_logprobs(self._scored[number], num_top, self.body.num_returned)
-        return self._prompt_rows[number]
+    def _whole_choice(self, index: int, output: RequestOutput, shared: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            logprobs = self._logprobs(index, output, output.token_ids, output.logprobs or LogprobRows())
+        choice = {
+            "text": self._text(index, output.text, is_first=True),
+            **shared,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(output.finish_reason),
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = output.token_ids[: self._max_tokens]
+        return choice
 
-    def event_bytes(self, delta: Delta, rows: LogprobRows) -> int:
-        """The first one of an echo has the prompt's too."""
-        is_first = len(rows) == len(delta.output.token_ids)
-        return written_bytes(rows, delta.output.prompt_logprobs if is_first else None)
+    # ---- streamed ----
 
     def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
-        event = super().event(index, delta, rows, usage)
-        if delta.token_ids:
+        if self._is_plain and delta.text and delta.finish_reason is None:
+            return self._choices.text_event(index, delta.text, usage)
+        is_first = bool(delta.token_ids) and index not in self._begun
+        logprobs = token_ids = None
+        if self._body.logprobs is not None and delta.token_ids:
+            logprobs = self._logprobs(index, delta.output, delta.token_ids, rows)
+        if self._body.return_token_ids:
+            token_ids = delta.token_ids if self._max_tokens else ()
+        if is_first:
             self._begun.add(index)
-        return event
+        return self._choices.events(
+            index,
+            encode_json(self._text(index, delta.text, is_first)),
+            usage,
+            reason=self._finish_reason(delta.finish_reason),
+            logprobs=logprobs,
+            token_ids=token_ids,
+            prompt_token_ids=delta.output.prompt_token_ids if is_first and self._body.return_token_ids else None,
+        )
 
-    def _is_first(self, index: int, delta: Delta) -> bool:
-        return bool(delta.token_ids) and index not in self._begun
-
-    def _delta_content(self, index: int, delta: Delta) -> bytes:
-        text = delta.text
-        if self._is_text_changed:
-            text = self._text(index, text, is_first=self._is_first(index, delta))
-        return encode_json(text)
-
-    def _token_ids(self, index: int, delta: Delta) -> bytes:
-        fields = b',"token_ids":' + encode_json(delta.token_ids if self._max_tokens else ())
-        if self._is_first(index, delta):
-            fields += b',"prompt_token_ids":' + encode_json(delta.output.prompt_token_ids)
-        return fields
+    # ---- both ----
 
     def _text(self, index: int, text: str, is_first: bool) -> str:
         text = text if self._max_tokens else ""
-        return self._echoed_prompts[index // self.body.num_choices] + text if self.body.echo and is_first else text
+        return self._echoed_prompts[index // self._body.num_choices] + text if self._body.echo and is_first else text
 
-    def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        return reason if self._max_tokens else "length"
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return reason if self._max_tokens or reason is None else "length"
 
     def _logprobs(
         self, index: int, output: RequestOutput, token_ids: Sequence[int], rows: LogprobRows
     ) -> dict[str, Any]:
         """Of the last output tokens, after the prompt's if it is echoed and they are the first."""
-        tokenizer, prompt_ids = self._service.tokenizer, output.prompt_token_ids
+        tokenizer, prompt_ids = self._tokenizer, output.prompt_token_ids
         all_ids: list[int] = []
         all_rows = LogprobRows()
         text_offsets: list[int] = []
-        if self.body.echo and index not in self._begun:
-            scored = self._scored[index // self.body.num_choices] if self._scored else output
+        if self._body.echo and index not in self._begun:
+            scored = self._scored[index // self._body.num_choices] if self._scored else output
             all_ids += prompt_ids
             all_rows.extend(scored.prompt_logprobs or LogprobRows())
             text_offsets += TextOffsets(StreamDecoder(tokenizer)).take(prompt_ids)
@@ -169,7 +187,7 @@ class CompletionWriter(ResponseWriter[CompletionBody]):
                 start = len(self._text(index, "", is_first=True))
                 self._text_offsets[index] = TextOffsets(tokenizer.stream_decoder(prompt_ids), start)
             text_offsets += self._text_offsets[index].take(token_ids)
-        return completion_logprobs(tokenizer, all_ids, all_rows, self.body.logprobs or 0, text_offsets)
+        return completion_logprobs(tokenizer, all_ids, all_rows, self._body.logprobs or 0, text_offsets)
 
 
 def _mean_logprob(output: RequestOutput) -> float:

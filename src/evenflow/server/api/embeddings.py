@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from evenflow.core.request import Request, SamplingParams
+from evenflow.core.request import SamplingParams
 from evenflow.engine.outputs import RequestOutput
 from evenflow.server.access import Caller
+from evenflow.server.api.job import Job
 from evenflow.server.api.json_pieces import Rows, encode_json
 from evenflow.server.api.request_models import MAX_INT, EngineBody, Text, TokenIds, as_batch
-from evenflow.server.api.request_writer import RequestWriter
 from evenflow.server.api.service import ModelService
+from evenflow.server.engine.served_engine import Prepared
 from evenflow.server.errors import ApiError
 
 MAX_INPUTS = 2048  # as with OpenAI
@@ -45,35 +46,38 @@ class EmbeddingsBody(EngineBody):
     add_special_tokens: bool | None = Field(None, description="Add the model's special tokens to text.")
 
 
-class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
-    """Writes the embeddings of one request's inputs."""
-
-    _ID_PREFIX = "embd-"
+class EmbeddingsFormat:
+    """The embeddings of one request's inputs."""
 
     def __init__(self, service: ModelService, body: EmbeddingsBody, caller: Caller) -> None:
         if service.pooling is None:
             advice = "Start it with --pooling last or --pooling mean, as the model was trained"
             raise ApiError(501, f"This server gives no embeddings. {advice}.", code="pooling_required")
+        self._body = body
         self._prompts = as_batch(body.input)
         # A long batch runs part by part: it must not need more room than its caller ever has.
         most = min(service.gate.limits.max_n, service.gate.max_tenant_running)
-        super().__init__(service, body, caller, min(len(self._prompts), most))
+        self.job = Job(service, body, caller, id_prefix="embd-", num_choices=min(len(self._prompts), most))
         self._sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, **body.targets)
 
-    def prepare(self, rendered: str) -> list[Request]:
+    def template_question(self) -> None:
+        """No template is used."""
+
+    def prepare(self, rendered: str) -> list[Prepared]:
         requests = []
         for index, prompt in enumerate(self._prompts):
-            token_ids = self._truncated(self._encode(prompt, "input", self.body.add_special_tokens), 1)
-            self._service.check_length(len(token_ids), None, "input")
-            requests.append(self._request(token_ids, self._sampling, index if len(self._prompts) > 1 else None))
+            token_ids = self.job.encode(prompt, "input", self._body.add_special_tokens)
+            token_ids = self.job.truncated(token_ids, 1)
+            self.job.service.check_length(len(token_ids), None, "input")
+            requests.append(self.job.request(token_ids, self._sampling, index if len(self._prompts) > 1 else None))
         return requests
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         embeddings = [self._embedding(output) for output in outputs]
         num_values = sum(map(len, embeddings))
-        is_text = self.body.encoding_format != "base64"
+        is_text = self._body.encoding_format != "base64"
         size = num_values * (_TEXT_BYTES if is_text else _BASE64_BYTES)
-        allowed = self._service.gate.limits.max_response_size
+        allowed = self.job.service.gate.limits.max_response_size
         if size > allowed:  # no setting says how many numbers the model gives
             advice = "send fewer inputs" + ", or set encoding_format to base64" * is_text
             message = f"The response may take {size} bytes but this server allows {allowed}: {advice}."
@@ -84,11 +88,11 @@ class EmbeddingsWriter(RequestWriter[EmbeddingsBody]):
             lambda one: {"object": "embedding", "index": one[0], "embedding": encode(one[1])},
         )
         counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
-        return {"object": "list", "data": data, "model": self.model, "usage": counts}
+        return {"object": "list", "data": data, "model": self.job.model, "usage": counts}
 
     def _embedding(self, output: RequestOutput) -> array[float]:
         assert output.embedding is not None, "the engine pools what it is asked to"
-        dimensions = self.body.dimensions
+        dimensions = self._body.dimensions
         return output.embedding if dimensions is None else _shortened(output.embedding, dimensions)
 
 

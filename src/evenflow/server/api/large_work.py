@@ -48,6 +48,24 @@ class LargeWork:
         """Call a function whose work grows with a request's size: at once if that is small, else on a thread."""
         if num_bytes <= SMALL_BYTES:
             return function(*args, **options)
+        return await self._in_turn(client, function, *args, **options)
+
+    async def run_on_thread(
+        self,
+        num_bytes: int,
+        client: str,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Result:
+        """The same, but never on the event loop: a small text may take long to tokenize."""
+        if num_bytes <= SMALL_BYTES:
+            return await asyncio.to_thread(function, *args, **options)
+        return await self._in_turn(client, function, *args, **options)
+
+    async def _in_turn(
+        self, client: str, function: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Result:
         async with self._jobs.slot(client):
             call = self._threads.submit(function, *args, **options)
             return await asyncio.wrap_future(call)

@@ -9,7 +9,8 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from evenflow.server.api.json_size import count_values
-from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
+from evenflow.server.api.large_work import SMALL_BYTES
+from evenflow.server.api.service import Service
 from evenflow.server.errors import ApiError, invalid_body
 
 MAX_VALUES = 1 << 18  # in one body: parsing that many takes a tenth of a second and 20 MB
@@ -19,15 +20,17 @@ _MAX_DIGITS = 20  # of a size: Python converts very long numbers slowly
 BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[BodyType], max_bytes: int, work: LargeWork) -> tuple[BodyType, int]:
+async def read_body(
+    request: Request, service: Service, kind: type[BodyType], max_bytes: int = 0
+) -> tuple[BodyType, int]:
     """The body as `kind` and its size, or an ApiError that says what is wrong with it."""
     # Browsers send other types across origins without a preflight request.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(415, f"Got Content-Type {content_type!r} but expected application/json.")
-    client = request.state.caller.client
+    client, work = request.state.caller.client, service.large_work
     async with work.body(client) if may_be_large(request) else nullcontext():
-        content = await read_bytes(request, max_bytes)
+        content = await read_bytes(request, max_bytes or service.gate.limits.max_body_bytes)
         return await work.run(len(content), client, _parse, kind, content), len(content)
 
 

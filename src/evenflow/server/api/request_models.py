@@ -19,7 +19,7 @@ from evenflow.errors import InvalidRequest
 from evenflow.model.text.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
 from evenflow.server.api.token_fields import TokenFields, TokenId
-from evenflow.server.api.tools import ToolFields, Tools
+from evenflow.server.api.tools import TemplateFields, ToolFields
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -138,6 +138,11 @@ class EngineBody(StrictModel, ServiceFields):
         """To generate per prompt."""
         return 1
 
+    @property
+    def streaming(self) -> StreamOptions | None:
+        """How to stream; None asks for one whole response."""
+        return None
+
 
 class GenerationBody(EngineBody, GrammarFields, TokenFields):
     """The fields that chats and completions share."""
@@ -183,7 +188,6 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
 
     @property
     def streaming(self) -> StreamOptions | None:
-        """How to stream; None asks for one whole response."""
         return (self.stream_options or StreamOptions()) if self.stream else None
 
     def check_size(self, num_choices: int) -> None:
@@ -319,9 +323,6 @@ class ChatBody(GenerationBody, ToolFields):
     )
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
-    continue_final_message: bool | None = Field(None, description="Continue the last message, the assistant's.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="For chat templates that take it; none also sets enable_thinking to false."
     )
@@ -344,7 +345,7 @@ class ChatBody(GenerationBody, ToolFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        given = self.chat_template_kwargs or {}
+        given = super().template_variables
         if self.reasoning_effort is None:
             return given
         implied: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
@@ -367,18 +368,14 @@ class ChatBody(GenerationBody, ToolFields):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeBody(StrictModel):
+class TokenizeBody(StrictModel, TemplateFields):
     """POST /tokenize: a text, or a conversation rendered by the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: Tools | None = Field(None, description="That the conversation offers to the model.")
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_one_of(self) -> TokenizeBody:

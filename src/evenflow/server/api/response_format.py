@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from evenflow.core.grammar import Grammar
 from evenflow.errors import InvalidRequest
 
 MAX_CHOICES = 4096
+_MAX_QUOTED = 100  # characters of a type
 
 Choice = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
@@ -32,6 +33,20 @@ class StrictModel(BaseModel):
     """Takes JSON types as they are ("1" is not a number, 1 is not a boolean) and no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def of_types(*known: str, hint: str = "", default: str | None = None) -> BeforeValidator:
+    """Names an object's unknown type; a union's own error would list types of Python. `default`: without a type."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, dict):
+            raise ValueError("expected an object")
+        kind = default if value.get("type") is None else value["type"]
+        if kind not in known:
+            raise ValueError(f"got type {repr(kind)[:_MAX_QUOTED]} but expected {', '.join(map(repr, known))}{hint}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class TextFormat(StrictModel):

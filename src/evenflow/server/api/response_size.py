@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from evenflow.core.logprobs import LogprobRows
-from evenflow.engine.outputs import RequestOutput
+from evenflow.core.request import ALL_LOGPROBS
+from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api.json_pieces import encode_json
 
@@ -46,16 +47,23 @@ class TokenSizes:
     def token_id(self) -> int:
         return _ID_BYTES
 
-    def completion_row(self, num_top: int) -> int:
-        """With the logprobs of a completion."""
+    def completion_row(self, num_top: int | None) -> int:
+        """With the logprobs of a completion, if any."""
+        if num_top is None:
+            return 0
         return (num_top + 2) * (self.text + 4) + (num_top + 2) * _LOGPROB_BYTES + _ID_BYTES
 
-    def chat_row(self, num_top: int) -> int:
+    def chat_row(self, num_top: int | None) -> int:
+        if num_top is None:
+            return 0
         entry = self.text + _BYTE_NUMBER * self._tokenizer.longest_token_bytes + _LOGPROB_BYTES + _ENTRY_NAMES
         return (num_top + 1) * entry
 
-    def prompt_row(self, num_top: int) -> int:
-        """With `prompt_logprobs`."""
+    def prompt_row(self, num_top: int | None, vocab_size: int) -> int:
+        """With `prompt_logprobs`, if any."""
+        if num_top is None:
+            return 0
+        num_top = vocab_size if num_top == ALL_LOGPROBS else num_top
         return (num_top + 1) * (self.text + _LOGPROB_BYTES + _ENTRY_NAMES)
 
 
@@ -74,3 +82,10 @@ def held_bytes(outputs: Iterable[RequestOutput]) -> int:
         + (0 if output.embedding is None else output.embedding.itemsize * len(output.embedding))
         for output in outputs
     )
+
+
+def event_bytes(delta: Delta, rows: LogprobRows) -> int:
+    """About what an event with these logprobs takes: the first may have the prompt's too, the last repeat all."""
+    num_tokens = len(delta.output.token_ids)
+    num_times = 1 if delta.finish_reason is None else num_tokens // max(1, len(rows))
+    return num_times * written_bytes(rows, delta.output.prompt_logprobs if len(rows) == num_tokens else None)

@@ -10,11 +10,11 @@ from evenflow import __version__
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.server.access import require_admin
 from evenflow.server.api import response_models as models
-from evenflow.server.api.chat import ChatWriter, encode_rendered, template_question
-from evenflow.server.api.completions import CompletionWriter
-from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter
+from evenflow.server.api.chat import ChatFormat
+from evenflow.server.api.completions import CompletionFormat
+from evenflow.server.api.conversation import encode_rendered, template_question
+from evenflow.server.api.embeddings import EmbeddingsBody, EmbeddingsFormat
 from evenflow.server.api.engine_response import EngineResponse
-from evenflow.server.api.generation_response import GenerationResponse
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import token_text
 from evenflow.server.api.openapi import described
@@ -44,7 +44,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Completion, body=CompletionBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        return await GenerationResponse.to(request, service, CompletionBody, CompletionWriter)
+        return await EngineResponse.to(request, service, CompletionBody, CompletionFormat)
 
     @routes.post(
         "/v1/chat/completions",
@@ -52,7 +52,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.ChatCompletion, body=ChatBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        return await GenerationResponse.to(request, service, ChatBody, ChatWriter)
+        return await EngineResponse.to(request, service, ChatBody, ChatFormat)
 
     @routes.post(
         "/v1/embeddings",
@@ -60,7 +60,7 @@ def generation_routes(service: ModelService) -> APIRouter:
         **described(models.Embeddings, body=EmbeddingsBody, errors=(*GENERATION_ERRORS, 501)),
     )
     async def embeddings(request: Request) -> Response:
-        return await EngineResponse.to(request, service, EmbeddingsBody, EmbeddingsWriter)
+        return await EngineResponse.to(request, service, EmbeddingsBody, EmbeddingsFormat)
 
     @routes.post("/v1/rerank", include_in_schema=False)
     async def rerank() -> Response:
@@ -101,7 +101,6 @@ def health_routes(service: Service) -> APIRouter:
 def model_routes(service: ModelService) -> APIRouter:
     """The model and its tokenizer."""
     routes = APIRouter()
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
     engine = service.client
 
     def model_card(name: str) -> dict[str, object]:
@@ -125,20 +124,17 @@ def model_routes(service: ModelService) -> APIRouter:
         "/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=BUSY_ERRORS)
     )
     async def tokenize(request: Request) -> Response:
-        body, num_bytes = await read_body(request, TokenizeBody, max_bytes, work)
+        body, num_bytes = await read_body(request, service, TokenizeBody)
         service.model_name(body.model)
-        rendered = ""
-        if body.messages is not None:
-            client = request.state.caller.client
-            question = await work.run(num_bytes, client, _template_question, service, body)
-            rendered = await service.templates.render(question, client)
-        return await service.in_turn(request.state.caller, num_bytes, _tokenize, service, body, rendered)
+        caller = request.state.caller
+        rendered = await service.render(num_bytes, caller.client, _template_question, service, body)
+        return await service.in_turn(caller, num_bytes, _tokenize, service, body, rendered)
 
     @routes.post(
         "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=BUSY_ERRORS)
     )
     async def detokenize(request: Request) -> Response:
-        body, num_bytes = await read_body(request, DetokenizeBody, max_bytes, work)
+        body, num_bytes = await read_body(request, service, DetokenizeBody)
         service.model_name(body.model)
         return await service.in_turn(request.state.caller, num_bytes, _detokenize, service, body)
 
@@ -148,7 +144,7 @@ def model_routes(service: ModelService) -> APIRouter:
 def target_routes(service: Service) -> APIRouter:
     """The latency target, which can be changed while the server runs."""
     routes = APIRouter()
-    client, work = service.client, service.large_work
+    client = service.client
 
     @routes.get("/v1/target", summary="The latency target", **described(models.CurrentTarget))
     async def get_target() -> Response:
@@ -161,7 +157,7 @@ def target_routes(service: Service) -> APIRouter:
     )
     async def put_target(request: Request) -> Response:
         require_admin(request.state.caller)
-        body, _ = await read_body(request, TargetBody, _MAX_TARGET_BYTES, work)
+        body, _ = await read_body(request, service, TargetBody, _MAX_TARGET_BYTES)
         client.set_target(body.tbt_target, body.paced)
         logger.info("The policy is now %s.", client.policy or NO_TARGET)
         return _json(_target(client))
@@ -179,15 +175,11 @@ def _target(client: SupervisedEngine) -> dict[str, object]:
     }
 
 
-def _template_question(service: ModelService, body: TokenizeBody) -> bytes:
-    return template_question(
-        service,
-        body.messages or (),
-        tools=[tool.for_template() for tool in body.tools or ()] or None,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-    )
+def _template_question(service: ModelService, body: TokenizeBody) -> bytes | None:
+    if body.messages is None:
+        return None
+    tools = [tool.for_template() for tool in body.tools or ()] or None
+    return template_question(service, body, body.messages, tools)
 
 
 def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sys
 import time
@@ -17,7 +16,7 @@ from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import Caller
 from evenflow.server.api.grammar_gate import GrammarGate
-from evenflow.server.api.large_work import SMALL_BYTES, LargeWork
+from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.response_size import TokenSizes
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.engine.served_engine import ServedEngine
@@ -81,9 +80,19 @@ class ModelService(Service):
     ) -> Result:
         """Through the gate, like a generation, and on a thread: for work of a prompt's size."""
         with self.gate.enter(caller.limited_as(""), 1):
-            if num_bytes <= SMALL_BYTES:
-                return await asyncio.to_thread(respond, *args, **options)
-            return await self.large_work.run(num_bytes, caller.client, respond, *args, **options)
+            return await self.large_work.run_on_thread(num_bytes, caller.client, respond, *args, **options)
+
+    async def render(
+        self,
+        num_bytes: int,
+        client: str,
+        make_question: Callable[Arguments, bytes | None],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> str:
+        """What the chat template makes of a conversation; empty if the question is None."""
+        question = await self.large_work.run(num_bytes, client, make_question, *args, **options)
+        return "" if question is None else await self.templates.render(question, client)
 
     def model_name(self, requested: str | None) -> str:
         """The name for the response; a 404 if no such model is served."""

@@ -27,6 +27,7 @@ from evenflow.server.api.response_format import StrictModel
 from evenflow.server.api.tool_stream import ToolStream
 
 MAX_TOOLS = 128
+CLIENTS_TOOLS = "; this server has only the client's own tools"
 _MAX_PARALLEL_CALLS = 16  # without a limit, some models never stop
 
 _AROUND_CALLS = {  # before the first call, between two, after the last; Llama's models make one call at a time
@@ -83,10 +84,26 @@ class ToolUse:
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class ToolFields(BaseModel):
+class TemplateFields(BaseModel):
+    """How a conversation becomes a prompt."""
+
+    tools: Tools | None = Field(None, description="That the conversation offers to the model.")
+    add_generation_prompt: bool | None = Field(None, description="Let the template start the assistant's turn.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message, the assistant's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the model's chat template.")
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        variables = self.chat_template_kwargs or {}
+        for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "protected"):
+            if name in variables:
+                raise InvalidRequest(f"Got {name!r} in chat_template_kwargs but it has a field of its own.")
+        return variables
+
+
+class ToolFields(TemplateFields):
     """For chats."""
 
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
         None, description="By default 'auto' if there are tools: the model decides."
     )

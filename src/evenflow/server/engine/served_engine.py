@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
@@ -17,7 +18,7 @@ from evenflow.core.request import Request, SamplingParams
 from evenflow.core.service_classes import Classes
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
-from evenflow.engine.messages import Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
+from evenflow.engine.messages import Add, Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
 from evenflow.engine.outputs import TextCodec
 from evenflow.engine.watchdog import Cell, is_overdue
 from evenflow.errors import EngineFailed, EvenflowError
@@ -33,6 +34,13 @@ logger = logging.getLogger("evenflow")
 _EXIT_TIMEOUT_S = 5.0
 _CHECK_S = 0.5
 _MAX_IDLE_CHECKS = 20  # in a row, of an engine that does nothing with requests open
+
+
+class Prepared(NamedTuple):
+    """A request that has been checked, tokenised, hashed and encoded."""
+
+    request: Request
+    command: Add  # what is sent for it
 
 
 class ServedEngine(SupervisedEngine):
@@ -83,10 +91,10 @@ class ServedEngine(SupervisedEngine):
         tenant: str = "",
         cache_salt: str | None = None,
         service_class: str | None = None,
-    ) -> Request:
-        """Check, tokenise and hash a request, on any thread."""
+    ) -> Prepared:
+        """Check, tokenise, hash and encode a request, on any thread."""
         assert self._intake is not None
-        return self._intake.prepare(
+        request = self._intake.prepare(
             prompt,
             sampling,
             policy=self.policy,
@@ -95,10 +103,11 @@ class ServedEngine(SupervisedEngine):
             cache_salt=cache_salt,
             service_class=service_class,
         )
+        return Prepared(request, Add.encoded(request))
 
     def submit(
         self,
-        request: Request,
+        prepared: Prepared,
         *,
         caller: Caller,
         tenant: str = "",
@@ -113,6 +122,7 @@ class ServedEngine(SupervisedEngine):
         """
         if not self.is_up:
             raise self.failure
+        request = prepared.request
         sizes = request.num_prompt_tokens, request.sampling.max_tokens
         record = ServedRequest(
             request.id,
@@ -124,7 +134,7 @@ class ServedEngine(SupervisedEngine):
             model=model,
             service_class=request.service_class,
         )
-        stream = self._client.submit(request, is_shown)
+        stream = self._client.submit(request, is_shown, command=prepared.command)
         self._observer.on_request_started(record, num_choices)
         return stream
 

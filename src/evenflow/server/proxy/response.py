@@ -25,8 +25,8 @@ from evenflow.errors import EngineFailed, EvenflowError
 from evenflow.hosts.launch import HostLaunch
 from evenflow.server.access import Caller, require_admin
 from evenflow.server.api.engine_response import client_disconnected
+from evenflow.server.api.formats import failed_stream
 from evenflow.server.api.request_body import may_be_large, read_bytes
-from evenflow.server.api.response_writer import failed_stream
 from evenflow.server.api.service import Service
 from evenflow.server.errors import ApiError, as_api_error
 from evenflow.server.metrics.observer import FiguresFor, Observer

@@ -19,7 +19,6 @@ from evenflow.server.api.messages.request import (
     ToolUseBlock,
 )
 from evenflow.server.api.request_models import ChatBody, ChatMessage, ServiceFields
-from evenflow.server.api.tools import FunctionDefinition, NamedFunction, NamedToolChoice, Tool
 
 # Coding agents put a line with a new hash before their system prompt: no prompt would ever share a prefix with another.
 _BILLING_LINE = "x-anthropic-billing-header:"
@@ -51,17 +50,13 @@ def _choice(choice: MessagesToolChoice | None) -> dict[str, Any]:
     if choice is None:
         return {}
     fields: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-    if choice.name is not None:
-        named = NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
-        return {**fields, "tool_choice": named}
-    return {**fields, "tool_choice": _CHOICES[choice.type]}
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {**fields, "tool_choice": _CHOICES[choice.type] if choice.name is None else named}
 
 
-def _tool(tool: MessagesTool) -> Tool:
-    function = FunctionDefinition(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
-    return Tool(type="function", function=function)
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "strict"}) | {"parameters": tool.input_schema}
+    return {"type": "function", "function": function}
 
 
 def _messages(body: CountTokensBody) -> Iterator[ChatMessage]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from evenflow.server.api.formats import named_event
 from evenflow.server.api.json_pieces import encode_json
-from evenflow.server.api.response_writer import named_event
 
 PING = named_event({"type": "ping"})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from evenflow.server.api.request_models import (
     MAX_INT,
@@ -16,12 +16,11 @@ from evenflow.server.api.request_models import (
     ServiceFields,
     StopText,
 )
-from evenflow.server.api.response_format import StrictModel
-from evenflow.server.api.tools import MAX_TOOLS, FunctionName
+from evenflow.server.api.response_format import StrictModel, of_types
+from evenflow.server.api.tools import CLIENTS_TOOLS, MAX_TOOLS, FunctionName
 
 MAX_BLOCKS = 1024  # of one message
 
-_MAX_NAME = 100  # characters of a type that is quoted
 _NO_EFFECT = "Has no effect."
 
 
@@ -65,20 +64,8 @@ class RedactedThinkingBlock(StrictModel):
     data: str
 
 
-def _of_kinds(*kinds: str) -> BeforeValidator:
-    """Refuses other blocks, such as images, by name. A union's own error would list types of Python."""
-
-    def check(block: object) -> object:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
-            got = "something without a type" if kind is None else f"a block of type {str(kind)[:_MAX_NAME]!r}"
-            raise ValueError(f"got {got} but this server reads only blocks of type {', '.join(kinds)}")
-        return block
-
-    return BeforeValidator(check)
-
-
-PlainBlock = Annotated[TextBlock, _of_kinds("text")]
+_READS_TEXT = "; this server reads only text"
+PlainBlock = Annotated[TextBlock, of_types("text", hint=_READS_TEXT)]
 PlainBlocks = Annotated[list[PlainBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
@@ -96,7 +83,7 @@ Block = Annotated[
         TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
         Field(discriminator="type"),
     ],
-    _of_kinds("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    of_types("text", "tool_use", "tool_result", "thinking", "redacted_thinking", hint=_READS_TEXT),
 ]
 
 _OF_ONE_ROLE = {
@@ -120,14 +107,6 @@ class InputMessage(StrictModel):
             if role != self.role:
                 raise ValueError(f"got a {block.type} block in a message of the {self.role}; only the {role} has them")
         return self
-
-
-def _check_tool_kind(tool: object) -> object:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        got = kind[:_MAX_NAME]
-        raise ValueError(f"got a tool of type {got!r} but this server has only the client's own, with an input_schema")
-    return tool
 
 
 class MessagesTool(_Cacheable):
@@ -186,7 +165,7 @@ class CountTokensBody(StrictModel):
     system: str | PlainBlocks | None = None
     tools: (
         Annotated[
-            list[Annotated[MessagesTool, BeforeValidator(_check_tool_kind)]],
+            list[Annotated[MessagesTool, of_types("custom", default="custom", hint=CLIENTS_TOOLS)]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
-from evenflow.server.api.chat import ChatWriter, encode_rendered
-from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.conversation import Conversation, encode_rendered
+from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.messages import models
 from evenflow.server.api.messages.chat_request import as_chat
+from evenflow.server.api.messages.format import MessagesFormat
 from evenflow.server.api.messages.request import CountTokensBody, MessagesBody
-from evenflow.server.api.messages.writer import MessagesWriter
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
 from evenflow.server.api.routes import BUSY_ERRORS
@@ -21,7 +21,6 @@ from evenflow.server.error_shapes import MESSAGES_PATH, new_request_id
 
 def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
     routes = APIRouter()
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
     errors = (*BUSY_ERRORS, 401) if needs_key else BUSY_ERRORS
 
     @routes.post(
@@ -36,7 +35,7 @@ def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
         ),
     )
     async def messages(request: Request) -> Response:
-        return await GenerationResponse.to(request, service, MessagesBody, MessagesWriter)
+        return await EngineResponse.to(request, service, MessagesBody, MessagesFormat)
 
     @routes.post(
         MESSAGES_PATH + "/count_tokens",
@@ -44,10 +43,9 @@ def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
         **described(models.InputTokens, body=CountTokensBody, errors=errors, error_body=models.MessageErrorBody),
     )
     async def count_tokens(request: Request) -> Response:
-        body, num_bytes = await read_body(request, CountTokensBody, max_bytes, work)
+        body, num_bytes = await read_body(request, service, CountTokensBody)
         caller = request.state.caller
-        question = await work.run(num_bytes, caller.client, _question, service, body, caller)
-        rendered = await service.templates.render(question, caller.client)
+        rendered = await service.render(num_bytes, caller.client, _question, service, body, caller)
         tokens = await service.in_turn(caller, num_bytes, encode_rendered, service, rendered)
         content, headers = encode_json({"input_tokens": len(tokens)}), {"request-id": new_request_id()}
         return Response(content, headers=headers, media_type="application/json")
@@ -57,4 +55,4 @@ def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
 
 def _question(service: ModelService, body: CountTokensBody, caller: Caller) -> bytes:
     """The one that a message with this body would ask the template renderer."""
-    return ChatWriter(service, as_chat(body), caller).template_question()
+    return Conversation(service, as_chat(body), caller, id_prefix="msg_").template_question()

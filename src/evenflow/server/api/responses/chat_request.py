@@ -7,7 +7,6 @@ from typing import Any
 
 from evenflow.errors import InvalidRequest
 from evenflow.server.api.request_models import MAX_MESSAGES, ChatBody, ChatMessage, ServiceFields
-from evenflow.server.api.response_format import JsonObjectFormat, JsonSchemaFormat, TextFormat
 from evenflow.server.api.responses.items import FunctionCall, FunctionCallOutput, Item, MessageItem, text_of
 from evenflow.server.api.responses.request import (
     AllowedTools,
@@ -16,9 +15,9 @@ from evenflow.server.api.responses.request import (
     NamedSchemaFormat,
     ResponsesBody,
 )
-from evenflow.server.api.tools import NamedFunction, NamedToolChoice, Tool
 
 _SYSTEM = ("system", "developer")
+_SAME_FIELDS = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", *ServiceFields.model_fields)
 
 
 def chat_request(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
@@ -26,20 +25,15 @@ def chat_request(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     messages = list(_messages(body.instructions, items))
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"Got a conversation of {len(messages)} messages but at most {MAX_MESSAGES} are allowed.")
+    fields = {name: getattr(body, name) for name in _SAME_FIELDS}
+    fields |= {"response_format": _response_format(body), **_tool_fields(body)}
     return ChatBody(
         messages=messages,
-        model=body.model,
-        stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
-        parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        response_format=_response_format(body),
-        **{name: getattr(body, name) for name in ServiceFields.model_fields},
-        **_tool_fields(body),
+        **fields,
     )
 
 
@@ -80,11 +74,11 @@ def _assistant(turn: dict[str, Any]) -> ChatMessage:
     return ChatMessage.model_validate({**turn, "tool_calls": turn["tool_calls"] or None})
 
 
-def _response_format(body: ResponsesBody) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
+def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
     wanted = body.text.format if body.text else None
     if isinstance(wanted, NamedSchemaFormat):
-        return JsonSchemaFormat(type="json_schema", json_schema=wanted.named_schema())
-    return wanted
+        return {"type": wanted.type, "json_schema": wanted.model_dump(by_alias=True, exclude={"type"})}
+    return wanted.model_dump() if wanted else None
 
 
 def _tool_fields(body: ResponsesBody) -> dict[str, Any]:
@@ -92,11 +86,11 @@ def _tool_fields(body: ResponsesBody) -> dict[str, Any]:
     tools: list[FunctionTool] = body.tools or []
     choice: Any = body.tool_choice
     if isinstance(choice, ChosenFunction):
-        choice = NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+        choice = {"type": "function", "function": {"name": choice.name}}
     elif isinstance(choice, AllowedTools):
         names = {allowed.name for allowed in choice.tools}
         if unknown := names - {tool.name for tool in tools}:
             raise InvalidRequest(f"Got {min(unknown)!r} in tool_choice.tools but it is not the name of a tool.")
         tools, choice = [tool for tool in tools if tool.name in names], choice.mode
-    chat_tools = [Tool(type="function", function=tool.definition()) for tool in tools]
+    chat_tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in tools]
     return {"tools": chat_tools or None, "tool_choice": choice}

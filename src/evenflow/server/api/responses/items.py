@@ -6,13 +6,12 @@ Output items of earlier responses are valid input, so fields that only the serve
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from evenflow.server.api.request_models import FEW, MAX_MESSAGES
-from evenflow.server.api.response_format import StrictModel
+from evenflow.server.api.response_format import StrictModel, of_types
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _SET_BY_SERVER = "Has no effect: the server sets it."
@@ -39,28 +38,15 @@ class OutputText(StrictModel):
     logprobs: list[Any] | None = Field(None, description=_SET_BY_SERVER)
 
 
-def _check_type(known: Sequence[str], hint: str, default: str | None = None) -> BeforeValidator:
-    """Name an unknown type; the framework would list its own names of all types."""
-
-    def check(value: object) -> object:
-        if not isinstance(value, dict):
-            raise ValueError("expected an object")
-        if (kind := value.get("type", default)) not in known:
-            raise ValueError(f"got type {kind!r} but expected {', '.join(map(repr, known))}{hint}")
-        return value
-
-    return BeforeValidator(check)
-
-
 def _tag(value: Any) -> str:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None) or "message"
-    return f"<{kind}>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'message'}>"
 
 
 ContentPart = Annotated[
     Annotated[InputText, Tag("<input_text>")] | Annotated[OutputText, Tag("<output_text>")],
     Discriminator(_tag),
-    _check_type(("input_text", "output_text"), "; this server reads only text"),
+    of_types("input_text", "output_text", hint="; this server reads only text"),
 ]
 Content = Annotated[Annotated[str, TEXT_TAG] | Annotated[list[ContentPart], FEW, LIST_TAG], Discriminator(text_or_list)]
 
@@ -117,9 +103,9 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(_tag),
-    _check_type(
-        ("message", "function_call", "function_call_output", "reasoning"),
-        "; send whole items, not references, or use previous_response_id",
+    of_types(
+        *("message", "function_call", "function_call_output", "reasoning"),
+        hint="; send whole items, not references, or use previous_response_id",
         default="message",
     ),
 ]

@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from evenflow.server.api.request_models import FEW, MAX_INT, NumLogprobs, OnlyFalse, ServiceFields
-from evenflow.server.api.response_format import JsonObjectFormat, NamedSchema, StrictModel, TextFormat
+from evenflow.server.api.response_format import JsonObjectFormat, NamedSchema, StrictModel, TextFormat, of_types
 from evenflow.server.api.responses.items import LIST_TAG, TEXT_TAG, Items, text_or_list
-from evenflow.server.api.tools import MAX_TOOLS, FunctionDefinition, FunctionName
+from evenflow.server.api.tools import CLIENTS_TOOLS, MAX_TOOLS, FunctionDefinition, FunctionName
 from evenflow.server.errors import UNSUPPORTED
 
 _NO_EFFECT = "Has no effect."
@@ -28,19 +28,10 @@ def _refused(reason: LiteralString) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _check_tool_type(value: object) -> object:
-    if isinstance(value, dict) and (kind := value.get("type", "function")) != "function":
-        raise ValueError(f"got a tool of type {kind!r} but this server has only tools of type 'function'")
-    return value
-
-
 class FunctionTool(FunctionDefinition):
     """A function that the client runs."""
 
     type: Literal["function"]
-
-    def definition(self) -> FunctionDefinition:
-        return FunctionDefinition(**self.model_dump(exclude={"type"}))
 
 
 class ChosenFunction(StrictModel):
@@ -60,9 +51,6 @@ class NamedSchemaFormat(NamedSchema):
     """JSON that is valid under a schema."""
 
     type: Literal["json_schema"]
-
-    def named_schema(self) -> NamedSchema:
-        return NamedSchema(**self.model_dump(by_alias=True, exclude={"type"}))
 
 
 class TextSettings(StrictModel):
@@ -120,7 +108,7 @@ class ResponsesBody(StrictModel, ServiceFields):
     top_logprobs: NumLogprobs | None = Field(None, description=f"Needs {_LOGPROBS!r} in include.")
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_check_tool_type)]],
+            list[Annotated[FunctionTool, of_types("function", default="function", hint=CLIENTS_TOOLS)]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None

@@ -8,14 +8,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
-from evenflow.server.api.generation_response import GenerationResponse
+from evenflow.server.api.engine_response import EngineResponse
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
+from evenflow.server.api.responses.format import ResponsesFormat
 from evenflow.server.api.responses.models import DeletedResponse, InputItemList, ResponseObject
 from evenflow.server.api.responses.request import ResponsesBody
 from evenflow.server.api.responses.store import ResponseStore, StoredResponse
-from evenflow.server.api.responses.writer import ResponsesWriter
 from evenflow.server.api.routes import GENERATION_ERRORS
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
@@ -27,7 +27,7 @@ _WHY_NOT = "it is not yours, was not stored, was deleted, or later ones took its
 def responses_routes(service: ModelService, store: ResponseStore | None = None) -> APIRouter:
     routes = APIRouter()
     store = ResponseStore() if store is None else store
-    max_bytes, work = service.gate.limits.max_body_bytes, service.large_work
+    work = service.large_work
 
     @routes.post(
         "/v1/responses",
@@ -35,13 +35,13 @@ def responses_routes(service: ModelService, store: ResponseStore | None = None) 
         **described(ResponseObject, body=ResponsesBody, errors=GENERATION_ERRORS, streams=True),
     )
     async def create_response(request: Request) -> Response:
-        body, num_bytes = await read_body(request, ResponsesBody, max_bytes, work)
+        body, num_bytes = await read_body(request, service, ResponsesBody)
         caller = request.state.caller
         previous = _previous(store, body, caller)
         if previous is not None:
             num_bytes += previous.num_bytes
-        writer = await work.run(num_bytes, caller.client, ResponsesWriter, service, store, body, previous, caller)
-        return GenerationResponse(service, writer, num_bytes)
+        form = await work.run(num_bytes, caller.client, ResponsesFormat, service, store, body, previous, caller)
+        return EngineResponse(form, num_bytes, form.job.body.streaming)
 
     @routes.get(
         "/v1/responses/{response_id}", summary="A stored response", **described(ResponseObject, errors=(400, 404))

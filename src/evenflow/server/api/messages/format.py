@@ -10,37 +10,38 @@ from evenflow.core.logprobs import LogprobRows
 from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
-from evenflow.server.api.chat import ChatWriter
+from evenflow.server.api.conversation import Conversation
+from evenflow.server.api.formats import failed_stream, named_event
 from evenflow.server.api.messages.chat_request import as_chat
 from evenflow.server.api.messages.events import PING, BlockEvents
 from evenflow.server.api.messages.request import MessagesBody
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.service import ModelService
 from evenflow.server.error_shapes import new_request_id
 
 _NO_END = {"stop_reason": None, "stop_sequence": None}  # of a message that begins, also if its first token is its last
 
 
-class MessagesWriter(ChatWriter):
-    """Writes one message, whole or as events."""
+class MessagesFormat:
+    """One message, whole or as events."""
 
-    _ID_PREFIX = "msg_"
+    failure_events = staticmethod(failed_stream)
 
     def __init__(self, service: ModelService, body: MessagesBody, caller: Caller) -> None:
-        super().__init__(service, as_chat(body), caller)
-        self.headers = {"request-id": new_request_id()}
+        # As in Anthropic's API, max_tokens may exceed the context, which then ends the output.
+        conversation = Conversation(service, as_chat(body), caller, id_prefix="msg_", ends_with_context=True)
+        self._conversation = conversation
+        self.job = conversation.job
+        self.template_question, self.prepare = conversation.template_question, conversation.prepare
+        self.job.headers = {"request-id": new_request_id()}
         self._asked_tokens = body.max_tokens
         self._has_begun = False
         self._blocks = BlockEvents()
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         [output] = outputs
-        content = [_block(delta) for delta in self._deltas(output.text, is_last=True) if delta.get("content") != ""]
-        return self._envelope(output, content)
-
-    def first_event(self, index: int, usage: bytes) -> bytes:
-        return b""  # it has figures that are known with the first token only: see `event`
+        deltas = self._conversation.deltas(output.text, is_last=True)
+        return self._envelope(output, [_block(delta) for delta in deltas if delta.get("content") != ""])
 
     def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
         parts = []
@@ -49,7 +50,7 @@ class MessagesWriter(ChatWriter):
             message = {**self._envelope(delta.output, []), **_NO_END}
             parts += [named_event({"type": "message_start", "message": message}), PING]
         is_last = delta.finish_reason is not None
-        parts += [self._blocks.delta(new) for new in self._deltas(delta.text, is_last)]
+        parts += [self._blocks.delta(new) for new in self._conversation.deltas(delta.text, is_last)]
         if is_last:
             end = {"type": "message_delta", "delta": self._ending(delta.output), "usage": _usage(delta.output)}
             parts += [self._blocks.stop(), named_event(end), named_event({"type": "message_stop"})]
@@ -58,13 +59,8 @@ class MessagesWriter(ChatWriter):
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
         return b""  # the event of the last delta has them
 
-    def _max_tokens(self, num_prompt_tokens: int) -> int:
-        """As in Anthropic's API, max_tokens may exceed the context, which then ends the output."""
-        self._service.check_length(num_prompt_tokens, None, "messages")
-        return min(self._asked_tokens, self._tokens_that_fit(num_prompt_tokens))
-
     def _envelope(self, output: RequestOutput, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._head["model"]}
+        head = {"id": self.job.id, "type": "message", "role": "assistant", "model": self.job.model}
         return {**head, "content": content, **self._ending(output), "usage": _usage(output)}
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
@@ -78,7 +74,7 @@ class MessagesWriter(ChatWriter):
         if output.finish_reason == FinishReason.LENGTH:
             is_full = len(output.token_ids) < self._asked_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens"
-        return "tool_use" if self._finish_reason(0, output.finish_reason) == "tool_calls" else "end_turn"
+        return "tool_use" if self._conversation.finish_reason(0, output.finish_reason) == "tool_calls" else "end_turn"
 
 
 def _block(delta: dict[str, Any]) -> dict[str, Any]:

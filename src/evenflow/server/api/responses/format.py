@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,13 +15,12 @@ from evenflow.core.request import FinishReason
 from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.errors import InvalidRequest
 from evenflow.server.access import Caller
-from evenflow.server.api.chat import ChatWriter
-from evenflow.server.api.class_choice import served_tier
+from evenflow.server.api.conversation import Conversation
+from evenflow.server.api.formats import named_event
+from evenflow.server.api.job import served_tier
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.logprobs import chat_row
 from evenflow.server.api.request_models import StreamOptions
-from evenflow.server.api.response_size import written_bytes
-from evenflow.server.api.response_writer import named_event
 from evenflow.server.api.responses.chat_request import chat_request
 from evenflow.server.api.responses.items import Item, MessageItem, ReasoningItem, as_stored, read_items
 from evenflow.server.api.responses.output import Event, OutputItems
@@ -30,12 +30,8 @@ from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
 
-class ResponsesWriter(ChatWriter):
-    """Writes one response, and stores it unless the client asked not to."""
-
-    _ID_PREFIX = "resp_"
-    _PROMPT_PARAM = "input"
-    _TIMES_STREAMED = 4  # its last events repeat the text
+class ResponsesFormat:
+    """One response, which is stored unless the client asked not to."""
 
     def __init__(
         self,
@@ -46,20 +42,26 @@ class ResponsesWriter(ChatWriter):
         caller: Caller,
     ) -> None:
         items = _conversation(asked, previous)
-        super().__init__(service, chat_request(asked, items), caller)
+        chat = chat_request(asked, items)
+        # A stream's last events repeat the text.
+        conversation = Conversation(service, chat, caller, id_prefix="resp_", param="input", times_streamed=4)
+        self._conversation = conversation
+        self.job = conversation.job
+        self.template_question, self.prepare = conversation.template_question, conversation.prepare
         self._asked = asked
         self._store = store
+        self._tokenizer = service.tokenizer
+        self._num_top = chat.num_logprobs
         self._output = OutputItems()
+        self._created_at = int(time.time())
         self._reason: str | None = None  # why the output ended
         self._num_events = 0
         self._num_logprob_bytes = 0
         self._items = encode_json([as_stored(item) for item in items]) if asked.is_stored else b""
-        tier = served_tier(asked.service_tier, self.service_class, service.client.classes)
+        tier = served_tier(asked.service_tier, self.job.service_class, service.client.classes)
         self._settings = _settings(asked, tier)
-
-    def _repeated_bytes(self) -> int:
-        """A stream's first events have them twice, its last one again."""
-        return len(encode_json(self._settings)) * (3 if self.body.stream else 1)
+        # A stream's first events have them twice, its last one again.
+        conversation.repeated_bytes = len(encode_json(self._settings)) * (3 if asked.stream else 1)
 
     # ---- whole ----
 
@@ -71,17 +73,14 @@ class ResponsesWriter(ChatWriter):
 
     # ---- streamed ----
 
-    def first_event(self, index: int, usage: bytes) -> bytes:
-        response = self._describe("in_progress")
-        return self._write({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
-
-    def event_bytes(self, delta: Delta, rows: LogprobRows) -> int:
-        """The last one repeats all of them."""
-        num_times = 1 if delta.finish_reason is None else len(delta.output.token_ids) // max(1, len(rows))
-        return num_times * written_bytes(rows)
-
     def event(self, index: int, delta: Delta, rows: LogprobRows, usage: bytes) -> bytes:
-        return self._write(self._take(delta.text, rows, delta.finish_reason))
+        events = self._take(delta.text, rows, delta.finish_reason)
+        return self._write(events if self._num_events else chain(self._first_events(), events))
+
+    def _first_events(self) -> Iterator[Event]:
+        response = self._describe("in_progress")
+        for name in ("created", "in_progress"):
+            yield {"type": f"response.{name}", "response": response}
 
     def last_events(self, options: StreamOptions, usage: dict[str, Any]) -> bytes:
         if self._reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -109,13 +108,13 @@ class ResponsesWriter(ChatWriter):
     def _take(self, text: str, rows: LogprobRows, reason: str | None) -> Iterator[Event]:
         """Add what the model wrote to the output. Its logprobs are kept as JSON, which is far smaller than objects."""
         is_last = reason is not None
-        tokenizer, num_top = self._service.tokenizer, self._num_logprobs
+        tokenizer, num_top = self._tokenizer, self._num_top
         logprobs: Sequence[msgspec.Raw] = ()
         if num_top is not None:
             written = [encode_json(chat_row(tokenizer, num_top, row)) for row in rows]
             self._num_logprob_bytes += sum(map(len, written))
             logprobs = list(map(msgspec.Raw, written))
-        for delta in self._deltas(text, is_last):
+        for delta in self._conversation.deltas(text, is_last):
             yield from self._output.add(delta, logprobs)
             logprobs = ()
         if is_last:
@@ -133,26 +132,26 @@ class ResponsesWriter(ChatWriter):
         )
         if self._asked.is_stored and self._store.may_keep(self._num_logprob_bytes):  # else it is not even written
             stored = StoredResponse(
-                owner=self.caller.client,
-                tenant=self.tenant,
-                share=self.share,
+                owner=self.job.caller.client,
+                tenant=self.job.tenant,
+                share=self.job.share,
                 response=encode_json(response),
                 input_items=self._items,
                 output_items=encode_json(self._output.items),
             )
-            self._store.add(self._id, stored)
+            self._store.add(self.job.id, stored)
         return response
 
     def _describe(self, status: str, **changes: Any) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.job.id,
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": self._created_at,
             "completed_at": None,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._head["model"],
+            "model": self.job.model,
             "output": self._output.items,
             **self._settings,
             "usage": None,
