@@ -43,3 +43,12 @@ def test_an_evaluation_with_a_compiled_model(tmp_path: Path) -> None:
         check=True,
     )
     assert "same answers: yes" in done.stdout
+
+
+def test_a_policy_of_ones_own_is_chosen_by_its_text() -> None:
+    line = [sys.executable, str(EXAMPLES / "own_policy.py")]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    steps = done.stdout.splitlines()
+    assert steps[0].endswith("432 of long"), "the budget of 512, less four prompts of 20"
+    assert steps[1] == "step 1: 4 decodes; prefill: 128 of long"
+    assert steps[8] == "step 8: 2 decodes; prefill: 512 of long"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, PolicySpec
+from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, WHOLE_PROMPTS, PolicySpec
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, check_classes, check_weights
 from evenflow.errors import InvalidConfig
 
@@ -85,7 +85,7 @@ class EngineConfig:
     def chosen_policy(self) -> PolicySpec | None:
         """The policy named by these settings in any form; None: the engine chooses a target."""
         if self.enable_chunked_prefill is False:
-            return PolicySpec("unchunked")
+            return WHOLE_PROMPTS
         if self.spec is None and self.max_num_batched_tokens is not None:
             return PolicySpec("fixed", self.max_num_batched_tokens).bounded(self.max_num_batched_tokens)
         return self.spec
@@ -125,11 +125,11 @@ class EngineConfig:
 
     def _check_chunking(self) -> None:
         spec = self.spec
-        unchunked = spec is not None and spec.name == "unchunked"
+        unchunked = spec is not None and not spec.cuts_prompts
         if self.enable_chunked_prefill is False and spec is not None and not unchunked:
             raise InvalidConfig(f"Got enable_chunked_prefill=False but policy='{spec}' cuts prompts into chunks.")
         if self.enable_chunked_prefill is True and unchunked:
-            raise InvalidConfig("Got enable_chunked_prefill=True but policy='unchunked' never cuts a prompt.")
+            raise InvalidConfig(f"Got enable_chunked_prefill=True but policy='{spec}' never cuts a prompt.")
         if self.long_prefill_token_threshold and (unchunked or self.enable_chunked_prefill is False):
             raise InvalidConfig(
                 f"Got long_prefill_token_threshold={self.long_prefill_token_threshold} but no prompt is cut unchunked."
@@ -149,7 +149,7 @@ class EngineConfig:
             tbt_target=None,
             enable_chunked_prefill=None,
             max_num_batched_tokens=None,
-            long_prefill_token_threshold=0 if spec.name == "unchunked" else self.long_prefill_token_threshold,
+            long_prefill_token_threshold=self.long_prefill_token_threshold if spec.cuts_prompts else 0,
         )
 
     def resolve_policy(self, max_model_len: int) -> PolicySpec:
@@ -158,12 +158,12 @@ class EngineConfig:
         If no setting names one: the fallback without a target.
         """
         spec = self.chosen_policy or DEFAULT_POLICY
-        if spec.name == "unchunked":
+        if not spec.cuts_prompts:
             budget = self.max_num_batched_tokens or max(DEFAULT_BUDGET, max_model_len)
             if budget < max_model_len:
                 raise InvalidConfig(
                     f"Got max_num_batched_tokens={budget} without chunked prefill, but a prompt of up to max_model_len="
                     f"{max_model_len} tokens must fit in one step: raise the budget, lower max_model_len, or chunk."
                 )
-            spec = PolicySpec("unchunked", budget)
+            spec = replace(spec, max_step_tokens=budget)
         return spec.bounded(self.max_num_batched_tokens)

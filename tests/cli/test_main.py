@@ -15,9 +15,9 @@ import pytest
 from typer.main import get_command
 
 from evenflow import __version__
-from evenflow.cli.completion import POLICIES
+from evenflow.cli.completion import complete_policy
 from evenflow.cli.main import app
-from evenflow.core.policies import POLICY_FORMS, PolicySpec
+from evenflow.core.policies import PolicySpec, policy_kinds
 from tests.cli.running import command_line, long_context_llama, restore_interrupts, run_cli, run_process
 from tests.models import tiny_llama
 
@@ -246,8 +246,9 @@ def test_a_shell_completes_models_by_name_and_file(tmp_path: Path, monkeypatch: 
 
 
 def test_every_policy_is_offered_by_a_shell() -> None:
-    names = {PolicySpec.parse(policy).name for policy in POLICIES}
-    assert names == {re.split(r"[\[:]", form)[0] for form in POLICY_FORMS}
+    offered = dict(complete_policy(""))
+    assert {PolicySpec.parse(policy).kind for policy in offered} == set(policy_kinds())
+    assert all(offered.values())
 
 
 def test_a_shell_gets_a_script_for_completion() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenflow.core import policies
 from evenflow.core.deadlines import Pacing
 from evenflow.core.policies import (
     DEFAULT_BUDGET,
@@ -16,8 +18,10 @@ from evenflow.core.policies import (
     DEFAULT_TARGET_BUDGET,
     PolicySpec,
     parse_policies,
+    policy_forms,
+    register_policy,
 )
-from evenflow.core.policy import Policy
+from evenflow.core.policy import Argument, Policy, PolicyKind
 from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
 from evenflow.core.target_policy import Target
 from evenflow.duration import MAX_TARGET_S, MIN_TARGET_S, format_duration, parse_target
@@ -158,6 +162,34 @@ def test_a_policy_that_names_its_budget_keeps_it(text: str) -> None:
     spec = PolicySpec.parse(text)
     assert spec.bounded(300).budget == 64
     assert spec.names_budget
+
+
+# ---- a policy of one's own ----
+
+
+@pytest.mark.parametrize("argument", list(Argument))
+def test_a_registered_policy_is_read_and_written_like_the_others(
+    argument: Argument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "_KINDS", dict(policies._KINDS))
+    own = PolicyKind(
+        name="own", argument=argument, examples={}, build=lambda spec: Budgeted(spec.budget), default_seconds=0.05
+    )
+    with pytest.raises(InvalidConfig):
+        PolicySpec.parse("own")
+    register_policy(own)
+    text = "own" + argument.value.replace("N", "64").replace("TIME", "80ms").replace("[", "").replace("]", "")
+    spec = PolicySpec.parse(text)
+    assert replace(spec, written="") == spec
+    assert str(replace(spec, written="")) == str(spec) == text
+    assert (spec.kind, type(spec.build())) == (own, Budgeted)
+    assert own.form in policy_forms()
+    assert (spec.target is not None) == (argument is Argument.TARGET)
+
+
+def test_two_policies_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="'fixed'"):
+        register_policy(PolicySpec.parse("fixed:8").kind)
 
 
 # ---- another target ----

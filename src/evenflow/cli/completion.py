@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from evenflow.core.policies import policy_kinds
 from evenflow.model.hub.cached_models import cached_models
 from evenflow.model.hub.named_models import GGUF
 
-POLICIES = {
-    "target:200ms": "the largest chunks that keep every stream's next token in time",
-    "target:200ms,paced": "the same, by an even pace: single gaps may be longer",
-    "fixed:512": "at most this many tokens in a step, decodes first",
-    "unchunked": "a prompt in one step",
-    "alternate:128": "a chunk and a decode step in turn",
-    "load": "a chunk size by load and prompt length",
-    "adaptive": "a chunk size by recent step times",
-    "prompt-length": "a chunk size by the length of the prompt",
-}
-
 
 def complete_policy(incomplete: str) -> Iterator[tuple[str, str]]:
-    return ((policy, help) for policy, help in POLICIES.items() if policy.startswith(incomplete))
+    examples = (example for kind in policy_kinds() for example in kind.examples.items())
+    return ((policy, help) for policy, help in examples if policy.startswith(incomplete))
 
 
 def complete_model(incomplete: str) -> Iterator[tuple[str, str]]:

@@ -99,7 +99,7 @@ def demo(
         return
     if options.load_time is not None:
         raise InvalidConfig("Got --load-time without --live, where it means nothing: add --live.")
-    if EngineConfig(**settings).resolve_policy(max_model_len=1).name == "unchunked":
+    if not EngineConfig(**settings).resolve_policy(max_model_len=1).cuts_prompts:
         raise InvalidConfig("Got a policy without chunking but the demo compares chunking with none: give another.")
     if options.plot is not None:
         if which == "simple":

@@ -21,7 +21,7 @@ from typer import Option
 from evenflow import duration
 from evenflow.cli.completion import complete_model, complete_policy
 from evenflow.config import EngineConfig
-from evenflow.core.policies import POLICY_FORMS, PolicySpec, parse_policies
+from evenflow.core.policies import PolicySpec, parse_policies, policy_forms
 from evenflow.errors import InvalidConfig, InvalidInput
 
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -146,7 +146,7 @@ class SchedulingOptions:
     """How prompts are cut and what shares a step. None stands for EngineConfig's default."""
 
     policy: str | None = option(
-        f"One of: {', '.join(POLICY_FORMS)}.",
+        f"One of: {policy_forms()}.",
         metavar="POLICY",
         show_default="a target that this machine keeps",
         autocompletion=complete_policy,

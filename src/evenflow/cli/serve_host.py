@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings
 from evenflow.cli.serve_options import ServeOptions
 from evenflow.config import EngineConfig
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import PolicySpec, policy_forms, policy_kinds
 from evenflow.errors import InvalidInput
 from evenflow.hosts.launch import HostLaunch, refuse_repeated
 from evenflow.model.hub.cached_models import find_cached, note_use
@@ -31,7 +31,6 @@ _SHARED_SETTINGS = (
     *("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "max_num_seqs"),
     *("long_prefill_token_threshold", "enable_chunked_prefill"),
 )
-_POLICIES = ("target", "fixed", "unchunked")  # that a host engine can run
 _OWN_OPTIONS = (
     *("device", "weights", "load_format", "deterministic", "threads", "kv_cache_memory"),
     *("kv_offload_memory", "kv_offload_format", "cache_dir", "cache_dir_size"),
@@ -87,10 +86,11 @@ def _model_for_host(model: str) -> tuple[str, Sequence[str]]:
 def _policy(config: EngineConfig, engine: str) -> PolicySpec | None:
     """None: the host's own settings."""
     policy = config.chosen_policy
-    if policy is not None and policy.name not in _POLICIES:
+    if policy is not None and not policy.kind.runs_on_hosts:
+        forms = policy_forms(kind for kind in policy_kinds() if kind.runs_on_hosts)
         raise InvalidInput(
-            f"Got policy='{policy}' with {engine} but expected target:TIME, fixed:N or unchunked: only evenflow's own "
-            "engine has the others."
+            f"Got policy='{policy}' with {engine} but expected one of: {forms}: only evenflow's own engine has the "
+            "others."
         )
     if config.max_model_len is not None:
         config.resolve_policy(config.max_model_len)  # checks that unchunked prompts fit

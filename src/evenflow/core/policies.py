@@ -1,4 +1,4 @@
-"""Policies as users write them, and as objects everywhere else.
+"""The policies there are, and their notation. A new one is a file with its PolicyKind, and a line in `_KINDS`.
 
 `PolicySpec.parse` is the only reader of the notation and `str(spec)` its only writer. `spec.build()` gives the
 stateful `Policy` that plans steps.
@@ -7,33 +7,40 @@ stateful `Policy` that plans steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from evenflow.core.deadlines import Pacing
-from evenflow.core.policy import Policy
-from evenflow.core.rule_policies import Adaptive, Alternate, Budgeted, ByLoad, ByPromptLength, Unchunked
-from evenflow.core.target_policy import Target
+from evenflow.core.policy import Argument, Policy, PolicyKind
+from evenflow.core.rule_policies import ADAPTIVE, ALTERNATE, FIXED, LOAD, PROMPT_LENGTH, UNCHUNKED
+from evenflow.core.target_policy import TARGET
 from evenflow.duration import format_duration, parse_target
 from evenflow.errors import InvalidConfig
 
 DEFAULT_BUDGET = 2048
 DEFAULT_TARGET_BUDGET = 8192  # with a target, the budget only bounds memory
-POLICY_FORMS = (
-    "unchunked",
-    "alternate:N",
-    "fixed:N",
-    "load",
-    "adaptive[:TIME]",
-    "prompt-length",
-    "target:TIME[,paced]",
-)
-_WITHOUT_ARGUMENT: dict[str, Callable[[int], Policy]] = {
-    "unchunked": Unchunked,
-    "load": ByLoad,
-    "prompt-length": ByPromptLength,
-}
-_DEFAULT_LATENCY_S = 0.05  # of `adaptive`
+_KINDS: dict[str, PolicyKind] = {}
+
+
+def register_policy(kind: PolicyKind) -> PolicyKind:
+    """Let users choose this policy by its name, in this process."""
+    if kind.name in _KINDS:
+        raise InvalidConfig(f"Got a policy named {kind.name!r}, but there is one: give it another name.")
+    _KINDS[kind.name] = kind
+    return kind
+
+
+for _kind in (UNCHUNKED, ALTERNATE, FIXED, LOAD, ADAPTIVE, PROMPT_LENGTH, TARGET):
+    register_policy(_kind)
+
+
+def policy_kinds() -> Iterable[PolicyKind]:
+    return _KINDS.values()
+
+
+def policy_forms(kinds: Iterable[PolicyKind] | None = None) -> str:
+    """How policies are written, as a list."""
+    return ", ".join(kind.form for kind in kinds or policy_kinds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +60,22 @@ class PolicySpec:
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
         name, _, argument = text.partition(":")
-        if name in _WITHOUT_ARGUMENT and not argument:
-            return cls(name, written=text)
-        if name in ("fixed", "alternate"):
-            if not argument.isdecimal() or int(argument) == 0:
-                raise InvalidConfig(f"Got policy={text!r} but expected a whole number >= 1 after the colon.")
-            return cls(name, int(argument), written=text)
-        if name == "adaptive":
-            return cls(name, seconds=_seconds(name, text, argument) if argument else _DEFAULT_LATENCY_S, written=text)
-        target, comma, mode = argument.partition(",")
-        if name == "target" and (mode == "paced" or not comma):
-            return cls(name, seconds=_seconds(name, text, target), is_paced=mode == "paced", written=text)
-        raise InvalidConfig(f"Got policy={text!r} but expected one of: {', '.join(POLICY_FORMS)}.")
+        kind = _KINDS.get(name)
+        time, comma, mode = argument.partition(",")
+        match kind and kind.argument:
+            case Argument.NOTHING if not argument:
+                return cls(name, written=text)
+            case Argument.BUDGET:
+                if not argument.isdecimal() or int(argument) == 0:
+                    raise InvalidConfig(f"Got policy={text!r} but expected a whole number >= 1 after the colon.")
+                return cls(name, int(argument), written=text)
+            case Argument.OPTIONAL_TIME:
+                assert kind is not None
+                seconds = _seconds(name, text, argument) if argument else kind.default_seconds
+                return cls(name, seconds=seconds, written=text)
+            case Argument.TARGET if mode == "paced" or not comma:
+                return cls(name, seconds=_seconds(name, text, time), is_paced=mode == "paced", written=text)
+        raise InvalidConfig(f"Got policy={text!r} but expected one of: {policy_forms()}.")
 
     @classmethod
     def for_target(cls, target: float | str, is_paced: bool = False) -> PolicySpec:
@@ -73,30 +84,41 @@ class PolicySpec:
     def __str__(self) -> str:
         if self.written:
             return self.written
-        figure = "" if self.name in _WITHOUT_ARGUMENT else f":{self.max_step_tokens}"
         if self.seconds is not None:
-            figure = f":{format_duration(self.seconds)}"
-        return self.name + figure + ",paced" * (self.is_paced and self.name == "target")
+            return f"{self.name}:{format_duration(self.seconds)}" + ",paced" * (self.is_paced and self.keeps_target)
+        return f"{self.name}:{self.max_step_tokens}" if self.names_budget else self.name
+
+    @property
+    def kind(self) -> PolicyKind:
+        return _KINDS[self.name]
+
+    @property
+    def keeps_target(self) -> bool:
+        return self.kind.argument is Argument.TARGET
+
+    @property
+    def names_budget(self) -> bool:
+        """Is the budget part of its written form?"""
+        return self.kind.argument is Argument.BUDGET
+
+    @property
+    def cuts_prompts(self) -> bool:
+        return self.kind.cuts_prompts
+
+    @property
+    def target(self) -> float | None:
+        return self.seconds if self.keeps_target else None
 
     @property
     def pacing(self) -> Pacing | None:
         """None: this policy has no target."""
-        return Pacing(self.seconds, self.is_paced) if self.name == "target" and self.seconds else None
-
-    @property
-    def target(self) -> float | None:
-        return self.seconds if self.name == "target" else None
+        return Pacing(self.target, self.is_paced) if self.target else None
 
     @property
     def budget(self) -> int:
         """Upper bound of a step's tokens."""
         default = DEFAULT_TARGET_BUDGET if self.target else DEFAULT_BUDGET
         return self.max_step_tokens or self.max_num_batched_tokens or default
-
-    @property
-    def names_budget(self) -> bool:
-        """Is the budget part of its written form?"""
-        return self.name in ("fixed", "alternate")
 
     def bounded(self, max_num_batched_tokens: int | None) -> PolicySpec:
         """With this budget, unless it has its own."""
@@ -117,15 +139,10 @@ class PolicySpec:
 
     def build(self) -> Policy:
         """A policy that has learned nothing yet."""
-        if self.pacing is not None:
-            return Target(self.budget, self.pacing)
-        if self.name == "adaptive":
-            return Adaptive(self.budget, self.seconds or _DEFAULT_LATENCY_S)
-        if self.names_budget:
-            return (Alternate if self.name == "alternate" else Budgeted)(self.budget)
-        return _WITHOUT_ARGUMENT[self.name](self.budget)
+        return self.kind.build(self)
 
 
+WHOLE_PROMPTS = PolicySpec("unchunked")
 DEFAULT_POLICY = PolicySpec("fixed", DEFAULT_BUDGET)
 
 

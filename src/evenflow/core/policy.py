@@ -1,20 +1,24 @@
 """A policy turns a StepView into Quotas: how many tokens of which prompts go into the next step.
 
 Every policy takes all decodes first; they differ in how much prefill runs beside them. The policies are in
-`rule_policies` and `target_policy`, their notation in `policies`.
+`rule_policies` and `target_policy`, each with its PolicyKind; `policies` lists the kinds and reads their notation.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 from evenflow.core.deadlines import Pacing
 from evenflow.core.plan import ChunkReason, ExecutorCaps, StepShape
 from evenflow.core.step_time import StepTimeModel
+
+if TYPE_CHECKING:
+    from evenflow.core.policies import PolicySpec
 
 # When decodes alone fill the budget, prefill still gets FLOOR_TOKENS every FLOOR_STEPS steps.
 FLOOR_TOKENS = 16
@@ -105,6 +109,32 @@ class Policy(ABC):
     def infeasibility_warning(self) -> float | None:
         """The lowest feasible target, once, when the target has been infeasible for a while."""
         return None
+
+
+class Argument(Enum):
+    """What is written after a policy's name."""
+
+    NOTHING = ""
+    BUDGET = ":N"  # the tokens of a step
+    OPTIONAL_TIME = "[:TIME]"
+    TARGET = ":TIME[,paced]"  # between a stream's tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyKind:
+    """A policy as users choose it, and what the rest of evenflow must know about it."""
+
+    name: str
+    argument: Argument = Argument.NOTHING
+    default_seconds: float | None = None  # with an optional time
+    examples: Mapping[str, str]  # as users write it, each with its help
+    build: Callable[[PolicySpec], Policy]
+    cuts_prompts: bool = True  # False: a prompt's tokens are all in one step, which its budget must hold
+    runs_on_hosts: bool = False  # also inside another engine
+
+    @property
+    def form(self) -> str:
+        return self.name + self.argument.value
 
 
 def share_out(

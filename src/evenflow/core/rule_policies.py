@@ -10,14 +10,16 @@ from evenflow.core.policy import (
     FLOOR_STEPS,
     FLOOR_TOKENS,
     LEAST_FILLED,
+    Argument,
     Policy,
+    PolicyKind,
     Quota,
     Quotas,
     StepView,
     share_out,
 )
 
-_ADAPTIVE_BASE_CHUNK = 128
+_ADAPTIVE_BASE_CHUNK, _ADAPTIVE_TIME_S = 128, 0.05
 
 
 class Unchunked(Policy):
@@ -34,6 +36,15 @@ class Unchunked(Policy):
         return Quotas(True, tuple(quotas))
 
 
+UNCHUNKED = PolicyKind(
+    name="unchunked",
+    examples={"unchunked": "a prompt in one step"},
+    build=lambda spec: Unchunked(spec.budget),
+    cuts_prompts=False,
+    runs_on_hosts=True,
+)
+
+
 class Alternate(Policy):
     """One chunk, then one decode step, in turn."""
 
@@ -47,6 +58,14 @@ class Alternate(Policy):
         if not prefills:
             return Quotas(True, ())
         return Quotas(False, tuple(share_out(view, self.max_step_tokens, ChunkReason.CHUNK_SIZE, max_chunks=1)))
+
+
+ALTERNATE = PolicyKind(
+    name="alternate",
+    argument=Argument.BUDGET,
+    examples={"alternate:128": "a chunk and a decode step in turn"},
+    build=lambda spec: Alternate(spec.budget),
+)
 
 
 class Budgeted(Policy):
@@ -74,6 +93,15 @@ class Budgeted(Policy):
         return share_out(view, budget, reason)
 
 
+FIXED = PolicyKind(
+    name="fixed",
+    argument=Argument.BUDGET,
+    examples={"fixed:512": "at most this many tokens in a step, decodes first"},
+    build=lambda spec: Budgeted(spec.budget),
+    runs_on_hosts=True,
+)
+
+
 class ByLoad(Budgeted):
     """One chunk size a step, smaller when most slots decode, larger for long prompts."""
 
@@ -86,6 +114,13 @@ class ByLoad(Budgeted):
             batch_size=view.max_num_seqs,
         )
         return share_out(view, min(size, budget), ChunkReason.CHUNK_SIZE)
+
+
+LOAD = PolicyKind(
+    name="load",
+    examples={"load": "a chunk size by load and prompt length"},
+    build=lambda spec: ByLoad(spec.budget),
+)
 
 
 class Adaptive(Budgeted):
@@ -104,6 +139,15 @@ class Adaptive(Budgeted):
             self._chunker.recent_chunk_times.append(seconds)
 
 
+ADAPTIVE = PolicyKind(
+    name="adaptive",
+    argument=Argument.OPTIONAL_TIME,
+    default_seconds=_ADAPTIVE_TIME_S,
+    examples={"adaptive": "a chunk size by recent step times"},
+    build=lambda spec: Adaptive(spec.budget, spec.seconds or _ADAPTIVE_TIME_S),
+)
+
+
 class ByPromptLength(Budgeted):
     """Chunks of 512, 1,024 or 2,048 tokens, by the length of their prompt."""
 
@@ -111,3 +155,10 @@ class ByPromptLength(Budgeted):
         return share_out(
             view, budget, reason, limit_of=lambda candidate: chunk_size_for_prompt(candidate.num_prompt_tokens)
         )
+
+
+PROMPT_LENGTH = PolicyKind(
+    name="prompt-length",
+    examples={"prompt-length": "a chunk size by the length of the prompt"},
+    build=lambda spec: ByPromptLength(spec.budget),
+)

@@ -1,18 +1,33 @@
 """The latency-target policy: as much prefill in each step as keeps every stream's next token on time.
 
 It asks the StepTimeModel how long a step would take and searches for the largest one that meets the earliest deadline.
-Nothing is tuned: the model learns the machine while it runs.
+The model learns the machine while it runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
 from evenflow.core.feasibility import Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policy import FLOOR_TOKENS, LEAST_FILLED, Candidate, Policy, Quota, Quotas, StepView, share_out
+from evenflow.core.policy import (
+    FLOOR_TOKENS,
+    LEAST_FILLED,
+    Argument,
+    Candidate,
+    Policy,
+    PolicyKind,
+    Quota,
+    Quotas,
+    StepView,
+    share_out,
+)
+
+if TYPE_CHECKING:
+    from evenflow.core.policies import PolicySpec
 
 # With no stream decoding, longer steps are more efficient; but a request that arrives meanwhile has to wait.
 IDLE_STRETCH = 2.0
@@ -111,6 +126,23 @@ class Target(Policy):
             return None
         self._has_warned = True
         return self.feasible_target
+
+
+def _built(spec: PolicySpec) -> Target:
+    assert spec.pacing is not None  # parsed with a time
+    return Target(spec.budget, spec.pacing)
+
+
+TARGET = PolicyKind(
+    name="target",
+    argument=Argument.TARGET,
+    examples={
+        "target:200ms": "the largest chunks that keep every stream's next token in time",
+        "target:200ms,paced": "the same, by an even pace: single gaps may be longer",
+    },
+    build=_built,
+    runs_on_hosts=True,
+)
 
 
 def _most_in_time(

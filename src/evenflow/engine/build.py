@@ -143,7 +143,7 @@ def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeMod
 
 
 def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
-    if policy.name == "unchunked":
+    if not policy.cuts_prompts:
         logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", policy.budget)
         return
     if policy.target is None:

@@ -152,7 +152,7 @@ class HostLaunch(ABC):
     @classmethod
     def find_obstacle(cls, policy: PolicySpec | None, settings: Mapping[str, Any]) -> str | None:
         """Why no target can be kept under these settings."""
-        return "chunked prefill is off" if policy is not None and policy.name == "unchunked" else None
+        return None if policy is None or policy.cuts_prompts else "chunked prefill is off"
 
     @property
     def summary(self) -> str:
@@ -188,7 +188,7 @@ def own_settings(policy: PolicySpec | None) -> dict[str, Any]:
     """The host settings that a policy without a target needs, under evenflow's names."""
     if policy is None or policy.target is not None:
         return {}
-    if policy.name == "unchunked":
+    if not policy.cuts_prompts:
         return {"enable_chunked_prefill": False}
     return {"enable_chunked_prefill": True, "max_num_batched_tokens": policy.budget}
 

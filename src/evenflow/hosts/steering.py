@@ -19,7 +19,7 @@ from evenflow.core.deadlines import LateToken, Place, StreamDeadline
 from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ChunkReason, ExecutorCaps
 from evenflow.core.planner import Planner
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import WHOLE_PROMPTS, PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.core.prices import Prices
 from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, StepReport
@@ -136,7 +136,7 @@ class Steering:
         self.planner.set_policy(self._planned(spec))
 
     def _planned(self, spec: PolicySpec | None) -> PolicySpec:
-        return (spec or self._host.own_policy or PolicySpec("unchunked")).bounded(self._host.budget)
+        return (spec or self._host.own_policy or WHOLE_PROMPTS).bounded(self._host.budget)
 
     @property
     def target(self) -> float | None:

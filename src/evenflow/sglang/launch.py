@@ -91,7 +91,7 @@ class SglangLaunch(HostLaunch):
         if unknown:
             raise InvalidInput(f"Got --{unknown[0].replace('_', '-')} but SGLang has no such setting.")
         # By itself SGLang leaves the decodes out of a step with prefill; under `fixed` they come first.
-        is_mixed = policy is not None and policy.name == "fixed"
+        is_mixed = policy is not None and policy.names_budget
         return [*flags, "--enable-mixed-chunk"] if is_mixed else flags
 
     @classmethod

@@ -23,7 +23,7 @@ from sglang.srt.utils import broadcast_pyobj
 
 from evenflow.best_effort import BestEffort
 from evenflow.core.plan import ChunkReason, ExecutorCaps
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import WHOLE_PROMPTS, PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.core.roofline import WaveKernel
 from evenflow.hosts.in_flight import InFlightStep
@@ -428,7 +428,7 @@ def _why_not(scheduler: Any) -> str | None:
 def _own_policy(scheduler: Any) -> PolicySpec | None:
     """What SGLang does without a target, if it is a policy of evenflow's."""
     if scheduler.chunked_prefill_size is None:
-        return PolicySpec("unchunked")
+        return WHOLE_PROMPTS
     return PolicySpec("fixed", scheduler.chunked_prefill_size) if scheduler.is_mixed_chunk else None
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from evenflow.best_effort import BestEffort
 from evenflow.core.plan import ChunkReason, ExecutorCaps
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import WHOLE_PROMPTS, PolicySpec
 from evenflow.core.policy import Candidate, Quota
 from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
@@ -68,7 +68,7 @@ class VllmSteering:
             logger=logger,
             prior=prior.costs,
             num_stages=scheduler.parallel_config.pipeline_parallel_size,
-            own_policy=PolicySpec("fixed", self._budget) if is_chunked else PolicySpec("unchunked"),
+            own_policy=PolicySpec("fixed", self._budget) if is_chunked else WHOLE_PROMPTS,
         )
         self.core = Steering(host, settings)
         self._next = InFlightStep()  # the one being scheduled
