@@ -110,7 +110,7 @@ def test_without_a_target_the_plug_in_only_reports(tmp_path: Path) -> None:
         ("", "--engine sglang needs --model"),
         (
             "--model m --policy load",
-            "with --engine sglang but expected target:TIME, fixed:N or unchunked",
+            "with --engine sglang but expected one of: unchunked, fixed:N, target:TIME",
         ),
         ("--model m --tbt-target 50ms --pipeline-parallel-size 2", "does not steer SGLang's pipeline stages"),
         (

@@ -403,7 +403,7 @@ def test_other_flags_are_vllms_to_judge() -> None:
         ("", "--engine vllm needs --model"),
         (
             "--model m --policy load",
-            "with --engine vllm but expected target:TIME, fixed:N or unchunked",
+            "with --engine vllm but expected one of: unchunked, fixed:N, target:TIME",
         ),
         ("--model m --policy alternate:64", "Got policy='alternate:64' with --engine vllm"),
         ("--model m --policy adaptive", "Got policy='adaptive' with --engine vllm"),
