@@ -1,6 +1,6 @@
 """A constraint on an answer, as plain text: a JSON schema, a regular expression, a choice or a Lark grammar.
 
-It passes from the caller to the executor unchanged; `model/grammar.py` interprets it.
+It passes from the caller to the executor unchanged; `model/text/grammar.py` interprets it.
 """
 
 from __future__ import annotations
