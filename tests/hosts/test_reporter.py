@@ -33,17 +33,18 @@ def test_a_front_that_misses_steps_hears_of_every_request(tmp_path: Path, monkey
         front.bind(str(tmp_path / "steps"))
         front.listen()
         host = Reporter(logging.getLogger("test"), str(tmp_path / "steps"))
+        report = a_report()
         for number in range(5000):
             host.arrived(f"request-{number}", 0.0, 10, 1)
             host.left(f"request-{number}", 1)
-            host.report(a_report())
+            host.report(report)
         assert host._arrived  # the socket is full
         connection, _ = front.accept()
         frames = FrameReader()
         with connection:
             steps = list(read_all(connection, frames))
-            host.report(a_report())  # sends what waited in memory
-            host.report(a_report())
+            host.report(report)  # sends what waited in memory
+            host.report(report)
             steps += read_all(connection, frames)
         host.close()
     assert len(steps) < 5000

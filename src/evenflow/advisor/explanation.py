@@ -11,7 +11,7 @@ from evenflow.advisor.folk_rules import FOLK_RULES, FolkRule
 from evenflow.advisor.server_logs import BUDGET_SOURCES, Fact, LogFacts
 from evenflow.advisor.sglang_flags import in_sglangs_words
 from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
-from evenflow.core.policies import PolicySpec
+from evenflow.core.policies import WHOLE_PROMPTS
 from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 
@@ -160,7 +160,7 @@ def _is_set_live(facts: LogFacts) -> bool:
 
 
 def _is_unchunked(facts: LogFacts) -> bool:
-    if (policy := facts.value("policy")) is not None and not PolicySpec.parse(policy).cuts_prompts:
+    if facts.value("policy") == str(WHOLE_PROMPTS):
         return True
     if (is_chunked := facts.value("chunked_prefill")) is not None:
         return not is_chunked  # the outcome, whatever was asked for
