@@ -69,9 +69,8 @@ def post(path: str, content: bytes | Callable[[], bytes]) -> Attack:
 
     def attack(target: Target) -> None:
         body = content if isinstance(content, bytes) else content()
-        with httpx.stream(
-            "POST", target.url + path, content=body, headers=headers(next(_ATTACKERS)), timeout=60
-        ) as got:
+        key = headers(next(_ATTACKERS))
+        with httpx.stream("POST", target.url + path, content=body, headers=key, timeout=60, verify=False) as got:
             _STATUSES[got.status_code] += 1
             for _ in got.iter_raw():
                 if not target.seconds_left:
@@ -341,12 +340,12 @@ def measure(pid: int, url: str, names: Sequence[str], num_clients: int, seconds:
 
 
 def ask_health(url: str) -> None:
-    httpx.get(url + "/health", timeout=30).raise_for_status()
+    httpx.get(url + "/health", timeout=30, verify=False).raise_for_status()
 
 
 def ask_completion(url: str, **fields: Any) -> None:
     body = {"prompt": "a", "max_tokens": 4, **fields}
-    httpx.post(url + COMPLETIONS, json=body, headers=headers(_HONEST), timeout=30).raise_for_status()
+    httpx.post(url + COMPLETIONS, json=body, headers=headers(_HONEST), timeout=30, verify=False).raise_for_status()
 
 
 def ask_with_large_body(url: str) -> None:

@@ -67,9 +67,9 @@ def test_of_two_servers_that_start_at_once_on_a_port_one_says_that_it_is_taken()
 def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     record = tmp_path / "steps.jsonl"
     with serving("--served-model-name", "tiny", "--record", record) as (process, url):
-        assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
+        assert httpx.get(url + "/v1/models", verify=False).json()["data"][0]["id"] == "tiny"
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
-        answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30).json()
+        answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30, verify=False).json()
         assert answer["usage"]["completion_tokens"] == 5
         process.send_signal(number)
         assert process.wait(30) == 0
@@ -83,7 +83,7 @@ def test_a_signal_to_the_whole_process_group_lets_open_streams_end(number: signa
     messages = [{"role": "user", "content": "hi"}]
     with serving("--model", long_context_llama(), "--served-model-name", "tiny") as (process, url):
         body = {"model": "tiny", "messages": messages, **sampling}
-        with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60, verify=False) as answer:
             lines = filter(None, answer.iter_lines())
             next(lines)
             os.killpg(process.pid, number)
@@ -111,7 +111,7 @@ def wait_for_all(process: subprocess.Popen[str]) -> None:
 def test_a_second_signal_quits_at_once(number: signal.Signals) -> None:
     with serving("--model", long_context_llama(), "--drain-time", "600s") as (process, url):
         body = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60, verify=False) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.killpg(process.pid, number)
@@ -131,7 +131,7 @@ def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
     keys = tmp_path / "keys"
     keys.write_text("from the file\n")
     with serving("--api-key-file", keys, "--api-key", "from the line") as (_, url):
-        assert httpx.get(url + "/v1/models").status_code == 401
+        assert httpx.get(url + "/v1/models", verify=False).status_code == 401
         for key in ("from the environment", "from the file", "from the line"):
             headers = {"Authorization": f"Bearer {key}"}
-            assert httpx.get(url + "/v1/models", headers=headers).status_code == 200
+            assert httpx.get(url + "/v1/models", headers=headers, verify=False).status_code == 200

@@ -144,7 +144,7 @@ def _served(arguments: list[str], port: str, log: Path) -> Any:
 def _wait_until_ready(process: subprocess.Popen[bytes], port: str, log: Path) -> None:
     for _ in range(10 * _START_S):
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", verify=False).status_code == 200:
                 return
         except httpx.TransportError:
             pass  # it does not listen yet

@@ -53,7 +53,7 @@ def test_every_key_opens_and_no_other(locked: RunningServer) -> None:
         assert locked.get("/v1/models", headers=with_key(key)).status_code == 200
     for key in ("third", "first", "second ey", "sécond"):
         headers = {"Authorization": f"Bearer {key}".encode()}
-        assert httpx.get(locked.url + "/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
+        assert httpx.get(locked.url + "/v1/models", headers=headers, verify=False).status_code == 401  # type: ignore[arg-type]
     assert locked.get("/v1/models", headers={"Authorization": "Basic second"}).status_code == 401
     assert locked.openai(api_key="second").models.list().data[0].id == MODEL
     with pytest.raises(openai.AuthenticationError):
@@ -196,11 +196,14 @@ def shared() -> Iterator[RunningServer]:
 def test_only_an_admin_changes_the_target(shared: RunningServer) -> None:
     """Before, every key did."""
     body = {"tbt_target": "80ms"}
-    refused = httpx.put(shared.url + "/v1/target", json=body, headers=with_key("first"))
+    refused = httpx.put(shared.url + "/v1/target", json=body, headers=with_key("first"), verify=False)
     assert refused.status_code == 403
     assert "--admin-api-key" in refused.json()["error"]["message"]
     assert shared.get("/v1/target", headers=with_key("first")).json()["tbt_target"] == 0.05
-    assert httpx.put(shared.url + "/v1/target", json=body, headers=with_key("boss")).json()["tbt_target"] == 0.08
+    assert (
+        httpx.put(shared.url + "/v1/target", json=body, headers=with_key("boss"), verify=False).json()["tbt_target"]
+        == 0.08
+    )
 
 
 def test_a_class_may_have_a_lower_target() -> None:
@@ -233,7 +236,7 @@ def test_a_key_sees_its_own_tenants_only(shared: RunningServer) -> None:
 
 def test_only_an_admins_stream_has_a_target_below_the_servers(shared: RunningServer) -> None:
     """Before, one key's stream at 1 ms had the prompts of all others cut into chunks of a few tokens."""
-    httpx.put(shared.url + "/v1/target", json={"tbt_target": "50ms"}, headers=with_key("boss"))
+    httpx.put(shared.url + "/v1/target", json={"tbt_target": "50ms"}, headers=with_key("boss"), verify=False)
     body = {"prompt": [5, 6], "max_tokens": 1, "tenant": "docs"}
     for key, target, status in (("first", 0.001, 403), ("first", "50ms", 200), ("first", 2, 200), ("boss", 0.001, 200)):
         answer = shared.post("/v1/completions", body | {"tbt_target": target}, headers=with_key(key))

@@ -92,7 +92,7 @@ def test_the_bound_holds_over_http() -> None:
     with scripted_server(settings=settings, step_s=0.01) as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer secret"}
         body = {"prompt": [5] * 100, "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=30) as held:
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=30, verify=False) as held:
             events = held.iter_lines()
             next(events)
             refused = server.post("/v1/completions", {**body, "stream": False}, headers=headers)
@@ -110,7 +110,7 @@ def busy_server(**engine: Any) -> Iterator[RunningServer]:
     """A server that decodes a stream: its step times are known, and it is not idle."""
     with scripted_server(step_s=0.02, **engine) as server:
         body = {"prompt": [5] * 10, "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as held:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30, verify=False) as held:
             events = held.iter_lines()
             for _ in range(4):
                 next(events)
@@ -149,7 +149,7 @@ def test_a_request_that_expires_in_the_queue_says_so() -> None:
     with scripted_server(step_s=0.01, max_num_seqs=1) as server:
         body = {"prompt": [5] * 10, "max_tokens": 400, "ignore_eos": True, "stream": True}
         url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=30) as held:
+        with httpx.stream("POST", url, json=body, timeout=30, verify=False) as held:
             events = held.iter_lines()
             next(events)
             for stream in (False, True):
@@ -167,7 +167,7 @@ def test_a_request_that_expires_in_the_queue_says_so() -> None:
 def test_a_stream_that_passes_its_deadline_ends_with_an_error() -> None:
     with scripted_server(step_s=0.01) as server:
         body = {"prompt": [5] * 10, "max_tokens": 400, "ignore_eos": True, "stream": True, "deadline": 0.3}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30, verify=False) as response:
             events = [line for line in response.iter_lines() if line.startswith("data: ")]
         assert len(events) > 2
         assert "deadline of 0.3 s passed after" in events[-2]

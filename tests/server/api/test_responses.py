@@ -49,7 +49,7 @@ def num_tokens(text: str) -> int:
 
 def events_of(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     """All events of a stream, after checking what holds for each."""
-    with httpx.stream("POST", server.url + PATH, json={**body, "stream": True}, timeout=30) as response:
+    with httpx.stream("POST", server.url + PATH, json={**body, "stream": True}, timeout=30, verify=False) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
         text = response.read().decode()
@@ -428,7 +428,9 @@ def test_limits_of_a_server_hold() -> None:
     with scripted_server(settings={"limits": limits}, max_num_seqs=1, step_s=0.02) as server:
         assert server.post(PATH, {"input": "a" * 2000}).status_code == 413
         assert server.post(PATH, content="input=Hi").status_code == 415
-        with httpx.stream("POST", server.url + PATH, json={"input": "Hi", "stream": True}, timeout=30) as response:
+        with httpx.stream(
+            "POST", server.url + PATH, json={"input": "Hi", "stream": True}, timeout=30, verify=False
+        ) as response:
             parts = response.iter_raw()
             next(parts)
             refused = server.post(PATH, {"input": "Hi"})

@@ -62,7 +62,7 @@ def test_after_a_kill_what_was_shown_is_told_and_the_rest_begins_again(tmp_path:
         body = {**LONG, "prompt": [9, 8], "max_tokens": 250, "stream": True}
         with (
             answering(server, max_tokens=60) as whole,
-            httpx.stream("POST", server.url + COMPLETION, json=body, timeout=60) as stream,
+            httpx.stream("POST", server.url + COMPLETION, json=body, timeout=60, verify=False) as stream,
         ):
             lines = (line for line in stream.iter_lines() if line)
             assert next(lines).startswith("data: ")

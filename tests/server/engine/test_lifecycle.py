@@ -29,7 +29,9 @@ def open_stream(server: RunningServer, key: str = "none", **fields: object) -> I
     """A stream that has given its first event."""
     body = {**LONG, **fields}
     headers = {"Authorization": f"Bearer {key}"}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30) as response:
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30, verify=False
+    ) as response:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
@@ -77,12 +79,15 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
 
 def _give_up_after(server: RunningServer, seconds: float) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}, timeout=seconds)
+        httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}, timeout=seconds, verify=False)
 
 
 def test_when_the_engine_is_killed_streams_end_with_an_error_and_it_comes_back() -> None:
     with scripted_server(step_s=0.01, policy="target:50ms") as server:
-        assert httpx.put(server.url + "/v1/target", json={"tbt_target": "80ms", "paced": True}).status_code == 200
+        assert (
+            httpx.put(server.url + "/v1/target", json={"tbt_target": "80ms", "paced": True}, verify=False).status_code
+            == 200
+        )
         with open_stream(server) as lines:
             [process] = [child for child in multiprocessing.active_children() if child.name == "evenflow-engine"]
             process.kill()

@@ -43,7 +43,7 @@ STREAM = {"prompt": [1, 2, 3], "max_tokens": 2000, "stream": True}
 @contextmanager
 def open_stream(server: RunningServer) -> Iterator[Iterator[str]]:
     """A stream that has given its first event."""
-    with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, timeout=30) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, timeout=30, verify=False) as response:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
@@ -102,7 +102,7 @@ def test_a_client_that_goes_away_ends_its_request_in_vllm(server: RunningServer)
         assert seen(server)["running"] == 1
     server.until(lambda: seen(server)["running"] == 0)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + "/v1/completions", json={**STREAM, "stream": False}, timeout=0.2)
+        httpx.post(server.url + "/v1/completions", json={**STREAM, "stream": False}, timeout=0.2, verify=False)
     server.until(lambda: seen(server)["running"] == 0)
     server.until(lambda: server.server.service.gate.num_inside == 0)
 
@@ -148,7 +148,7 @@ def test_metrics_are_vllms_and_evenflows(server: RunningServer) -> None:
 
 def test_the_page_is_fed_by_vllms_steps(server: RunningServer) -> None:
     assert "<html" in server.get("/").text
-    with open_stream(server), httpx.stream("GET", server.url + "/live/feed", timeout=30) as response:
+    with open_stream(server), httpx.stream("GET", server.url + "/live/feed", timeout=30, verify=False) as response:
         columns: dict[str, Any] = {}
         figures: dict[str, Any] = {}
         lines = response.iter_lines()
@@ -227,7 +227,9 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
         refused = server.post("/v1/messages", {})  # vLLM's route, but the refusal is evenflow's
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         assert server.post("/v1/completions", {"prompt": [1] * 500}, headers=key).status_code == 413
-        with httpx.stream("POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30) as first:
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json=STREAM, headers=key, timeout=30, verify=False
+        ) as first:
             lines = first.iter_lines()
             assert next(lines)
             refused = server.post("/v1/completions", {"prompt": [1], "max_tokens": 1}, headers=key)
@@ -281,7 +283,7 @@ def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "Serving" in line)
         url = line.split(" at ")[1].split("/v1")[0]
-        found = httpx.post(url + "/seen").json()
+        found = httpx.post(url + "/seen", verify=False).json()
         pid = found["pid"]
         assert "--compilation-config" in found["arguments"]  # more graphs
         process.kill()
@@ -457,7 +459,9 @@ def test_keys_have_roles_in_front_of_vllm_too(python: str) -> None:
 
         def status(method: str, path: str, key: str, body: object = None) -> int:
             headers = {"authorization": f"Bearer {key}"}
-            return httpx.request(method, server.url + path, json=body, headers=headers, timeout=30).status_code
+            return httpx.request(
+                method, server.url + path, json=body, headers=headers, timeout=30, verify=False
+            ).status_code
 
         target = {"tbt_target": "80ms"}
         assert [status("PUT", "/v1/target", key, target) for key in ("a", "admin")] == [403, 200]
