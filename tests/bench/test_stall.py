@@ -287,6 +287,7 @@ def test_english_prompts_have_the_length_asked_for_and_share_no_beginning() -> N
     assert len(chats) >= 6
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     comparison = compare()
     draw_tokens(tmp_path / "tokens.png", comparison.first_runs, comparison.figures)

@@ -90,6 +90,7 @@ def run_interrupted(round_number: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, preexec_fn=restore_interrupts, check=False)
 
 
+@pytest.mark.slow
 def test_an_interrupt_reports_the_complete_pairs() -> None:
     finished = run_interrupted(round_number=6)
     assert finished.returncode == 130, finished.stderr

@@ -86,6 +86,7 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert "UTF-8" in finished.err
 
 
+@pytest.mark.slow
 def test_the_engine_adds_no_lines_of_its_own() -> None:
     """The engine is already loaded when the prompt turns out to be too long."""
     finished = run_process("generate", "word " * 400, "--model", tiny_llama())

@@ -36,6 +36,7 @@ def test_chunk_sizes_a_target_and_no_chunks_in_turn(tmp_path: Path, capsys: pyte
     assert all(admission.num_cached_tokens == 0 for plan in plans for admission in plan.admissions)
 
 
+@pytest.mark.slow
 def test_other_policies(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", long_context_llama(), "--repeat", 1, "--policies", "fixed:16,load"]
     finished = run_cli(capsys, "bench", "mixed", *arguments)

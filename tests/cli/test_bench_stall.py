@@ -45,6 +45,7 @@ def stall(*arguments: str) -> int:
     return main(["bench", "stall", "--model", str(tiny_llama()), *SMALL, *arguments])
 
 
+@pytest.mark.slow
 def test_policies_are_compared_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["unchunked", "fixed:16", "target:200ms,paced", "target:1000ms"]
     code = stall(

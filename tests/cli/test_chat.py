@@ -101,6 +101,7 @@ def test_bad_input_is_one_line(arguments: list[object], named: str, chat: Typing
     assert finished.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_the_answer_and_not_the_chat() -> None:
     line = command_line(["chat", "--model", long_context_llama(), "--policy", "unchunked", "--threads", 1])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -29,6 +29,7 @@ def _no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
 
 
+@pytest.mark.slow
 def test_it_sends_the_load_and_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "demo", "--live", "--load-time", "1s", "--model", long_context_llama(), "--threads", 1)
     assert finished.code == 0, finished.err

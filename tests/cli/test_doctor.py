@@ -37,6 +37,7 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch, capsys: CAPSYS) -> No
     assert found["native kernels"]["found"] in finished.err
 
 
+@pytest.mark.slow
 def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -223,6 +223,7 @@ def test_no_task_starts_after_the_time_limit_and_a_resumed_run_does_the_rest(
     assert (side["num_scored"], side["num_missing"]) == (len(TASKS), 0)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_a_journal_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endless = [{**TASKS[0], "id": str(n), "max_tokens": 4 if n < 2 else 8000} for n in range(3)]
     tasks, journal = write(tmp_path, *endless), tmp_path / "journal"

@@ -108,6 +108,7 @@ def test_text_alone_is_on_standard_output_and_a_line_of_figures_on_standard_erro
     assert "1 chunk (target:" in finished.err
 
 
+@pytest.mark.slow
 def test_a_file_is_one_prompt_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = " leading space,\r\nthree\nlines\n"
     file = tmp_path / "prompt.txt"
@@ -122,6 +123,7 @@ def test_a_file_is_one_prompt_unchanged(tmp_path: Path, capsys: pytest.CaptureFi
     assert (finished.code, finished.out) == (0, from_file["text"])
 
 
+@pytest.mark.slow
 def test_a_dash_reads_the_prompt_from_standard_input() -> None:
     command = ["generate", "-", "--model", tiny_llama(), "--max-tokens", 8]
     finished = run_process(*command, stdin=PROMPT.encode())

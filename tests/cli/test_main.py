@@ -74,6 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(capsys, "--version") == (0, f"evenflow {__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_the_slow_path_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENFLOW_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -188,6 +189,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "arguments"), MOMENTS.values(), ids=MOMENTS)
 def test_an_interrupt_during_imports_prints_nothing(module: str, arguments: list[str]) -> None:
     model = [str(tiny_llama())] if arguments[-1] == "--model" else []
@@ -233,6 +235,7 @@ def test_a_shell_completes_commands_options_and_policies(words: str, expected: l
     assert complete(words) == expected
 
 
+@pytest.mark.slow
 def test_a_shell_completes_models_by_name_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "pulled.gguf").touch()
@@ -258,6 +261,7 @@ def test_a_shell_gets_a_script_for_completion() -> None:
     assert "_EVENFLOW_COMPLETE=complete_bash" in finished.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_without_a_traceback() -> None:
     with subprocess.Popen(endless(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -76,6 +76,7 @@ def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, t
     assert record.read_text().count('"event":"step"') == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_the_whole_process_group_lets_open_streams_end(number: signal.Signals) -> None:
     """`timeout`, supervisors and terminals send it to all: the front alone decides when the others end."""
@@ -94,6 +95,7 @@ def test_a_signal_to_the_whole_process_group_lets_open_streams_end(number: signa
         wait_for_all(process)
 
 
+@pytest.mark.slow
 def test_when_the_front_is_killed_its_other_processes_end() -> None:
     with serving() as (process, _):
         process.kill()

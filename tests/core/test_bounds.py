@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 
+import pytest
+
 from evenflow.core.blocks import Content
 from evenflow.core.eviction import EvictionOrder
 from evenflow.core.plan import ExecutorCaps, TierResult
@@ -118,6 +120,7 @@ def test_blocks_of_a_tier_whose_moves_take_any_time() -> None:
     tier.check_invariants()
 
 
+@pytest.mark.slow
 def test_everything_that_a_scheduler_remembers() -> None:
     """Prompts of many tenants come, share prefixes, are preempted, refused, aborted and late; blocks move and fail."""
     rng = random.Random(0)

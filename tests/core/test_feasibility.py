@@ -67,6 +67,7 @@ class NoisyMachine:
         )
 
 
+@pytest.mark.slow
 def test_the_advice_hardly_changes_in_ten_thousand_noisy_steps() -> None:
     advice = [advised for _, advised in NoisyMachine(1).steps(INFEASIBLE_S, 10_000)]
     assert advice[0] is None  # there is no evidence yet

@@ -70,6 +70,7 @@ def usual_rate() -> float:
     return rate(driver)
 
 
+@pytest.mark.slow
 @WRONG
 @pytest.mark.parametrize("known", [learned, stored, prior])
 def test_wrong_step_times(known: Callable[[float], StepTimeModel], wrong: float) -> None:
@@ -80,6 +81,7 @@ def test_wrong_step_times(known: Callable[[float], StepTimeModel], wrong: float)
     assert rate(driver) >= 0.9 * usual_rate()
 
 
+@pytest.mark.slow
 @WRONG
 def test_step_times_of_a_machine_that_changes_while_it_runs(wrong: float) -> None:
     speed = [wrong]

@@ -73,7 +73,7 @@ class ServiceMachine(SchedulerMachine):
 
 IN_CI = bool(os.environ.get("CI"))
 ServiceMachine.TestCase.settings = settings(
-    max_examples=80 if IN_CI else 10,
+    max_examples=30 if IN_CI else 10,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

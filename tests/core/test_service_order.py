@@ -182,6 +182,7 @@ def test_an_urgent_request_does_not_wait_for_a_prefix_that_a_patient_one_compute
     driver.check_output(urgent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @settings(max_examples=6, deadline=None)
 @given(

@@ -43,6 +43,7 @@ def oracle_load(milliseconds: int, depth: int, row_buckets: tuple[int, ...] = ()
     return run_load(driver, steps=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("milliseconds", TARGETS)
 def test_every_gap_is_in_time_and_prefill_as_fast_as_if_all_costs_were_known(milliseconds: int, depth: int) -> None:
@@ -109,6 +110,7 @@ def test_a_single_step_five_times_as_long_changes_nothing(milliseconds: int) -> 
     assert prefill_after(outlier=True) == pytest.approx(prefill_after(outlier=False), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", [50, SLOW])
 def test_between_bursts_from_outside_steps_are_in_time_and_prefill_goes_on(milliseconds: int) -> None:
     """No margin would keep a burst's own steps in time; the others are, and use about half of the time they have."""
@@ -123,6 +125,7 @@ def test_between_bursts_from_outside_steps_are_in_time_and_prefill_goes_on(milli
     assert sum(step.prefill for step in steps) > 0.45 * sum(step.prefill for step in calm)
 
 
+@pytest.mark.slow
 def test_thousands_of_decode_steps_do_not_wash_out_what_prefill_costs() -> None:
     driver = target_driver(100, max_type)
     start_chats(driver, 2)
@@ -375,6 +378,7 @@ def test_paced_streams_lend_what_they_have_earned_and_never_fall_behind() -> Non
     assert ttft[",paced"] < ttft[""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_tightest_target_of_all_streams_holds(depth: int) -> None:
     driver = target_driver(200, max_type, depth=depth)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+import pytest
+
 from evenflow.core.blocks import Content
 from evenflow.core.eviction import KEEP_S
 from evenflow.core.plan import NO_MOVES, ExecutorCaps, StepPlan, TierResult
@@ -183,6 +185,7 @@ def test_a_disk_that_was_slow_for_a_while_is_used_again() -> None:
     assert saved(160, 0.0001) == 160
 
 
+@pytest.mark.slow
 def test_a_disk_that_was_slow_to_read_is_used_again() -> None:
     driver = tiered()
     prompts = [[number] * 30 for number in (1, 2)]

@@ -86,6 +86,7 @@ def test_a_damaged_file_is_ignored(data: bytes, damages: list[Damage]) -> None:
     check(damaged(file_of(ONE, data), damages), data, b"second")
 
 
+@pytest.mark.slow
 @given(content=st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode() + b"\n"))
 def test_foreign_content_is_ignored(content: bytes) -> None:
     check(content, b"first", b"second")

@@ -119,6 +119,7 @@ class Watched:
         return {one.id: embeddings.get(one.id, one.output_token_ids) for one in requests}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("step_ids", "every"), [(range(6, 8), 12), pytest.param(range(0, 20, 5), 12, marks=pytest.mark.slow)]

@@ -88,6 +88,7 @@ def test_ordinary_text_has_the_same_tokens_as_ever(text: str) -> None:
     assert model.encode_chat([user(text)]) == model.encode(rendered, add_special_tokens=False)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "<", "|", ">", "</think>", "a", BREAK]), max_size=8))
 def test_no_mixture_of_fragments_becomes_a_control_token(fragments: list[str]) -> None:

@@ -110,6 +110,7 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         assert compared == [(32, 32)] * 4, key
 
 
+@pytest.mark.slow
 def test_one_keys_flood_leaves_others_their_cached_prefixes() -> None:
     """Made-up tenants do not help: a key has one share of the cache."""
     settings = {"api_keys": ["quiet", "flood"]}

@@ -202,6 +202,7 @@ GET_SCHEMA = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STREAM = b'{"prompt": "a", "max_tokens": 900, "n": 8, "logprobs": 20, "ignore_eos": true, "stream": %s}'
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, such connections took all descriptors without a key, and streams held the queue, for ever."""
     monkeypatch.setattr(connections, "GRACE_S", 0.3)
@@ -219,6 +220,7 @@ def test_who_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             connection.close()
 
 
+@pytest.mark.slow
 def test_who_does_not_read_a_feed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "GRACE_S", 0.3)
     monkeypatch.setattr(feed, "BATCH_S", 0.001)

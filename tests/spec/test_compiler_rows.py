@@ -228,6 +228,7 @@ def test_a_base_compiler_that_fails_leaves_the_plain_model(
     assert "ReturnsNothing returned None, which cannot be called" in caplog.text
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_chunks_over_what_torch_compiled(tokens: torch.Tensor) -> None:
     class Torch:

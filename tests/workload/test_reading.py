@@ -202,6 +202,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(VALUES), st.sampled_from([None, 1]), st.integers(1, 7))
 def test_an_array_is_read_alike_in_pieces_of_any_size(values: list[Any], indent: int | None, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

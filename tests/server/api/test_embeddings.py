@@ -50,6 +50,7 @@ def assert_close(one: list[float], other: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_and_ids_give_the_models_own_vectors(server: RunningServer) -> None:
     ids = load_model(str(tiny_llama())).tokenizer.encode(TEXT)
     long = [1, *range(5, 205)]

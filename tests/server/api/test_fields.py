@@ -130,6 +130,7 @@ def test_best_of_one_may_stream(server: RunningServer) -> None:
 # ---- suffix and reasoning_effort ----
 
 
+@pytest.mark.slow
 def test_models_trained_for_a_suffix_and_for_reasoning_effort_get_them(tmp_path: Path) -> None:
     """A vocabulary with the tokens for filling in, and a template that takes the effort."""
     folder = tiny_hf_folder(tmp_path, "LlamaForCausalLM", vocab_size=520)

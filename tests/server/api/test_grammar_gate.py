@@ -111,6 +111,7 @@ def test_a_busy_machine_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     run(use)
 
 
+@pytest.mark.slow
 def test_one_clients_slow_grammars_are_checked_one_at_a_time_and_delay_no_other_client() -> None:
     async def use(gate: GrammarGate) -> None:
         ended: list[str] = []

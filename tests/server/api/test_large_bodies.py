@@ -89,6 +89,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.mark.slow
 def test_bodies_that_are_made_to_be_expensive_are_refused(server: RunningServer) -> None:
     """They took 5 to 47 s each; `benchmarks/attacks.py` measures what they take."""
     for name, (path, content) in ATTACKS.items():

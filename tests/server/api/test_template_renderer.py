@@ -65,6 +65,7 @@ def test_a_hostile_template_costs_little_and_is_named(name: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_others_are_served_while_a_template_runs_for_ever() -> None:
     with running_server(scripted_engine, slow_template_tokenizer) as server:
 

@@ -120,6 +120,7 @@ def test_a_request_that_comes_as_the_engine_dies_begins_again(tmp_path: Path) ->
     assert (accounts.num_accepted, accounts.num_retries, accounts.ended["length"]) == (1, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", [one if one == "decode" else pytest.param(one, marks=pytest.mark.slow) for one in MOMENTS]
 )

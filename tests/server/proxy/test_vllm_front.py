@@ -275,6 +275,7 @@ def test_the_end_of_the_front_is_the_end_of_vllm(python: str) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_front_that_is_killed(python: str) -> None:
     command = [sys.executable, "-c", "from evenflow.cli.main import main; main()", "serve", "--engine", "vllm"]
     options = ["--model", MODEL, "--port", "0", "--tbt-target", "50ms", "--vllm-python", _with_version(python)]
@@ -328,6 +329,7 @@ def _is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 def test_the_server_is_there_before_vllm_and_a_failed_start_ends_it(python: str, tmp_path: Path) -> None:
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 1\nexec {python} "$@"\n')
