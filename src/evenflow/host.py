@@ -20,6 +20,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHIELDED_SIGNALS = (*EXIT_SIGNALS, signal.SIGHUP)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -136,13 +137,23 @@ def check_private(path: Path) -> None:
         raise PermissionError(errno.EPERM, problem, str(path))
 
 
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 def start_shielded(process: SpawnProcess) -> None:
-    """Start a process without exit signals: terminals and supervisors send them to all processes, but this one decides.
+    """Start a process that no exit signal and no hangup reaches: terminals and supervisors send them to all processes,
+    but this one decides.
 
     The new process has to end by itself after this one.
     """
     resource_tracker.ensure_running()  # otherwise the start would do it, and unblock these signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED_SIGNALS)
     try:
         process.start()  # it inherits the blocked signals
     finally:

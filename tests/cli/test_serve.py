@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -14,9 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from evenflow.advisor.server_logs import find_facts
 from evenflow.errors import EngineFailed
 from evenflow.server.serving import _ONE_SIGNAL_S, bind, listen
-from tests.cli.running import long_context_llama, run_cli, serving
+from tests.cli.running import command_line, long_context_llama, run_cli, serving
 from tests.models import tiny_llama
 
 BAD_SERVE = {
@@ -129,11 +131,91 @@ def test_a_second_signal_quits_at_once(number: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENFLOW_API_KEY", "from the environment")
+    monkeypatch.setenv("EVENFLOW_API_KEY", "from-the-environment")
     keys = tmp_path / "keys"
-    keys.write_text("from the file\n")
-    with serving("--api-key-file", keys, "--api-key", "from the line") as (_, url):
+    keys.write_text("from-the-file\n")
+    with serving("--api-key-file", keys, "--api-key", "from-the-line") as (_, url):
         assert httpx.get(url + "/v1/models", verify=False).status_code == 401
-        for key in ("from the environment", "from the file", "from the line"):
+        for key in ("from-the-environment", "from-the-file", "from-the-line"):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.get(url + "/v1/models", headers=headers, verify=False).status_code == 200
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """The line of standard error that has this text."""
+    assert process.stderr is not None
+    while text not in (line := process.stderr.readline()):
+        assert line, "it ended"
+    return line
+
+
+def test_a_hangup_reads_keys_and_shares_again(tmp_path: Path) -> None:
+    keys, admins, shares = tmp_path / "keys", tmp_path / "admins", tmp_path / "shares.toml"
+    keys.write_text("old name=acme\n")
+    admins.write_text("boss\n")
+    shares.write_text("[tenants.acme]\nmax_requests = 9\n")
+    files = ("--api-key-file", keys, "--admin-api-key-file", admins, "--shares", shares, "--api-key", "stays")
+    with serving(*files, "--log-format", "json") as (process, url):
+
+        def hangup(said: str) -> dict[str, str]:
+            os.killpg(process.pid, signal.SIGHUP)  # the other processes of the server ignore it
+            found: dict[str, str] = json.loads(read_until(process, said))
+            return found
+
+        def status(key: str, path: str = "/v1/models") -> int:
+            return httpx.get(url + path, headers={"Authorization": f"Bearer {key}"}, verify=False).status_code
+
+        keys.write_text("new name=acme\nmore\n")
+        shares.write_text("[tenants.acme]\nmax_requests = 1\nweight = 3\n")
+        assert (
+            hangup("Reloaded")["message"]
+            == "Reloaded. API keys: admin-1, key-1, acme, key-3. Tenants with settings: 1."
+        )
+        assert [status(key) for key in ("old", "new", "more", "boss", "stays")] == [401, 200, 200, 200, 200]
+        body = {"prompt": "hi", "n": 2, "max_tokens": 1}
+        refused = httpx.post(
+            url + "/v1/completions", json=body, headers={"Authorization": "Bearer new"}, timeout=30, verify=False
+        )
+        assert refused.status_code == 429
+        for path, content, said in (
+            (keys, "new nam=acme\n", "nam=... behind it"),
+            (keys, "", "holds no key"),
+            (shares, "[tenants.nobody]\nweight = 2\n", "nobody"),
+            (shares, "[classes.a]\nrank = 0\nshare = 1\n", "other classes of service"),
+        ):
+            before = path.read_text()
+            path.write_text(content)
+            line = hangup("Nothing is reloaded")
+            assert (line["level"], said in line["message"]) == ("ERROR", True)
+            path.write_text(before)
+            assert [status(key) for key in ("old", "new")] == [401, 200]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_terminal_that_closes_ends_the_server(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1])
+    pid, terminal = pty.fork()
+    if not pid:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        os.execv(line[0], line)
+    while b"Serving" not in (log.read_bytes() if log.exists() else b""):
+        time.sleep(0.05)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_each_line_of_a_servers_log_has_its_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1, "--policy", "fixed:64"])
+        with subprocess.Popen(line, stderr=file) as process:
+            while "Serving" not in log.read_text():
+                time.sleep(0.05)
+            process.terminate()
+    lines = log.read_text().splitlines()
+    assert len(lines) >= 3
+    for line in lines:
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (INFO|WARNING) evenflow: \S", line), line
+    assert find_facts(lines).budget == 64

@@ -26,7 +26,7 @@ CLOSED = ("/v1/models", "/v1/responses/resp_1", "/v1/target", "/metrics", "/live
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[RunningServer]:
-    settings = {"api_keys": ["first key", "second"], "allowed_origins": ["https://example.org"]}
+    settings = {"api_keys": ["first-key", "second"], "allowed_origins": ["https://example.org"]}
     with scripted_server(settings=settings) as running:
         yield running
 
@@ -49,7 +49,7 @@ def test_only_what_watches_the_server_needs_no_key(locked: RunningServer) -> Non
 
 
 def test_every_key_opens_and_no_other(locked: RunningServer) -> None:
-    for key in ("first key", "second"):
+    for key in ("first-key", "second"):
         assert locked.get("/v1/models", headers=with_key(key)).status_code == 200
     for key in ("third", "first", "second ey", "sécond"):
         headers = {"Authorization": f"Bearer {key}".encode()}
@@ -102,7 +102,7 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
     compare_digest = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    keys = ApiKeys(["first", "a much longer second key", "third"], ["admin"])
+    keys = ApiKeys(["first", "a-much-longer-second-key", "third"], ["admin"])
     for key in ("first", "third", "admin", "", "f", "firs", "x" * 100_000):
         compared.clear()
         with contextlib.suppress(ApiError):
@@ -133,7 +133,7 @@ def test_keys_do_not_share_a_prefix_cache(locked: RunningServer) -> None:
         usage = locked.post("/v1/completions", body, headers=with_key(key)).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    assert [cached("first key"), cached("first key"), cached("second"), cached("second")] == [0, 96, 0, 96]
+    assert [cached("first-key"), cached("first-key"), cached("second"), cached("second")] == [0, 96, 0, 96]
 
 
 def test_only_pages_of_allowed_origins_may_ask(locked: RunningServer) -> None:
@@ -159,8 +159,56 @@ def test_key_files(tmp_path: Path) -> None:
         ApiKeys([" "])
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sk-a nam=acme", "nam=... behind it"),
+        ("sk-a name=a b", "name=... behind it"),
+        ("sk-a name=", "name=... behind it"),
+        ("sk-a sk-b", "more text behind it"),
+        ("sk-a # of acme", "more text behind it"),
+    ],
+)
+def test_other_words_behind_a_key_are_refused_and_the_key_is_not_shown(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"good name=one\n\n{line}\n")
+    with pytest.raises(InvalidConfig, match="In line 3") as refused:
+        read_key_file(path)
+    assert said in str(refused.value)
+    assert "sk-" not in str(refused.value)
+    with pytest.raises(InvalidConfig, match=said.replace("...", "[.]{3}")):
+        ApiKeys([line])
+
+
+def test_a_key_for_metrics_reads_all_figures_and_nothing_else() -> None:
+    settings = {"api_keys": ["a", "b"], "metrics_api_keys": ["m name=prometheus"]}
+    with scripted_server(settings=settings) as server:
+        assert server.post("/v1/completions", {"prompt": "a", "tenant": "x"}, headers=with_key("a")).is_success
+        assert 'tenant="x"' in server.get("/metrics", headers=with_key("m")).text
+        for path in (*CLOSED, "/v1/requests/x/chunks"):
+            answer = server.get(path, headers=with_key("m"))
+            assert answer.status_code == (200 if path == "/metrics" else 403), path
+        refused = server.post("/v1/completions", {"prompt": "a"}, headers=with_key("m"))
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "metrics_key"
+
+
+def test_roles_of_keys_are_apart() -> None:
+    with pytest.raises(InvalidConfig, match="alone"):
+        ApiKeys([], [], ["m"])
+    with pytest.raises(InvalidConfig, match="two roles"):
+        ApiKeys(["a"], [], ["a"])
+    with pytest.raises(InvalidConfig, match="named 'x'"):
+        ApiKeys(["a name=x"], [], ["m name=x"])
+    assert ApiKeys(["a"], [], ["m"]).check("Bearer a", "").is_admin  # the single key still is
+    with pytest.raises(InvalidConfig, match="metrics-1"):
+        ApiKeys(["a"], [], ["m"]).check_tenants(["metrics-1"])
+
+
 def test_limits_that_make_no_sense_are_refused() -> None:
-    for name in ("max_body_bytes", "max_n", "max_waiting", "max_prompt_tokens", "max_tenant_requests"):
+    with pytest.raises(InvalidConfig, match=r"max_body_size=8 .* 8KiB or 8MiB"):
+        ServerLimits(max_body_size=8)
+    for name in ("max_body_size", "max_n", "max_waiting", "max_prompt_tokens", "max_tenant_requests"):
         with pytest.raises(InvalidConfig, match=name):
             ServerLimits(**{name: -1})
 
@@ -183,7 +231,7 @@ def test_who_is_an_admin() -> None:
     assert admins(["one", "two"], []) == []
     assert admins(["one"], ["boss"]) == ["boss"]
     assert admins([], ["boss", "other"]) == ["boss", "other"]
-    with pytest.raises(InvalidConfig, match="as an admin key too"):
+    with pytest.raises(InvalidConfig, match="one API key for two roles"):
         ApiKeys(["one"], [" one "])
 
 

@@ -27,7 +27,7 @@ POST = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with scripted_server(settings={"api_keys": ["a key"]}) as running:
+    with scripted_server(settings={"api_keys": ["a-key"]}) as running:
         yield running
 
 
@@ -69,7 +69,7 @@ def test_urls_are_bounded(server: RunningServer) -> None:
 
 
 def test_trailers_are_bounded(server: RunningServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a key\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a-key\r\n"
     head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     assert b"HTTP/1.1 431 " in send(server, head, b"X: y\r\n" * 20_000, b"\r\n")
 

@@ -226,8 +226,23 @@ def read_facts(log: str | Path | IO[bytes]) -> LogFacts:
 def find_facts(lines: Iterable[str]) -> LogFacts:
     reader = _Reader()
     for number, line in enumerate(lines, 1):
-        reader.read((_COLOURS.sub("", line) if "\x1b" in line else line).rstrip(), number)
+        reader.read(_plain((_COLOURS.sub("", line) if "\x1b" in line else line).rstrip()), number)
     return reader.finish()
+
+
+def _plain(line: str) -> str:
+    """A line of JSON, as evenflow writes with --log-format json, in the form of text."""
+    if not (line.startswith("{") and '"message"' in line):
+        return line
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    message = found.get("message") if isinstance(found, dict) else None
+    if not isinstance(message, str):
+        return line
+    time, level, logger = (found.get(name, "") for name in ("time", "level", "logger"))
+    return f"{time} {level} {logger}: {' '.join(message.split())}"
 
 
 class _Reader:

@@ -32,12 +32,15 @@ def audit(
     for text, count in (
         ("computed again after a fault", accounts.num_retries),
         ("accepted before this log begins", accounts.num_ended_only),
+        ("servers killed, or ended by a crash or a loss of power", accounts.num_killed),
         ("open when a server died", len(accounts.cut_off)),
         ("still open", len(accounts.still_open)),
         ("torn lines", accounts.num_torn_lines),
     ):
         if count:
             console.print(f"  {text}: {count}")
+    if not accounts.is_closed:
+        console.print("  the last server has not closed this log: it still runs, was killed, or writes a newer file")
     for problem in accounts.problems:
         console.print(f"  {problem}")
     console.print("The accounts add up." if accounts.adds_up else "The accounts do not add up.")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
@@ -20,6 +21,7 @@ from evenflow.cli.analyze import analyze
 from evenflow.cli.audit import audit
 from evenflow.cli.bench import bench
 from evenflow.cli.chat import chat
+from evenflow.cli.config import config
 from evenflow.cli.demo import demo
 from evenflow.cli.doctor import doctor
 from evenflow.cli.eval import evaluate
@@ -30,10 +32,11 @@ from evenflow.cli.models import models
 from evenflow.cli.output import log_warnings_only
 from evenflow.cli.pull import pull
 from evenflow.cli.serve import serve
+from evenflow.cli.settings import add_variables, source_of
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, demo, serve, audit, analyze, explain, pull, doctor):
+for command in (generate, chat, demo, serve, config, audit, analyze, explain, pull, doctor):
     app.command()(command)
 app.command(epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
 app.command("eval")(evaluate)
@@ -62,11 +65,18 @@ def evenflow(
         typer.echo(context.get_help())
 
 
+def make_command() -> Any:
+    command: Any = typer.main.get_command(app)
+    for name in ("serve", "config"):
+        add_variables(command.commands[name])
+    return command
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     log_warnings_only()
     try:
-        code = typer.main.get_command(app).main(arguments, prog_name="evenflow", standalone_mode=False)
+        code = make_command().main(arguments, prog_name="evenflow", standalone_mode=False)
     except (_UsageError, InvalidInput) as error:
         return _fail(error, 2)
     except EvenflowError as error:
@@ -85,7 +95,11 @@ def _fail(error: Exception, code: int) -> int:
 def _usage_message(error: Any) -> str:
     """What is wrong with a command line. If an argument is missing: also what it is, and how to write the command."""
     message = str(error.format_message()).replace("Value error, ", "")  # what pydantic puts before its own
+    message = re.sub(r" \(env var: '\w+'\)", "", message)  # which click names, wherever the value comes from
     parameter = getattr(error, "param", None)
+    source = source_of(error.ctx, parameter) if parameter is not None and error.ctx is not None else None
+    if source not in (None, "command line"):
+        message = f"{message.rstrip('.')} (from {source})."
     if not message.startswith("Missing argument") or parameter is None:
         return message
     help, usage, example = parameter.help or "", error.ctx.command.get_usage(error.ctx), error.ctx.command.epilog or ""

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from evenflow.bench.figures import ESTIMATE_COLUMNS, Difference, Estimate
 from evenflow.errors import MissingDependency
-from evenflow.log_output import StderrHandler, ensure_logging
+from evenflow.log_output import LEVEL_VARIABLE, StderrHandler, ensure_logging
 from evenflow.model.hub.cached_models import find_model
 
 SHOWN = 3  # of a list of differences, errors or wrong answers
@@ -162,7 +162,7 @@ def engine_imports(what: str) -> Iterator[None]:
 
 def log_warnings_only() -> None:
     """Log warnings and errors without tracebacks, unless $EVENFLOW_LOG_LEVEL or the caller has set up logging."""
-    if "EVENFLOW_LOG_LEVEL" in os.environ or _logger.hasHandlers():
+    if LEVEL_VARIABLE in os.environ or _logger.hasHandlers():
         return
     handler = StderrHandler()
     handler.setFormatter(logging.Formatter("evenflow: %(message)s"))
@@ -171,11 +171,3 @@ def log_warnings_only() -> None:
     handler.setLevel(logging.WARNING)
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)  # for `loading`
-
-
-def log_information() -> None:
-    """Log more than warnings, unless $EVENFLOW_LOG_LEVEL says what to log."""
-    if "EVENFLOW_LOG_LEVEL" not in os.environ:
-        _logger.setLevel(logging.INFO)
-        for handler in _logger.handlers:
-            handler.setLevel(logging.INFO)

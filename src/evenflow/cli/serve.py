@@ -10,20 +10,19 @@ import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
 from evenflow.cli import serve_host
 from evenflow.cli.options import ModelOptions, SchedulingOptions, engine_settings, takes_options
-from evenflow.cli.output import engine_imports, log_information
-from evenflow.cli.serve_options import ServeOptions
+from evenflow.cli.output import engine_imports
+from evenflow.cli.serve_options import EngineFlags, ServeOptions
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
 from evenflow.line_file import LineFile
+from evenflow.log_output import log_as_server
 from evenflow.model.hub.cached_models import find_model
-from evenflow.shares_file import Shares, read_shares
 
 if TYPE_CHECKING:
     from evenflow.model.text.tokenizer import Tokenizer
@@ -35,9 +34,7 @@ logger = logging.getLogger("evenflow")
 @takes_options
 def serve(
     *,
-    engine_flags: Annotated[
-        list[str] | None, Argument(metavar="[-- ENGINE_FLAGS]", help="Flags to pass on to vLLM or SGLang.")
-    ] = None,
+    engine_flags: EngineFlags = None,
     options: ServeOptions,
     model: ModelOptions,
     scheduling: SchedulingOptions,
@@ -46,7 +43,7 @@ def serve(
 
     docs/server.md describes the endpoints, limits and errors.
     """
-    shares = Shares() if options.shares is None else read_shares(options.shares)
+    shares = options.read_shares()
     given: dict[str, Any] = {} if options.step_timeout is None else {"step_timeout": options.step_timeout}
     config = EngineConfig(**engine_settings(model, scheduling), **shares.engine_settings, **given)
     if options.engine == "evenflow":
@@ -58,7 +55,7 @@ def serve(
     if options.engine != "evenflow":
         launch = serve_host.make_launch(options, model, scheduling, engine_flags or ())
         with bind(options.host, options.port) as listener:
-            _run(serve_host.serve(settings, listener, launch, config.max_num_seqs))
+            _run(options, serve_host.serve(settings, listener, launch, config.max_num_seqs))
         return
     with bind(options.host, options.port) as listener:
         if options.record is not None:
@@ -73,7 +70,7 @@ def serve(
                 *(names, policy, host, port, host, port),
             )
 
-        _run(serve_model(settings, listener, config, options.record, say_ready))
+        _run(options, serve_model(settings, listener, config, options.record, say_ready))
 
 
 def _empty(path: Path) -> None:
@@ -109,14 +106,17 @@ async def serve_model(
     await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, freeze)
 
 
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    log_information()
+def _run(options: ServeOptions, serving: Coroutine[Any, Any, None]) -> None:
+    log_as_server(options.log_format)
 
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
         # Until the server is up and installs its own handler.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, logger.warning, "Nothing is reloaded: the server starts.")
         await serving
 
     try:

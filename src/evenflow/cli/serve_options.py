@@ -6,24 +6,38 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Argument
 
 from evenflow.cli.options import RecordTarget, duration_option, option, parse_size
+from evenflow.cli.settings import read_settings
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
-from evenflow.shares_file import Shares
+from evenflow.shares_file import Shares, read_shares
 
 if TYPE_CHECKING:
     from evenflow.server.serving import ServerSettings
 
 _KEY_VARIABLE = "EVENFLOW_API_KEY"
 _ADMIN_KEY_VARIABLE = "EVENFLOW_ADMIN_API_KEY"
+_METRICS_KEY_VARIABLE = "EVENFLOW_METRICS_API_KEY"
+
+EngineFlags = Annotated[
+    list[str] | None, Argument(metavar="[-- ENGINE_FLAGS]", help="Flags to pass on to vLLM or SGLang.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
 
+    config: Path | None = option(
+        "TOML file of options by their names: max-num-seqs = 8; evenflow config prints one.",
+        metavar="PATH",
+        is_eager=True,
+        callback=read_settings,
+    )
     engine: Literal["evenflow", "vllm", "sglang"] = option(
         "evenflow's own engine, or vLLM or SGLang steered by evenflow: docs/vllm.md, docs/sglang.md.",
         default="evenflow",
@@ -52,6 +66,10 @@ class ServeOptions:
         metavar="KEY",
     )
     admin_api_key_file: Path | None = option("File of admin API keys, one per line.", metavar="PATH")
+    metrics_api_key: list[str] | None = option(
+        f"API key that may only read /metrics; repeatable. Safer: ${_METRICS_KEY_VARIABLE}.", metavar="KEY"
+    )
+    metrics_api_key_file: Path | None = option("File of API keys that may only read /metrics.", metavar="PATH")
     allow_host: list[str] | None = option(
         "Name of this server that requests may use when no key is set; repeatable; *: any.", metavar="NAME"
     )
@@ -64,9 +82,7 @@ class ServeOptions:
     pooling: Literal["last", "mean"] | None = option(
         "Serve /v1/embeddings: the vector of a text's last token, or the mean of all, as the model was trained."
     )
-    max_body_bytes: int = option(
-        "Maximum size of a body.", "--max-body-size", default="8MiB", parser=parse_size, metavar="SIZE"
-    )
+    max_body_size: int = option("Maximum size of a body.", default="8MiB", parser=parse_size, metavar="SIZE")
     max_response_size: int | None = option(
         "Maximum size that a response may get.", parser=parse_size, metavar="SIZE", show_default="64MiB"
     )
@@ -83,6 +99,8 @@ class ServeOptions:
     request_log: Path | None = option(
         "Append JSON lines that account for each request, without its text: evenflow audit.", metavar="PATH"
     )
+    log_format: Literal["text", "json"] = option("Form of the log's lines.", default="text")
+    access_log: bool = option("Log a line for every HTTP request.", "--access-log", default=False)
     step_timeout: float | None = duration_option(
         "A step that takes longer, and far longer than predicted, hangs: the engine is restarted.", show_default="60s"
     )
@@ -109,6 +127,9 @@ class ServeOptions:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
 
+    def read_shares(self) -> Shares:
+        return Shares() if self.shares is None else read_shares(self.shares)
+
     def server_settings(self, config: EngineConfig, shares: Shares) -> ServerSettings:
         """Checks the options. Needs the server's packages."""
         from evenflow.server.gate import ServerLimits
@@ -120,6 +141,7 @@ class ServeOptions:
             host=self.host,
             port=self.port,
             api_keys=_given_keys(self.api_key, self.api_key_file, _KEY_VARIABLE),
+            metrics_api_keys=_given_keys(self.metrics_api_key, self.metrics_api_key_file, _METRICS_KEY_VARIABLE),
             admin_api_keys=_given_keys(self.admin_api_key, self.admin_api_key_file, _ADMIN_KEY_VARIABLE),
             allowed_hosts=self.allow_host or (),
             allowed_origins=self.allow_origin or (),
@@ -131,6 +153,8 @@ class ServeOptions:
             shares=shares,
             pooling=self.pooling,
             engine=repr(config),
+            access_log=self.access_log,
+            reread=lambda: self.server_settings(config, self.read_shares()),
         )
 
 

@@ -47,7 +47,7 @@ class EvictionOrder(Generic[Key]):
     """Keys that may be evicted, each of a tenant."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = weights or {}
+        self._weights = {} if weights is None else weights  # may change
         self._queues: dict[str, _Queue[Key]] = {}  # of tenants that have keys
         self._tenant_of: dict[Key, str] = {}
         self._next_number = 0

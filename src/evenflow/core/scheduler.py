@@ -26,7 +26,7 @@ from evenflow.core.recovery import Recovery
 from evenflow.core.request import FinishReason, Request, Status
 from evenflow.core.room import Room
 from evenflow.core.seats import Seats
-from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass
+from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, check_weights
 from evenflow.core.service_order import ServiceOrder
 from evenflow.core.step_time import StepTimeModel
 from evenflow.core.tier import Tier, TierConfig
@@ -70,15 +70,16 @@ class Scheduler:
         self.caps = caps or ExecutorCaps()
         self.block_size = config.block_size
         caches = config.enable_prefix_caching
-        self.tier = tier = Tier(config.tier, config.tenant_weights) if config.tier is not None and caches else None
+        self._tenant_weights = weights = check_weights(config.tenant_weights)  # all parts read this one
+        self.tier = tier = Tier(config.tier, weights) if config.tier is not None and caches else None
         listeners = (tier.take, tier.offer) if tier is not None else ()
-        self.pool = BlockPool(config.num_blocks, config.tenant_weights, *listeners)
+        self.pool = BlockPool(config.num_blocks, weights, *listeners)
         self.prefix_cache = PrefixCache(
             self.pool, config.block_size, enabled=caches, tier=self.tier, has_answers=self.caps.reuses_answers
         )
         self.prices = prices = Prices(step_time or StepTimeModel(), self.caps)
         self._mover = BlockMover(self.pool, self.prefix_cache, tier, config.block_size, prices.prefill)
-        self.order = order if order is not None else ServiceOrder(config.classes, config.tenant_weights, prices.prefill)
+        self.order = order if order is not None else ServiceOrder(config.classes, weights, prices.prefill)
         self.planner: Planner[Request] = Planner(self.order, prices, config.policy, max_num_seqs=config.max_num_seqs)
         self._pace = PrefillPace(prices.prefill)
         self._refuses_late = any(one.refuse_late for one in config.classes)
@@ -195,6 +196,13 @@ class Scheduler:
         self.planner.set_policy(policy)
         self._bound_steps()
         self.config = replace(self.config, policy=policy)
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share by these weights from the next step on. What tenants got and owe so far stays."""
+        checked = check_weights(weights)
+        self._tenant_weights.clear()
+        self._tenant_weights.update(checked)
+        self.config = replace(self.config, tenant_weights=checked)
 
     @property
     def policy(self) -> Policy:

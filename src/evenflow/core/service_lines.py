@@ -98,7 +98,8 @@ class ServiceLines(Generic[RequestType]):
         price_of: Callable[[int, int], float],  # seconds of a chunk of this start and length
     ) -> None:
         self.classes = check_classes(classes)
-        self._weights = check_weights(weights)
+        check_weights(weights)
+        self._weights = weights  # may change
         self._price_of = price_of
         self._classes: dict[str, _Class] = {}
         self._late: dict[str, str] = {}  # of classes with a TTFT target, the name that late prompts are served under

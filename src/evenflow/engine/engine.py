@@ -118,6 +118,10 @@ class Engine:
         if self.recorder is not None:
             self.recorder.policy_set(policy)
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the shares of tenants from the next step on."""
+        self.scheduler.set_tenant_weights(weights)
+
     def set_target(self, target: float | str | None, paced: bool | None = None) -> None:
         """Change the target from the next step on, paced as before unless stated; None: no target."""
         self.set_policy(self.policy.with_target(target, paced))

@@ -17,6 +17,7 @@ from evenflow.engine.messages import (
     Ready,
     Refused,
     SetPolicy,
+    SetWeights,
     Stepped,
     Stop,
     StopAfter,
@@ -79,6 +80,8 @@ def _drain_commands(engine: Engine, commands: Commands, send: Callable[[Event], 
                 engine.stop(request_id, num_tokens)
             case SetPolicy(policy):
                 engine.set_policy(policy)
+            case SetWeights(weights):
+                engine.set_tenant_weights(weights)
             case Stop():
                 return False
     return True

@@ -42,6 +42,12 @@ class SetPolicy(msgspec.Struct, frozen=True, array_like=True, tag="set_policy"):
     policy: PolicySpec
 
 
+class SetWeights(msgspec.Struct, frozen=True, array_like=True, tag="set_weights"):
+    """Weights of tenants; those not listed have 1."""
+
+    weights: dict[str, float]
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End the engine, including open requests."""
 
@@ -99,7 +105,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
         return found
 
 
-Command = Add | Abort | StopAfter | SetPolicy | Stop
+Command = Add | Abort | StopAfter | SetPolicy | SetWeights | Stop
 Event = Ready | Stepped | Refused | Failed
 
 read_command = msgspec.msgpack.Decoder(Command).decode

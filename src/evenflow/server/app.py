@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import APIKeyHeader, HTTPBearer
 
 from evenflow import __version__
-from evenflow.server.access import ApiKeys
+from evenflow.server.access import ApiKeys, check_role
 from evenflow.server.api.embeddings import EmbeddingsBody
 from evenflow.server.api.messages.request import MESSAGES_BODIES
 from evenflow.server.api.messages.routes import messages_routes
@@ -62,6 +62,7 @@ def make_app(
         address = request.client.host if request.client is not None else ""
         headers = request.headers
         request.state.caller = keys.check(headers.get("authorization"), address, headers.get("x-api-key"))
+        check_role(request.state.caller, request.scope["path"])
 
     with_key: dict[str, Any] = {"dependencies": [Depends(check_key)]}
     if keys.are_needed:

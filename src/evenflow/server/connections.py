@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from evenflow.server.errors import ApiError, overloaded
 from evenflow.server.held import Held
+from evenflow.server.request_lines import RequestLines
 
 MAX_URL_BYTES = 8 << 10
 MAX_HEAD_BYTES = 64 << 10  # the URL and all headers
@@ -73,11 +74,17 @@ def bounded_protocol() -> type[BoundedProtocol]:
     return type("ServerProtocol", (BoundedProtocol,), {"held": Held()})
 
 
-def in_pieces(app: ASGIApp) -> ASGIApp:
-    """Sends long bodies in pieces, each when those before it are read: the rest is counted as held."""
+def in_pieces(app: ASGIApp, lines: RequestLines) -> ASGIApp:
+    """Sends long bodies in pieces, each when those before it are read: the rest is counted as held.
+
+    Of each response, the log's lines are told.
+    """
 
     async def send_pieces(scope: Scope, receive: Receive, send: Send) -> None:
+        line = lines.begin(scope)
+
         async def send_piece(message: Message) -> None:
+            line.take(message)
             body = message.get("body", b"")
             if len(body) <= PIECE_BYTES:
                 await send(message)
@@ -89,7 +96,10 @@ def in_pieces(app: ASGIApp) -> ASGIApp:
                 more = end < len(body) or message.get("more_body", False)
                 await send({**message, "body": body[first:end], "more_body": more})
 
-        await app(scope, receive, send_piece if scope["type"] == "http" else send)
+        try:
+            await app(scope, receive, send_piece)
+        finally:
+            lines.end(line)
 
     return send_pieces
 

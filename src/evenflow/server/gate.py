@@ -11,6 +11,7 @@ from evenflow.errors import InvalidConfig
 from evenflow.server.errors import ApiError, overloaded
 from evenflow.shares_file import QueueLimits, Shares, TenantSettings
 
+_MIN_SIZE = 256  # bytes: no request or response fits in less
 _ALL = ""  # the queue that every request is in
 
 
@@ -18,7 +19,7 @@ _ALL = ""  # the queue that every request is in
 class ServerLimits:
     """What is refused before it costs memory. Each choice of an HTTP request counts as one request."""
 
-    max_body_bytes: int = 8 << 20
+    max_body_size: int = 8 << 20  # bytes
     max_response_size: int = 64 << 20  # the most that it may take, known before it is computed
     max_prompt_tokens: int = 0  # besides the model's context; 0: no limit
     max_n: int = 128  # choices per HTTP request: n times its prompts
@@ -27,11 +28,12 @@ class ServerLimits:
     max_tenant_requests: int = 0  # running or waiting; 0: no limit
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_body_bytes", "max_response_size", "max_n")
+        lowest = {"max_body_size": _MIN_SIZE, "max_response_size": _MIN_SIZE, "max_n": 1}
         for field in fields(self):
-            name, low = field.name, int(field.name in at_least_one)
-            if getattr(self, name) < low:
-                raise InvalidConfig(f"Got {name}={getattr(self, name)} but expected a whole number >= {low}.")
+            name, low = field.name, lowest.get(field.name, 0)
+            if (value := getattr(self, name)) < low:
+                unit = f" bytes: write {value}KiB or {value}MiB" if low == _MIN_SIZE and value > 0 else ""
+                raise InvalidConfig(f"Got {name}={value} but expected a whole number >= {low}{unit}.")
 
 
 class _Queue(NamedTuple):
@@ -89,7 +91,7 @@ class Gate:
         self.limits = limits
         self._max_running = max_running
         self._on_refusal = on_refusal
-        self._shares = shares or Shares()
+        self.shares = shares or Shares()  # may be replaced
         self._requests: Counter[str] = Counter()  # running or waiting, by queue
         self._tokens: Counter[str] = Counter()
         self.is_draining = False
@@ -103,6 +105,10 @@ class Gate:
     def max_tenant_running(self) -> int:
         """Requests of one tenant that can run at a time."""
         return min(self._max_running(), self.limits.max_tenant_requests or self._max_running())
+
+    def tenant_settings(self, tenant: str) -> TenantSettings:
+        """By the name of `Caller.limited_as`."""
+        return self.shares.tenants.get(tenant, TenantSettings())
 
     def enter(self, tenant: str, num_requests: int, service_class: str = "") -> Reservation:
         """Reserve places for this many requests during its context; raises ApiError if there are none."""
@@ -121,12 +127,12 @@ class Gate:
             raise ApiError(400, message, param="n")
 
     def _queues(self, tenant: str, service_class: str) -> list[_Queue]:
-        limits, settings = self.limits, self._shares.tenants.get(tenant, TenantSettings())
+        limits, settings = self.limits, self.tenant_settings(tenant)
         for_all = QueueLimits(max_requests=self._max_running() + limits.max_waiting, max_tokens=limits.max_open_tokens)
         for_tenant = QueueLimits(
             max_requests=settings.max_requests or limits.max_tenant_requests, max_tokens=settings.max_tokens
         )
-        for_class = self._shares.class_limits.get(service_class, QueueLimits())
+        for_class = self.shares.class_limits.get(service_class, QueueLimits())
         return [
             _Queue(_ALL, "The server", for_all, "queue_full", 503),
             _Queue(f"class {service_class}", f"The class {service_class!r}", for_class, "class_limit", 503),

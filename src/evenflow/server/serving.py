@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import math
+import signal
 import socket
 import threading
 import time
@@ -20,8 +21,8 @@ from typing import cast
 import uvicorn
 
 from evenflow.core.request import Pooling
-from evenflow.errors import EngineFailed, InvalidConfig
-from evenflow.host import EXIT_SIGNALS
+from evenflow.errors import EngineFailed, EvenflowError, InvalidConfig
+from evenflow.host import EXIT_SIGNALS, has_terminal
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, turn_of
@@ -41,6 +42,7 @@ from evenflow.server.metrics.request_log import RequestLog
 from evenflow.server.metrics.tracing import make_tracer
 from evenflow.server.proxy.host_engine import HostEngine
 from evenflow.server.proxy.response import HostService
+from evenflow.server.request_lines import RequestLines
 from evenflow.server.turns import Turns
 from evenflow.shares_file import Shares
 
@@ -65,6 +67,7 @@ class ServerSettings:
     port: int = 8000
     api_keys: Sequence[str] = ()
     admin_api_keys: Sequence[str] = ()
+    metrics_api_keys: Sequence[str] = ()  # which may only read /metrics
     allowed_hosts: Sequence[str] = ()  # names of this server, besides its own; for servers without keys
     allowed_origins: Sequence[str] = ()
     allows_special_tokens: bool = False  # in the text of chats
@@ -75,6 +78,8 @@ class ServerSettings:
     shares: Shares = field(default_factory=Shares)  # its tenants are NAME of a key, or NAME/TENANT of an admin's
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     engine: str = ""  # its settings as text, for the fingerprint
+    access_log: bool = False  # a line for every HTTP request
+    reread: Callable[[], ServerSettings] | None = None  # these settings from their files as they are now
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -82,7 +87,12 @@ class ServerSettings:
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"Got --port {self.port} but expected 0 to 65535.")
         # Refuse bad ones before anything is loaded.
-        ApiKeys(self.api_keys, self.admin_api_keys).check_tenants(self.shares.tenants)
+        self.make_keys()
+
+    def make_keys(self) -> ApiKeys:
+        keys = ApiKeys(self.api_keys, self.admin_api_keys, self.metrics_api_keys)
+        keys.check_tenants(self.shares.tenants)
+        return keys
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -139,7 +149,7 @@ async def serve(
         gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected, settings.shares)
         named = settings.model_names, fingerprint(settings.engine)
         parts = client, gate, LargeWork(), tokenizer, TokenSizes(tokenizer), grammar_gate, templates
-        service = ModelService(*parts, *named, tenants=settings.shares.tenants, pooling=settings.pooling)
+        service = ModelService(*parts, *named, pooling=settings.pooling)
         server = Server(service, observer, settings)
         listen(listener)
         on_ready(server)
@@ -194,15 +204,21 @@ class Server(uvicorn.Server):
         self._feed = LiveFeed(observer)
         self._drain_s = settings.drain_s
         self._exit_asked_at = -math.inf
+        self._had_terminal = False
         self._opening: set[asyncio.Task[object]] = set()  # connections that have been accepted
         hosts = (settings.host, *settings.allowed_hosts)
-        keys = ApiKeys(settings.api_keys, settings.admin_api_keys)
+        self._keys = keys = settings.make_keys()
+        self._settings = settings
+        self._reload_lock = asyncio.Lock()
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._lines = RequestLines(settings.access_log)
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            Turns(in_pieces(app), partial(turn_of, keys)),
+            in_pieces(Turns(app, partial(turn_of, keys)), self._lines),
             http=bounded_protocol(),
             ws="none",
             access_log=False,
+            log_config=None,
             log_level="warning",
             backlog=_BACKLOG,
             lifespan="off",
@@ -260,6 +276,7 @@ class Server(uvicorn.Server):
         for listener in sockets or ():
             asyncio.get_running_loop().remove_reader(listener)
         await super().shutdown(sockets)
+        self._lines.close()
 
     async def _drain(self) -> None:
         """Wait for open requests to finish, then fail those that are left. New ones get a 503 meanwhile."""
@@ -287,6 +304,32 @@ class Server(uvicorn.Server):
         elif now - self._exit_asked_at > _ONE_SIGNAL_S:
             self.force_exit = True
 
+    def handle_hangup(self) -> None:
+        """Read the files of keys and shares again; if it was the terminal that closed, shut down."""
+        if self._had_terminal and not has_terminal():
+            self.handle_exit(signal.SIGHUP, None)
+            return
+        reload = asyncio.get_running_loop().create_task(self.reload())
+        self._reloads.add(reload)
+        reload.add_done_callback(self._reloads.discard)
+
+    async def reload(self) -> None:
+        """Read the files of keys and shares again. What is wrong in them changes nothing."""
+        if self._settings.reread is None:
+            return
+        async with self._reload_lock:
+            try:
+                found = await asyncio.to_thread(self._settings.reread)
+                if found.shares.classes != self._settings.shares.classes:
+                    raise InvalidConfig("Got other classes of service: they need a restart of the server.")
+                self._keys.replace(found.make_keys())
+            except EvenflowError as error:
+                logger.error("Nothing is reloaded: %s", error)
+                return
+            self.service.set_shares(found.shares)
+            names, tenants = self._keys.names, found.shares.tenants
+            logger.info("Reloaded. API keys: %s. Tenants with settings: %d.", ", ".join(names) or "none", len(tenants))
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, which would raise them again at the end."""
@@ -296,8 +339,12 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in EXIT_SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
+        # Under nohup a closed terminal means nothing.
+        self._had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        loop.add_signal_handler(signal.SIGHUP, self.handle_hangup)
         try:
             yield
         finally:
+            loop.remove_signal_handler(signal.SIGHUP)
             for number in EXIT_SIGNALS:
                 loop.remove_signal_handler(number)

@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with scripted_server(settings={"limits": {"max_body_bytes": 100_000, "max_n": 8}}) as running:
+    with scripted_server(settings={"limits": {"max_body_size": 100_000, "max_n": 8}}) as running:
         yield running
 
 

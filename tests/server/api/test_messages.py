@@ -29,7 +29,7 @@ TOOLS = [{"name": "look", "input_schema": {"type": "object", "properties": {"at"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with scripted_server(script=SCRIPT, settings={"limits": {"max_body_bytes": 100_000}}) as running:
+    with scripted_server(script=SCRIPT, settings={"limits": {"max_body_size": 100_000}}) as running:
         yield running
 
 

@@ -424,7 +424,7 @@ def test_stored_conversations_count_as_part_of_the_prompt(server: RunningServer)
 
 
 def test_limits_of_a_server_hold() -> None:
-    limits = {"max_body_bytes": 1000, "max_waiting": 0}
+    limits = {"max_body_size": 1000, "max_waiting": 0}
     with scripted_server(settings={"limits": limits}, max_num_seqs=1, step_s=0.02) as server:
         assert server.post(PATH, {"input": "a" * 2000}).status_code == 413
         assert server.post(PATH, content="input=Hi").status_code == 415

@@ -52,6 +52,27 @@ def test_each_accepted_request_has_one_end(tmp_path: Path, events: tuple[Any, ..
     assert not accounts.problems if problem is None else problem in accounts.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("events", "killed", "closed", "said"),
+    [
+        ((*WHOLE, "closed"), 0, True, ""),
+        (("opened", "closed", "opened", "closed"), 0, True, ""),
+        (("opened", "accepted a", "opened", "closed"), 1, True, "killed, or ended by a crash or a loss of power: 1"),
+        (("opened", "opened", "opened"), 2, False, "still runs, was killed"),
+        (("ended a", "opened", "closed"), 1, True, "killed"),
+    ],
+)
+def test_a_killed_server_is_said(
+    tmp_path: Path, events: tuple[str, ...], killed: int, closed: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "log", *events)
+    accounts = read_accounts([path])
+    assert (accounts.num_killed, accounts.is_closed) == (killed, closed)
+    out = run_cli(capsys, "audit", path).out
+    assert said in out
+    assert said or "killed" not in out
+
+
 def test_a_torn_line_is_counted_and_the_next_one_is_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "log", "opened", "accepted a")
     with path.open("ab") as file:

@@ -215,7 +215,7 @@ def test_a_vllm_that_dies_of_the_warm_up_fails_to_start(python: str, monkeypatch
 
 
 def test_limits_and_keys_are_evenflows(python: str) -> None:
-    limits = {"max_body_bytes": 500, "max_waiting": 0, "max_tenant_requests": 1}
+    limits = {"max_body_size": 500, "max_waiting": 0, "max_tenant_requests": 1}
     with front(python, api_keys=["secret"], limits=limits) as server:
         for path in ("/v1/models", "/metrics", "/v1/target", "/live/feed"):
             assert server.get(path).status_code == 401

@@ -16,7 +16,6 @@ from evenflow.server.api.response_size import PROMPT_TOKEN_BYTES
 from evenflow.server.api.service import ModelService
 from evenflow.server.engine.served_engine import Prepared
 from evenflow.server.errors import ApiError
-from evenflow.shares_file import TenantSettings
 
 _CHOICE_BYTES = 512  # of a choice besides its tokens
 _LOWERED = ("best_of", "n", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo")
@@ -36,7 +35,7 @@ class Job:
         self.shows_output = True  # False: the engine generates a token that nobody asked for
         self.tenant = body.tenant or ""
         self.share = caller.limited_as(self.tenant)  # whose limits and whose share of the engine count
-        tenant = service.tenants.get(self.share, TenantSettings())
+        tenant = service.gate.tenant_settings(self.share)
         of_class = chosen_class(body, service.client.classes, tenant.most_urgent)
         check_own_target(caller, body.tbt_seconds, service.client.policy.target, of_class, "tbt_target")
         self.service_class = of_class.name

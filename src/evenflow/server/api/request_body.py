@@ -30,7 +30,7 @@ async def read_body(
         raise ApiError(415, f"Got Content-Type {content_type!r} but expected application/json.")
     client, work = request.state.caller.client, service.large_work
     async with work.body(client) if may_be_large(request) else nullcontext():
-        content = await read_bytes(request, max_bytes or service.gate.limits.max_body_bytes)
+        content = await read_bytes(request, max_bytes or service.gate.limits.max_body_size)
         return await work.run(len(content), client, _parse, kind, content), len(content)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
 from evenflow.server.gate import Gate
-from evenflow.shares_file import TenantSettings
+from evenflow.shares_file import Shares
 
 _ENCODED_AT_ONCE = 1 << 18  # tokens of a text: the tokenizer takes about 70 MB for them
 
@@ -48,6 +48,10 @@ class Service:
         """End every open request with an error, whatever it waits for."""
         self.client.fail_all(failure)
 
+    def set_shares(self, shares: Shares) -> None:
+        """Use other settings of tenants and limits of classes from now on."""
+        self.gate.shares = shares
+
 
 @dataclass(frozen=True, slots=True)
 class ModelService(Service):
@@ -60,7 +64,6 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     system_fingerprint: str
-    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)  # by `Caller.limited_as`
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -69,6 +72,10 @@ class ModelService(Service):
         await Service.fail_all(self, failure)
         await self.grammar_gate.close()
         await self.templates.close()
+
+    def set_shares(self, shares: Shares) -> None:
+        Service.set_shares(self, shares)
+        self.client.set_tenant_weights(shares.engine_settings["tenant_weights"])
 
     async def in_turn(
         self,

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from evenflow.core.request import Request, SamplingParams
 from evenflow.core.service_classes import Classes
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
-from evenflow.engine.messages import Add, Command, Failed, Ready, Refused, SetPolicy, Stepped, read_event
+from evenflow.engine.messages import Add, Command, Failed, Ready, Refused, SetPolicy, SetWeights, Stepped, read_event
 from evenflow.engine.outputs import TextCodec
 from evenflow.engine.watchdog import Cell, is_overdue
 from evenflow.errors import EngineFailed, EvenflowError
@@ -61,6 +61,7 @@ class ServedEngine(SupervisedEngine):
         self._link: Link | None = None
         self._exit_error: EvenflowError | None = None  # of the current process
         self._intake: Intake | None = None
+        self._new_weights: dict[str, float] | None = None  # of tenants, since the start of the server
         self._num_idle_checks = 0
         self.max_num_seqs = 0  # until the engine is ready
 
@@ -147,6 +148,11 @@ class ServedEngine(SupervisedEngine):
         self._send(SetPolicy(self.policy))
         self._publish_state()
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share by these weights from the next step on."""
+        self._new_weights = dict(weights)
+        self._send(SetWeights(self._new_weights))
+
     def fail_all(self, failure: EvenflowError) -> None:
         self._client.fail_all(failure)
 
@@ -221,6 +227,8 @@ class ServedEngine(SupervisedEngine):
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy:  # it was changed before this restart
             self._send(SetPolicy(self.policy))
+        if self._new_weights is not None:
+            self._send(SetWeights(self._new_weights))
         self._client.resend()
 
     def _on_end(self, stream: Stream) -> None:

@@ -27,6 +27,8 @@ class Accounts:
     num_ended_only: int = 0  # accepted before this log's first line: the log was rotated
     cut_off: list[str] = field(default_factory=list)  # open at a server's death
     still_open: list[str] = field(default_factory=list)  # at the end of a log that its server did not close
+    num_killed: int = 0  # servers that ended without closing the log
+    is_closed: bool = True  # False: the last server runs, or was killed
     num_torn_lines: int = 0
     num_lost_lines: int = 0
     problems: list[str] = field(default_factory=list)
@@ -56,6 +58,7 @@ class _Reader:
         self._accounts = Accounts()
         self._open: dict[str, bool] = {}  # request id to whether it has a token
         self._is_whole: bool | None = None  # the log begins with the server's start; None: no line yet
+        self._is_closed = True  # by the last server
 
     @property
     def is_empty(self) -> bool:
@@ -81,15 +84,17 @@ class _Reader:
             raise InvalidInput(f"Got {str(path)!r} but it is not a request log: none of its lines is an entry.")
 
     def finish(self) -> Accounts:
-        self._accounts.still_open = list(self._open)
+        self._accounts.still_open, self._accounts.is_closed = list(self._open), self._is_closed
         return self._accounts
 
     def _take(self, line: dict[str, Any], path: Path) -> None:
         event, accounts = line.get("event"), self._accounts
         if self._is_whole is None:
             self._is_whole = event == "opened"
+        was_closed, self._is_closed = self._is_closed, event == "closed"
         match event:
             case "opened":
+                accounts.num_killed += not was_closed
                 accounts.cut_off += self._open
                 self._open = {}
             case "closed":

@@ -86,7 +86,7 @@ def proxy_routes(service: HostService, may_be_a_page: bool) -> APIRouter:
             raise ApiError(403, message, code="effect_by_get")
         check_stored_response(request.url.path, caller)
         async with service.large_work.body(caller.client) if may_be_large(request) else nullcontext():
-            content = await read_bytes(request, service.gate.limits.max_body_bytes)
+            content = await read_bytes(request, service.gate.limits.max_body_size)
         query = request.scope["query_string"]
         url = service.client.http.base_url.copy_with(raw_path=path + (b"?" + query if query else b""))
         headers = _without(request.headers.raw, _DROPPED_FROM_REQUEST)
