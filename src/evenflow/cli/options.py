@@ -47,10 +47,8 @@ def _parse_duration(text: str) -> float:
 
 
 def _parse_target(text: str) -> str:
-    """A bare number is in seconds, as in Python."""
-    given = float(text) if re.fullmatch(duration.NUMBER_PATTERN, text) else text
     try:
-        return duration.format_duration(duration.parse_target(given))
+        return duration.format_duration(duration.parse_target(text, got=f"Got {text!r}"))
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from error
 

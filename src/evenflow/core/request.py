@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
-from evenflow.duration import parse_duration, parse_target
+from evenflow.duration import parse_target
 from evenflow.errors import InvalidRequest
 
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
@@ -57,8 +57,8 @@ class SamplingParams:
     pooling: Pooling | None = None  # the output is an embedding of the prompt; max_tokens is then 1
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | str | None = None  # seconds between tokens, or 50ms; None: the engine's target
-    ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
-    deadline: float | None = None  # seconds after its arrival at which a request ends if its answer is not complete
+    ttft_target: float | str | None = None  # desired time to the first token, likewise: moves the request up in line
+    deadline: float | str | None = None  # time after its arrival at which a request ends, complete or not, likewise
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -77,14 +77,8 @@ class SamplingParams:
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
-        if self.tbt_target is not None:
-            parse_target(self.tbt_target, InvalidRequest)
-        for name in ("ttft_target", "deadline"):
-            if (value := getattr(self, name)) is not None:
-                if isinstance(value, str):
-                    value = parse_duration(value)
-                    object.__setattr__(self, name, value)
-                _require_number(name, value, 0, above=True)
+        for name in ("tbt_target", "ttft_target", "deadline"):
+            _seconds(self, name)
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0)
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -102,12 +96,25 @@ class SamplingParams:
 
     @property
     def tbt_seconds(self) -> float | None:
-        return None if self.tbt_target is None else parse_target(self.tbt_target)
+        return _seconds(self, "tbt_target")
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        return _seconds(self, "ttft_target")
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        return _seconds(self, "deadline")
 
     @property
     def needs_every_row(self) -> bool:
         """Whether the output depends on all of the prompt's rows, so that none can come from a prefix cache."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
+
+
+def _seconds(params: SamplingParams, name: str) -> float | None:
+    value = getattr(params, name)
+    return None if value is None else parse_target(value, InvalidRequest, name=name)
 
 
 def _check_token_rules(params: SamplingParams) -> None:
@@ -286,7 +293,8 @@ class Request:
     @property
     def expires_at(self) -> float:
         """When its deadline passes; never, if it has none."""
-        return self.arrival_time + (math.inf if self.sampling.deadline is None else self.sampling.deadline)
+        seconds = self.sampling.deadline_seconds
+        return self.arrival_time + (math.inf if seconds is None else seconds)
 
     @property
     def num_known(self) -> int:

@@ -25,7 +25,6 @@ _RETRY_AFTER_S = 1
 
 UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
 
-_DURATIONS = ("ttft_target", "deadline")
 _UNSUPPORTED = {
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
@@ -122,9 +121,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {path}.", param=param, code="unknown_parameter")
     problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "string_pattern_mismatch" and name in _DURATIONS:
-        problem = "expected seconds, or a duration such as 50ms"
-    elif first["type"] == "literal_error":
+    if first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
         problem = f"got {value} but expected {problem.removeprefix('Input should be ')}"
     elif first["type"] == "value_error" and problem.startswith(f"Got {path}="):
