@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
     from evenflow.engine.async_llm import AsyncLLM
-    from evenflow.engine.base_llm import Conversation
+    from evenflow.engine.prompts import Conversation
 
 _CONNECT_S = 10.0
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -22,9 +22,9 @@ from evenflow.cli.options import (
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.counts import counted
-from evenflow.engine.base_llm import Prompt
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import RequestOutput
+from evenflow.engine.prompts import Prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
 _DEFAULT_MAX_TOKENS = 128  # less if the context ends before

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Literal, get_args
 
@@ -20,6 +20,7 @@ from evenflow.errors import InvalidRequest
 
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
 MAX_LOGIT_BIASES = 1024
+NUM_SEEDS = 2**63
 MAX_BIAS = 100.0  # OpenAI's bound: enough to force or forbid a token
 MAX_TEMPERATURE = 100.0  # all tokens are then about as likely
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits would overflow
@@ -33,11 +34,12 @@ ALL_LOGPROBS = -1  # as `prompt_logprobs`: every token of the vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults follow vLLM."""
+    """How to choose tokens and when to stop. Names and defaults follow vLLM's, but for the temperature: 0."""
 
+    n: int = 1  # outputs for the prompt, each sampled on its own
     max_tokens: int = 16
     min_tokens: int = 0  # neither a stop token nor a stop string ends the output among these
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 0.0  # 0 always takes the likeliest token; 1 samples from the model's own distribution
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
@@ -64,16 +66,19 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_token_rules(self)
+        _require_int("n", self.n, 1)
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _require_int("top_k", self.top_k, 0, MAX_TOP_K)
         _require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequest(f"Got n={self.n} with temperature=0: all outputs would be equal. Set temperature=0.8.")
         _require_number("top_p", self.top_p, 0, 1, above=True)
         _require_number("min_p", self.min_p, 0, 1)
         _require_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _require_number("presence_penalty", self.presence_penalty, -2, 2)
         _require_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        ranges = {"seed": (0, 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
+        ranges = {"seed": (0, NUM_SEEDS - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
@@ -93,6 +98,11 @@ class SamplingParams:
             raise InvalidRequest(f"Got pooling with max_tokens={self.max_tokens} but expected max_tokens=1.")
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
+
+    def choices(self) -> list[SamplingParams]:
+        """The same for each of the `n` outputs, with seeds of their own."""
+        seeds = [None if self.seed is None else (self.seed + index) % NUM_SEEDS for index in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds] if self.n > 1 else [self]
 
     @property
     def tbt_seconds(self) -> float | None:

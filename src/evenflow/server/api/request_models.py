@@ -22,6 +22,7 @@ from evenflow.server.api.token_fields import TokenFields, TokenId
 from evenflow.server.api.tools import TemplateFields, ToolFields
 
 MAX_LOGPROBS = 20
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_MESSAGES = 1 << 14
@@ -219,6 +220,8 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
             "prompt_logprobs": self.num_prompt_logprobs if scores_prompt else None,
             **self.targets,
         }
+        if self.temperature is None:
+            given["temperature"] = DEFAULT_TEMPERATURE
         return SamplingParams(
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
