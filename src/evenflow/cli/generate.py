@@ -114,9 +114,8 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOp
         output = delta.output
     if output.finish_reason == "error":
         raise EngineFailed(output.error)
-    if stream.isatty() or stream is sys.stderr:  # the summary goes on a new line
-        stream.write("\n")
-        stream.flush()
+    stream.write("\n")
+    stream.flush()
     return output
 
 

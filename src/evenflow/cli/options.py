@@ -66,7 +66,9 @@ def _parse_json_target(text: str) -> str:
 
 
 def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
-    """A field of a group of options. Takes the settings of `typer.Option`."""
+    """A field of a group of options. Takes the settings of `typer.Option`; a default in words is part of the help."""
+    if isinstance(settings.get("show_default"), str):  # typer puts it in brackets of its own: [default: (128)]
+        help, settings["show_default"] = f"{help}  [default: {settings['show_default']}]", False
     return dataclasses.field(default=default, metadata={"option": Option(*names, help=help, **settings)})
 
 

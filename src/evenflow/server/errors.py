@@ -34,7 +34,7 @@ _UNSUPPORTED = {
     "functions": "this old field is not supported; use tools",
     "function_call": "this old field is not supported; use tool_choice",
     "chat_template": "a request cannot bring its own template; leave it out",
-    "use_beam_search": "there is no beam search; leave it out and set best_of",
+    "use_beam_search": "there is no beam search; leave it out (/v1/completions, not streamed, has best_of)",
     "guided_decoding_backend": "there is one backend; leave it out",
 }
 
