@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from evenflow import EngineConfig
-from evenflow.engine.llm import LLM, as_batch
+from evenflow.config import EngineSettings
+from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
 
 
@@ -93,11 +95,29 @@ def test_an_unknown_setting_is_named() -> None:
         LLM("default", max_tokens=3)
 
 
-def test_one_prompt_or_several() -> None:
-    assert as_batch("hello") == ["hello"]
-    assert as_batch([1, 2]) == [[1, 2]]
-    assert as_batch([[1, 2], "x"]) == [[1, 2], "x"]
-    assert as_batch([]) == []
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('LLM("default", tbt_target="400ms", max_num_seqs=8)', None),
+        ("LLM(tbt_taget=0.4)", 'Unexpected keyword argument "tbt_taget"'),
+        ('AsyncLLM("default", max_num_seqs="8")', 'has incompatible type "str"; expected "int"'),
+        ('LLM().generate({"promt": "a"})', 'Extra key "promt"|incompatible type'),
+        ('LLM().generate([{"prompt": "a"}, {"prompt_token_ids": [1]}], SamplingParams(n=2, temperature=1))', None),
+    ],
+)
+def test_mypy_finds_wrong_settings(line: str, problem: str | None) -> None:
+    code = f"from evenflow import LLM, AsyncLLM, SamplingParams\n{line}\n"
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode == 0) == (problem is None), found.stdout
+    assert re.search(problem or "Success", found.stdout), found.stdout
+
+
+def test_type_checkers_know_every_setting() -> None:
+    fields = get_type_hints(EngineConfig)
+    assert fields.pop("model") is str
+    assert get_type_hints(EngineSettings) == fields
 
 
 def test_importing_the_package_and_its_settings_loads_no_torch() -> None:

@@ -44,7 +44,7 @@ def test_classes_and_tenants(tmp_path: Path) -> None:
         )
     )
     assert shares.classes == (
-        ServiceClass(name="chat", rank=-1, share=0.6, ttft_target=0.5),
+        ServiceClass(name="chat", rank=-1, share=0.6, ttft_target="500ms"),
         ServiceClass(name="nightly", rank=5, share=0.1, tbt_target=2),
     )
     guests = TenantSettings(most_urgent="nightly")
@@ -66,7 +66,10 @@ def test_what_a_file_leaves_out_stays(tmp_path: Path) -> None:
         ("[classes.a]\nshare = 0.5", "without 'rank'"),
         ("[classes.a]\nrank = 1\nshare = 'all'", "Got 'all' for the share of class 'a' but expected a number"),
         ("[classes.a]\nrank = 1\nshare = 0.5\nreserv = 0.1", "Got the setting of class 'a' 'reserv'"),
-        ("[classes.a]\nrank = 1\nshare = 0.5\nttft_target = 'soon'", "'soon' but expected a duration"),
+        (
+            "[classes.a]\nrank = 1\nshare = 0.5\nttft_target = 'soon'",
+            "ttft_target='soon' of class 'a' but expected a duration",
+        ),
         ("[classes.a]\nrank = 1\nshare = 0.7\n[classes.b]\nrank = 2\nshare = 0.7", "add up to 1.4"),
         ("[tenants.a]\nweight = 0", "weight 0 of tenant 'a' but expected a number > 0"),
         ("[tenants.a]\nweight = 'much'", "weight 'much' of tenant 'a'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, TypedDict
 
 from evenflow.core.policies import DEFAULT_BUDGET, DEFAULT_POLICY, WHOLE_PROMPTS, PolicySpec
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, check_classes, check_weights
@@ -19,6 +19,36 @@ WEIGHTS_BY_DEVICE: dict[str, tuple[WeightsName, ...]] = {  # the default first
 }
 DEVICES = tuple(WEIGHTS_BY_DEVICE)
 KvFormat = Literal["plain", "lossless", "int8"]
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of EngineConfig but the model, for type checkers: the keywords of LLM and AsyncLLM."""
+
+    policy: str | PolicySpec | None
+    tbt_target: float | str | None
+    enable_chunked_prefill: bool | None
+    max_num_batched_tokens: int | None
+    max_num_seqs: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    kv_cache_memory: int | None
+    enable_prefix_caching: bool
+    kv_offload_memory: int
+    kv_offload_format: KvFormat | None
+    cache_dir: str | None
+    cache_dir_size: int
+    long_prefill_token_threshold: int
+    device: Literal["cpu", "cuda"] | None
+    weights: WeightsName
+    load_format: Literal["auto", "dummy"]
+    deterministic: bool
+    threads: int | None
+    max_steps_in_flight: int | None
+    block_size: int
+    step_timeout: float
+    seed: int | None
+    classes: Classes
+    tenant_weights: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

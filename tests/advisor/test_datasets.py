@@ -118,7 +118,7 @@ def test_what_cannot_be_used_is_counted() -> None:
     assert found.tokens.count == 1
     assert found.datasets[0].unusable == {
         "an empty text": 1,
-        "no field prompt, text, input, question, messages": 1,
+        "no field such as prompt, messages, conversations, instruction, context, input, question or text": 1,
         "not an object or a text": 1,
     }
 
@@ -156,3 +156,17 @@ def test_torch_is_not_needed() -> None:
         "print([name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_analysis_is_advice_when_it_is_printed(tmp_path: Path) -> None:
+    rows = [{"context": "a" * 12_000, "question": "Who?", "answers": {}, "id": str(number)} for number in range(3)]
+    (tmp_path / "squad.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    found = analyze(tmp_path / "squad.jsonl")
+    assert (found.decision.decision, found.datasets[0].fields) == (Chunking.ALWAYS, {"context + question": 3})
+    assert found.recommendation.settings["max_num_batched_tokens"] == 576
+    first, *rest = str(found).splitlines()
+    assert first.startswith("Chunked prefill: Always. Every input is over 2,048 tokens")
+    assert any("max_num_batched_tokens=576: 512 tokens of prefill" in line for line in rest)
+    assert "squad.jsonl: 3 inputs" in rest[-1]
+    assert "Prompts from context + question; not used: answers, id." in rest[-1]
+    assert not any("rompts from" in line for line in str(analyze(["Hello"])).splitlines())

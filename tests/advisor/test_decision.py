@@ -15,6 +15,7 @@ from evenflow.advisor.decision import (
     should_enable_chunked_prefill,
 )
 from evenflow.advisor.lengths import Lengths
+from evenflow.errors import InvalidInput
 
 
 def decide_on(*lengths: int) -> Decision:
@@ -25,6 +26,11 @@ def decide_on(*lengths: int) -> Decision:
 def test_an_input_at_the_threshold_is_not_over_it() -> None:
     assert not should_enable_chunked_prefill(2048)
     assert should_enable_chunked_prefill(2049)
+    for wrong in ("a.jsonl", None, True, [3000]):
+        with pytest.raises(
+            InvalidInput, match=r"Got input_length=.* but expected a number of tokens; `evenflow.advisor"
+        ):
+            should_enable_chunked_prefill(wrong)  # type: ignore[arg-type]
     assert should_enable_chunked_prefill(101, threshold=100)
     assert not should_enable_chunked_prefill(100, threshold=100)
 

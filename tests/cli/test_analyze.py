@@ -228,7 +228,7 @@ def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
     [
         ([], "--preset"),
         (["/no/such/data"], "'/no/such/data'"),
-        (["unusable.jsonl"], "2 x no field prompt"),
+        (["unusable.jsonl"], "2 x no field such as prompt"),
         (["empty.jsonl"], "it is empty"),
         (["--preset", "poems"], "'poems'"),
         (["data.jsonl", "--model", "/no/such/model"], "/no/such/model"),

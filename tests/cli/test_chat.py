@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -73,6 +76,26 @@ def test_a_server_answers_the_same(chat: Typing) -> None:
         unknown = chat([], "--url", url, "--model", "nonsense")
         assert (unknown.code, unknown.out) == (1, "")
         assert "no model 'nonsense'" in unknown.err
+
+
+def test_a_server_says_itself_what_is_wrong_with_a_key(chat: Typing, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"error": {"message": "The API key is wrong."}}).encode()
+            self.send_response(401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    monkeypatch.setenv("EVENFLOW_API_KEY", "sk-other")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        refused = chat(["Hi"], "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert (refused.code, refused.out) == (1, "")
+    assert "status 401: The API key is wrong. A key goes into $EVENFLOW_API_KEY." in refused.err
 
 
 def test_a_message_over_the_context_is_dropped_and_the_chat_goes_on(chat: Typing) -> None:

@@ -18,7 +18,7 @@ LOG = LOGS / "vllm-0.32-cpu-default.log"
 def test_facts_meaning_advice_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_cli(capsys, "explain", LOG)
     assert finished.code == 0
-    places = [finished.out.index(f"{part}\n") for part in ("Facts", "Meaning", "Advice", "Rules of thumb")]
+    places = [finished.out.index(f"{part}\n") for part in ("Advice", "Meaning", "Facts", "Rules of thumb")]
     assert places == sorted(places)
     assert "chunk budget 2,048" in finished.out
     assert "last prefix hit rate 47.8%" in finished.out

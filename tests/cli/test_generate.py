@@ -102,7 +102,10 @@ def test_text_alone_is_on_standard_output_and_a_line_of_figures_on_standard_erro
     path = tmp_path / "figures.json"
     finished = run_process("generate", PROMPT, "--model", tiny_llama(), "--max-tokens", 8, "--json", path)
     assert finished.code == 0
-    assert finished.out == json.loads(path.read_text())["text"]
+    text = path.read_text()
+    assert finished.out == json.loads(text)["text"] + "\n"
+    [ids] = [line for line in text.splitlines() if '"token_ids"' in line]
+    assert re.fullmatch(r'  "token_ids": \[\d+(, \d+)*\],', ids)
     assert finished.err.count("\n") == 1
     assert "TTFT" in finished.err
     assert "1 chunk (target:" in finished.err
@@ -193,3 +196,25 @@ def test_a_second_run_with_the_same_cache_folder_computes_less(
     assert first["cached_tokens"] == 0
     assert second["cached_tokens"] > 0
     assert first["token_ids"] == second["token_ids"]
+
+
+@pytest.mark.parametrize("name", ["--kv-cache-memory", "--kv-offload-memory"])
+def test_memory_that_the_machine_does_not_have_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_cli(capsys, "generate", "--model", tiny_llama(), "Hi", name, "900TB")
+    assert (finished.code, finished.out, finished.err.count("\n")) == (2, "", 1)
+    setting = name.strip("-").replace("-", "_")
+    assert re.search(
+        rf"Got {setting}=9\d*, which is [\d,.]+ GiB, but this machine has [\d,.]+ GiB: lower it", finished.err
+    )
+
+
+def test_an_allocation_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nframe #0")
+
+    monkeypatch.setattr("evenflow.model.cpu.kv_cache.torch.empty", fail)
+    finished = run_cli(capsys, "generate", "--model", tiny_llama(), "Hi")
+    assert (finished.code, finished.err.count("\n")) == (1, 1)
+    assert "do not fit in memory: lower kv_cache_memory" in finished.err

@@ -80,7 +80,7 @@ def test_what_cannot_meet_its_deadline_is_refused_with_the_estimate() -> None:
 
 
 def test_deadlines_hold_without_a_target_and_must_make_sense() -> None:
-    assert SamplingParams(deadline=2).deadline == SamplingParams(deadline="2s").deadline == 2  # type: ignore[arg-type]
+    assert SamplingParams(deadline=2).deadline_seconds == SamplingParams(deadline="2s").deadline_seconds == 2
     for wrong in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InvalidRequest, match=r"Got deadline=.* but expected a number > 0"):
+        with pytest.raises(InvalidRequest, match=r"Got deadline=.* but expected 0.0001 to 3600 seconds"):
             SamplingParams(deadline=wrong)

@@ -504,7 +504,7 @@ def test_a_hoped_for_first_token_shortens_patience() -> None:
     patient = PATIENCE * prefill_seconds(driver, 6000)
     assert patient > 0.25
     assert driver.add(6000, ttft_target=0.25).rank[0] == now + 0.25
-    assert driver.add(6000, ttft_target=99.0).rank[0] == driver.add(6000).rank[0] == now + patient
+    assert driver.add(6000, ttft_target="99s").rank[0] == driver.add(6000).rank[0] == now + patient
 
 
 @pytest.mark.parametrize("depth", [1, 2])

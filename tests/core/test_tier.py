@@ -367,7 +367,7 @@ def test_a_step_that_fails_with_moves_loses_no_block() -> None:
 def test_a_request_whose_deadline_passes_while_its_blocks_return_leaves_them_to_others() -> None:
     driver = tiered()
     prompt = evicted_prompt(driver)
-    driver.add(prompt, max_tokens=1, name="late", deadline=60.0)
+    driver.add(prompt, max_tokens=1, name="late", deadline="60s")
     driver.schedule()
     driver.executor.clock.now += 61.0
     assert driver.expire() == ["late"]

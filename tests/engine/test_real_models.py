@@ -140,6 +140,20 @@ def test_chat_uses_the_models_template() -> None:
             llm.chat([[]])
 
 
+def test_async_chat_uses_it_too() -> None:
+    import asyncio
+
+    async def ask() -> list[list[int]]:
+        async with AsyncLLM(tiny_llama()) as llm:
+            output = await llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
+            with pytest.raises(InvalidRequest, match="Got 'hi' as a conversation"):
+                await llm.chat("hi")  # type: ignore[arg-type]
+            return [output.token_ids, (await llm.generate(output.prompt_token_ids, GREEDY)).token_ids]
+
+    through_chat, as_tokens = asyncio.run(ask())
+    assert through_chat == as_tokens
+
+
 def test_async_streams_on_a_real_model() -> None:
     import asyncio
 

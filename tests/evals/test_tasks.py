@@ -99,3 +99,16 @@ def test_the_shipped_tests_of_programs_fail_without_an_answer() -> None:
         names: dict[str, Any] = {}
         with pytest.raises((AssertionError, IndentationError)):
             exec(task.prefix + "\n    pass\n" + task.reference, names)
+
+
+def test_prompts_of_common_shapes_are_made_of_all_their_fields(tmp_path: Path) -> None:
+    said: list[str] = []
+    squad = {"scorer": "exact", "context": "Bo ate.", "question": "Who ate?", "reference": "Bo"}
+    alpaca = {"scorer": "regex", "instruction": "Say it.", "input": "yes", "reference": "yes"}
+    sharegpt = {"scorer": "exact", "conversations": [{"from": "human", "value": "Hi"}], "reference": "Hi"}
+    first, second, third, fourth = read_tasks(write(tmp_path, squad, alpaca, sharegpt, EXACT), say=said.append)
+    assert [task.prompt for task in (first, second, third)] == ["Bo ate.\n\nWho ate?", "Say it.\n\nyes", None]
+    assert (third.conversation, fourth.prompt) == ([{"role": "user", "content": "Hi"}], "Say yes.")
+    assert said == ["Prompts from the fields context + question (1), instruction + input (1), conversations (1)."]
+    with pytest.raises(InvalidInput, match="unknown field `title`"):
+        read_tasks(write(tmp_path, {**squad, "title": "T"}))

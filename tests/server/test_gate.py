@@ -191,7 +191,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         assert error["expected_ttft_s"] > error["deadline_s"] == 0.001
         wrong = server.post("/v1/completions", {"prompt": [5], "deadline": "soon"})
         assert wrong.status_code == 400
-        assert "expected seconds, or a duration such as 50ms" in wrong.json()["error"]["message"]
+        assert "Got deadline='soon' but expected a duration such as 50ms" in wrong.json()["error"]["message"]
 
 
 def test_nobody_can_keep_the_others_out_of_the_queue() -> None:

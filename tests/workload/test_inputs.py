@@ -17,7 +17,9 @@ from evenflow.workload.inputs import (
 )
 
 
-@pytest.mark.parametrize("field", [name for name in PROMPT_FIELDS if name != "messages"])
+@pytest.mark.parametrize(
+    "field", [name for name in PROMPT_FIELDS if name not in ("messages", "conversations", "conversation")]
+)
 def test_a_prompt_is_found_under_each_usual_name(field: str) -> None:
     assert input_of({"id": 7, field: "Hello"}, None) == TextInput("Hello")
 
@@ -52,8 +54,46 @@ def test_a_conversation_is_its_texts() -> None:
     }
     found = input_of(record, None)
     assert isinstance(found, ChatInput)
-    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert found.text == "Be brief.\nWhat is this?\nA cat.\nSure?\n"
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "user"]
+    assert found.text == "Be brief.\nWhat is this?\nA cat.\nSure?"
+
+
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "fields"),
+    [
+        # SQuAD, Alpaca as published (its text has the answer too), Alpaca without an input, Dolly, OpenOrca, BoolQ.
+        ({"context": "Bo ate.", "question": "Who?", "answers": {}}, "Bo ate.\n\nWho?", ("context", "question")),
+        (
+            {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Add. 1 2 3"},
+            "Add.\n\n1 2",
+            ("instruction", "input"),
+        ),
+        ({"instruction": "Sing.", "input": "", "output": "La"}, "Sing.", ("instruction",)),
+        (
+            {"instruction": "Who?", "context": "Bo ate.", "response": "Bo"},
+            "Who?\n\nBo ate.",
+            ("instruction", "context"),
+        ),
+        ({"system_prompt": "Be brief.", "question": "Why?"}, "Be brief.\n\nWhy?", ("system_prompt", "question")),
+        (
+            {"passage": "It rains.", "question": "Does it?", "answer": True},
+            "It rains.\n\nDoes it?",
+            ("passage", "question"),
+        ),
+        ({"conversations": SHAREGPT, "id": "1"}, "Hi", ("conversations",)),
+        ({"system": "Be brief.", "conversations": SHAREGPT}, "Be brief.\nHi", ("system", "conversations")),
+        ({"messages": [{"role": "user", "content": "Hi"}], "text": "Hi there"}, "Hi", ("messages",)),
+        ({"prompt": "All of it", "context": "It", "messages": []}, "All of it", ("prompt",)),
+        ({"context": {"title": ["a"]}, "question": "Who?"}, "Who?", ("question",)),
+    ],
+)
+def test_all_prompt_fields_of_common_shapes_are_used(record: Any, text: str, fields: tuple[str, ...]) -> None:
+    found = input_of(record, None)
+    assert not isinstance(found, TraceRequest)
+    assert (found.text, found.fields) == (text, fields)
 
 
 def test_azure_names_its_columns_so() -> None:
@@ -81,7 +121,7 @@ def test_a_trace_without_more_than_counts_will_do() -> None:
 @pytest.mark.parametrize(
     ("record", "field", "what"),
     [
-        ({}, None, "no field prompt"),
+        ({}, None, "no field such as prompt"),
         ({"prompt": ""}, None, "an empty prompt"),
         ({"prompt": 3}, None, "neither a text"),
         ({"prompt": []}, None, "neither a text"),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
+from evenflow.advisor.decision import Decision
 from evenflow.advisor.lengths import LengthFigures, Lengths
+from evenflow.advisor.recommendation import Recommendation, decide_for, recommend
 from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
+from evenflow.advisor.vllm_flags import NEWEST_VERSION
+from evenflow.counts import counted
 from evenflow.errors import InvalidInput
 from evenflow.workload.inputs import Input, TraceRequest
 
@@ -56,6 +60,27 @@ class DatasetAnalysis:
     character_lengths: Lengths | None
     unusable: Mapping[str, int]
     is_cut_short: bool = False  # only its first inputs were read
+    fields: Mapping[str, int] = field(default_factory=dict)  # of the records: how many prompts are made of which
+    unused_fields: tuple[str, ...] = ()
+
+    @property
+    def fields_used(self) -> str:
+        """Which fields became prompts, for a report; "" if that is plain."""
+        if not self.fields or (list(self.fields) == ["prompt"] and not self.unused_fields):
+            return ""
+        ways = list(self.fields.items())
+        used = ways[0][0] if len(ways) == 1 else ", ".join(f"{name} ({count:,})" for name, count in ways)
+        return f"prompts from {used}; " + (
+            f"not used: {', '.join(self.unused_fields)}" * bool(self.unused_fields) or "no other fields"
+        )
+
+    def __str__(self) -> str:
+        tokens = self.tokens
+        fields = f" {self.fields_used.capitalize()}." if self.fields_used else ""
+        return (
+            f"{self.name}: {counted(tokens.count, 'input')}, tokens {self.tokens_from}: median {tokens.p50:,}, "
+            f"p95 {tokens.p95:,}, longest {tokens.max:,}.{fields}"
+        )
 
     @property
     def has_long_characters(self) -> bool | None:
@@ -73,6 +98,29 @@ class Analysis:
     mean_of_maxima_characters: float | None
     num_with_long_characters: int | None
     lengths: Lengths  # in tokens
+
+    @property
+    def decision(self) -> Decision:
+        """Whether to chunk prefill, and why."""
+        return decide_for(self)
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """The settings that follow, as `evenflow analyze` gives them without options."""
+        return recommend(self, self.decision)
+
+    def __str__(self) -> str:
+        """The advice, then the data that it rests on."""
+        decision, advice = self.decision, self.recommendation
+        settings = [f"  {name}={value!r}: {advice.reasons[name]}." for name, value in advice.settings.items()]
+        return "\n".join(
+            [
+                f"Chunked prefill: {decision.decision.capitalize()}. {decision.reason.capitalize()}.",
+                f"Settings for vLLM {NEWEST_VERSION}:",
+                *settings,
+                *map(str, self.datasets),
+            ]
+        )
 
     @classmethod
     def of(cls, datasets: Iterable[DatasetAnalysis]) -> Analysis:
@@ -126,6 +174,7 @@ class DatasetTally:
         self._tokens, self._characters, self._output_tokens = Lengths(), Lengths(), Lengths()
         self._prefixes = PrefixTally()
         self._arrivals: Counter[int] = Counter()  # by second
+        self._fields: Counter[str] = Counter()
         self._first_s, self._last_s = float("inf"), float("-inf")
 
     @property
@@ -133,6 +182,8 @@ class DatasetTally:
         return self._tokens.total()
 
     def add(self, item: Input) -> None:
+        if item.fields:
+            self._fields[" + ".join(item.fields)] += 1
         if not isinstance(item, TraceRequest):
             self._characters[len(item.text)] += 1
             self._tokens[self._counter.count(item)] += 1
@@ -145,7 +196,9 @@ class DatasetTally:
             self._arrivals[int(item.arrival_s)] += 1
             self._first_s, self._last_s = min(self._first_s, item.arrival_s), max(self._last_s, item.arrival_s)
 
-    def analysis(self, unusable: Mapping[str, int], *, is_cut_short: bool = False) -> DatasetAnalysis:
+    def analysis(
+        self, unusable: Mapping[str, int], *, is_cut_short: bool = False, other_fields: Iterable[str] = ()
+    ) -> DatasetAnalysis:
         """The statistics; needs at least one input."""
         num_texts, seconds = self._characters.total(), self._last_s - self._first_s
         characters = self._characters if num_texts == self.count else None
@@ -164,6 +217,8 @@ class DatasetTally:
             character_lengths=characters,
             unusable=unusable,
             is_cut_short=is_cut_short,
+            fields=dict(self._fields.most_common()),
+            unused_fields=tuple(sorted(other_fields)),
         )
 
 

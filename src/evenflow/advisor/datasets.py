@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from evenflow.advisor.analysis import Analysis, DatasetAnalysis, DatasetTally
 from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter, TokenizerTokens
 from evenflow.errors import InvalidInput
-from evenflow.workload.inputs import Input, UnusableRecordError, input_of
-from evenflow.workload.reading import ReadTally, read_inputs
+from evenflow.workload.inputs import Input
+from evenflow.workload.reading import ReadTally, read_inputs, usable_inputs
 
 Dataset = str | Path | Iterable[Any]
 _INPUTS_PER_PROGRESS = 1000
@@ -21,16 +20,16 @@ _INPUTS_PER_PROGRESS = 1000
 def analyze(
     data: Dataset | Mapping[str, Dataset], tokenizer: Any = None, *, field: str | None = None, limit: int | None = None
 ) -> Analysis:
-    """The lengths of one dataset or several, for `decide_for`, the optimizers and the compilers.
+    """What `evenflow analyze` finds in one dataset or several: print it, or take `decision` and `recommendation`.
 
         analyze("prompts.jsonl")                                a file or folder, as `evenflow analyze` reads it
         analyze(["What is a token?", [5, 6, 7]])                texts, token ids, or records with a prompt or messages
         analyze([Path("a.jsonl"), Path("texts")])               several files or folders
         analyze({"code": "code.jsonl", "chat": ["Hello"]})      several of either, by name
 
-    `tokenizer` has `encode(text)`, as those of transformers, tokenizers and evenflow do; without one, tokens are
-    estimated as characters / 4. `field` names the field of the prompt; `limit` reads only the first inputs of each
-    dataset.
+    The optimizers and compilers take it too. `tokenizer` has `encode(text)`, as those of transformers, tokenizers and
+    evenflow do; without one, tokens are estimated as characters / 4. `field` names the field of the prompt; `limit`
+    reads only the first inputs of each dataset.
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"Got limit={limit} but expected at least 1 input.")
@@ -66,7 +65,7 @@ def analyze_file(
                 say(f"Reading {path.name}: {number:,} inputs{share}")
 
     tally = DatasetTally(name or path.name or str(path), counter)
-    return _analyze_inputs(tally, reported(read_inputs(path, field, read)), str(path), read.unusable, limit)
+    return _analyze_inputs(tally, reported(read_inputs(path, field, read)), str(path), read, limit)
 
 
 def _named(data: Dataset | Mapping[str, Dataset]) -> Iterator[tuple[str | None, Dataset]]:
@@ -104,28 +103,22 @@ def _is_file(text: str) -> bool:
 def _analyze_items(
     name: str | None, items: Iterable[Any], counter: TokenCounter, field: str | None, limit: int | None
 ) -> DatasetAnalysis:
-    unusable: Counter[str] = Counter()
-
-    def inputs() -> Iterator[Input]:
-        for item in _items(items):
-            try:
-                # A list is a prompt itself: token ids, or the messages of a chat.
-                yield input_of({"prompt": item} if isinstance(item, list) and field is None else item, field)
-            except UnusableRecordError as error:
-                unusable[str(error)] += 1
-
-    return _analyze_inputs(DatasetTally(name or "inputs", counter), inputs(), name or "inputs", unusable, limit)
+    read = ReadTally()
+    # A list is a prompt itself: token ids, or the messages of a chat.
+    records = ({"prompt": item} if isinstance(item, list) and field is None else item for item in _items(items))
+    inputs = usable_inputs(records, field, read)
+    return _analyze_inputs(DatasetTally(name or "inputs", counter), inputs, name or "inputs", read, limit)
 
 
 def _analyze_inputs(
-    tally: DatasetTally, inputs: Iterator[Input], source: str, unusable: Counter[str], limit: int | None
+    tally: DatasetTally, inputs: Iterator[Input], source: str, read: ReadTally, limit: int | None
 ) -> DatasetAnalysis:
     for item in islice(inputs, limit):
         tally.add(item)
     if not tally.count:
-        why = "; ".join(f"{count:,} x {what}" for what, count in unusable.most_common(3)) or "it is empty"
+        why = "; ".join(f"{count:,} x {what}" for what, count in read.unusable.most_common(3)) or "it is empty"
         missing = next((kind for kind in ("field", "column") if f"no {kind}" in why), None)
         hint = f" Name the prompt's {missing} with --field, or field= in Python." if missing else ""
         raise InvalidInput(f"Got {source!r} but nothing in it can be used: {why}.{hint}")
     is_cut_short = limit == tally.count and next(inputs, None) is not None
-    return tally.analysis(dict(unusable), is_cut_short=is_cut_short)
+    return tally.analysis(dict(read.unusable), is_cut_short=is_cut_short, other_fields=read.other_fields)

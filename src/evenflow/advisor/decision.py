@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
+
+from evenflow.errors import InvalidInput
 
 SHORT_TOKENS = 1000  # if no input is longer, there is nothing to cut
 DEFAULT_THRESHOLD = 2048
@@ -41,6 +44,10 @@ class Trigger:
 
 def should_enable_chunked_prefill(input_length: int, threshold: int = DEFAULT_THRESHOLD) -> bool:
     """Whether one input is long enough to cut: over the threshold, not at it."""
+    for name, value in {"input_length": input_length, "threshold": threshold}.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            hint = "" if name == "threshold" else "; `evenflow.advisor.analyze` reads files and texts"
+            raise InvalidInput(f"Got {name}={repr(value)[:100]} but expected a number of tokens{hint}.")
     return input_length > threshold
 
 

@@ -45,12 +45,23 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do, and which way it moves settings: ("max_num_seqs", -1) lowers it."""
+
+    statement: Statement
+    moves: frozenset[tuple[str, int]] = frozenset()
+
+    def contradicts(self, other: Advice) -> bool:
+        return any((setting, -way) in other.moves for setting, way in self.moves)
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A log, explained."""
 
-    facts: list[Fact]
-    meaning: list[Statement]
     advice: list[Statement]
+    meaning: list[Statement]
+    facts: list[Fact]
     rules: list[FolkRule]
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +70,8 @@ class Explanation:
 
 
 def explain(facts: LogFacts, *, all_rules: bool = False) -> Explanation:
-    advice = [*_advice_on_problems(facts), *_advice_on_settings(facts), *_advice_on_load(facts)]
+    given = [*_advice_on_problems(facts), *_advice_on_settings(facts), *_advice_on_load(facts)]
+    advice = [one.statement for one in _without_contradictions(given)]
     if facts.is_sglang:
         advice = [replace(statement, text=in_sglangs_words(statement.text)) for statement in advice]
     return Explanation(
@@ -193,7 +205,12 @@ def _meaning_of_load(facts: LogFacts) -> Iterator[Statement]:
             text += (
                 f"; the server generated {rate:,.1f} tokens per second, {rate / running:,.1f} for each running request"
             )
-        yield _statement(facts, f"{text}.", "running")
+        most_waiting, fastest = facts.peak("waiting") or 0, facts.peak("generation_tokens_per_s") or 0.0
+        others = {"waiting": f"{most_waiting} waited"} if most_waiting > (waiting or 0) else {}
+        if fastest > (rate or 0.0):
+            others["generation_tokens_per_s"] = f"{fastest:,.1f} tokens per second were generated"
+        text += f". At another time, up to {' and '.join(others.values())}" if others else ""
+        yield _statement(facts, f"{text}.", "running", *others)
     if (usage := facts.peak("kv_cache_usage")) is not None:
         yield _statement(facts, f"KV cache usage peaked at {usage:.1%}.", "kv_cache_usage")
     if facts.last is not None and facts.hit_rate is not None:
@@ -225,12 +242,45 @@ _ADVICE_ON_PROBLEMS = {
 }
 
 
-def _advice_on_problems(facts: LogFacts) -> Iterator[Statement]:
+_LESS_KV, _MORE_KV = ("gpu_memory_utilization", -1), ("gpu_memory_utilization", 1)
+_FEWER, _MORE = ("max_num_seqs", -1), ("max_num_seqs", 1)
+_SMALLER_STEPS, _LARGER_STEPS = ("max_num_batched_tokens", -1), ("max_num_batched_tokens", 1)
+_MOVES = {
+    "out of memory": {_LESS_KV, _FEWER},
+    "no memory for the KV cache": {_MORE_KV},
+    "context over the KV cache": {_MORE_KV},
+    "budget under the context": {_LARGER_STEPS},
+    "budget under max_num_seqs": {_FEWER, _LARGER_STEPS},
+    "target too low": {_FEWER},
+    "preemption": {_FEWER},
+}
+_SHORT_OF_BOTH = (
+    "Memory is short for steps and for the KV cache at once: lower --max-model-len or --max-num-seqs, quantize, or "
+    "spread the model over more GPUs (--tensor-parallel-size)."
+)
+
+
+def _without_contradictions(given: list[Advice]) -> list[Advice]:
+    """The same advice, the problems' first; without any that moves a setting the other way."""
+    short = [one for one in given if {_LESS_KV, _MORE_KV} & one.moves]
+    if any(one.contradicts(other) for one in short for other in short):
+        lines = sorted({number for one in short for number in one.statement.line_numbers})
+        both = Advice(Statement(_SHORT_OF_BOTH, tuple(lines)), frozenset({_FEWER}))
+        given = [both, *(one for one in given if one not in short)]
+    kept: list[Advice] = []
+    for one in given:
+        if not any(one.contradicts(earlier) for earlier in kept):
+            kept.append(one)
+    return kept
+
+
+def _advice_on_problems(facts: LogFacts) -> Iterator[Advice]:
     for name, fact in facts.problems.items():
-        yield Statement(_ADVICE_ON_PROBLEMS[name].format(value=fact.value), (fact.line_number,))
+        text = _ADVICE_ON_PROBLEMS[name].format(value=fact.value)
+        yield Advice(Statement(text, (fact.line_number,)), frozenset(_MOVES.get(name, ())))
 
 
-def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
+def _advice_on_settings(facts: LogFacts) -> Iterator[Advice]:
     if facts.value("latency_target") is None and facts.budget is not None and facts.budget > 512:
         text = (
             f"If streams stutter while long prompts arrive, they are waiting for steps of {facts.budget:,} tokens. A "
@@ -238,13 +288,13 @@ def _advice_on_settings(facts: LogFacts) -> Iterator[Statement]:
         )
         target = how_to_target("sglang" if facts.is_sglang else "vllm", str(facts.value("model") or "MODEL"))
         target = _TARGET if facts.value("written_by") == "evenflow" else target
-        yield _statement(facts, text + target, *BUDGET_SOURCES)
+        yield Advice(_statement(facts, text + target, *BUDGET_SOURCES), frozenset({_SMALLER_STEPS}))
     if facts.value("prefix_caching") is False or facts.value("radix_cache_off"):
         text = "Prefix caching is off: unless this is a benchmark, leave out --no-enable-prefix-caching."
-        yield _statement(facts, text, "prefix_caching", "radix_cache_off")
+        yield Advice(_statement(facts, text, "prefix_caching", "radix_cache_off"))
 
 
-def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:
+def _advice_on_load(facts: LogFacts) -> Iterator[Advice]:
     waiting, usage = facts.peak("waiting"), facts.peak("kv_cache_usage") or 0.0
     if facts.num_preemptions or usage >= _FULL:
         text = (
@@ -252,7 +302,7 @@ def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:
             "--kv-cache-dtype fp8 if the GPU supports it), lower --max-num-seqs to preempt fewer requests, or add "
             "replicas."
         )
-        yield _statement(facts, text, "kv_cache_usage")
+        yield Advice(_statement(facts, text, "kv_cache_usage"), frozenset({_MORE_KV, _FEWER}))
     elif waiting and usage < _ROOMY:
         max_num_seqs = facts.value("max_num_seqs")
         is_reached = max_num_seqs == facts.peak("running")
@@ -261,4 +311,4 @@ def _advice_on_load(facts: LogFacts) -> Iterator[Statement]:
             f"Requests waited while the KV cache had room: {limit} is the bottleneck. Raising it serves more requests "
             "at once, each more slowly; another replica (--data-parallel-size) keeps their speed."
         )
-        yield _statement(facts, text, "waiting")
+        yield Advice(_statement(facts, text, "waiting"), frozenset({_MORE}))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 from evenflow.advisor.decision import LONG_CONTEXT_TOKENS, Chunking, Decision, Trigger, decide
 from evenflow.advisor.vllm_flags import NEWEST_VERSION, caps_lone_prompts
 from evenflow.core.chunk_rules import chunk_size_for_prompt
 from evenflow.counts import counted
+
+if TYPE_CHECKING:
+    from evenflow.advisor.analysis import Analysis, DatasetAnalysis
 
 DEFAULT_BUDGET = 2048  # the smallest of vLLM's own defaults for a server
 ASSUMED_STREAMS = 64

@@ -84,6 +84,8 @@ def _dataset(dataset: DatasetAnalysis, shape: ModelShape) -> dict[str, Any]:
         "name": dataset.name,
         "num_sequences": dataset.tokens.count,
         "tokens_from": dataset.tokens_from,
+        "fields": dict(dataset.fields),
+        "unused_fields": list(dataset.unused_fields),
         **{name: None if (figures := getattr(dataset, name)) is None else asdict(figures) for name in groups},
         f"has_over_{LONG_CHARACTERS}_characters": dataset.has_long_characters,
         **_shares(dataset, shape),

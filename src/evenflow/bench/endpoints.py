@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
     from evenflow.engine.async_llm import AsyncLLM
-    from evenflow.engine.base_llm import Conversation
+    from evenflow.engine.prompts import Conversation
 
 _CONNECT_S = 10.0
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -135,7 +135,9 @@ class HttpEndpoint:
 
         try:
             response = await client.get("/v1/models")
-            response.raise_for_status()
+            if response.status_code != 200:
+                key = " A key goes into $EVENFLOW_API_KEY." if response.status_code in (401, 403) else ""
+                raise EndpointFailed(f"{self.name}: {_refusal(response.status_code, response.content)}{key}")
             models = {model["id"]: model.get("max_model_len") for model in response.json()["data"]}
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EndpointFailed(

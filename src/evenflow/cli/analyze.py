@@ -34,7 +34,6 @@ from evenflow.errors import InvalidInput
 from evenflow.model.hub.cached_models import find_model
 from evenflow.vllm.checking import Checked, check, write_model_config
 from evenflow.vllm.launch import VLLM
-from evenflow.workload.inputs import PROMPT_FIELDS
 
 _WHY_IT_STAYS_ON = (
     "chunked prefill stays on, as for every generative model: with this budget a prompt is cut only if several prompts "
@@ -47,7 +46,7 @@ class AnalyzeOptions:
     """What to analyze beside the files, how to read them, and for which vLLM."""
 
     preset: list[str] | None = option(f"Typical input lengths: {', '.join(PRESET_TOKENS)}; repeatable.", metavar="KIND")
-    field: str | None = option("Prompt field such as body.text.", metavar="NAME", show_default=", ".join(PROMPT_FIELDS))
+    field: str | None = option("Prompt field such as body.text.", metavar="NAME", show_default="the usual ones")
     limit: int | None = option("Read only this many inputs of each dataset.", min=1)
     tokenizer: str | None = option("Count tokens with this model folder, tokenizer.json or .gguf file.", metavar="PATH")
     model: str | None = option(

@@ -73,6 +73,8 @@ def _figures(figures: LengthFigures) -> tuple[str, ...]:
 
 def _print_remarks(console: Console, dataset: DatasetAnalysis) -> None:
     remarks = [f"tokens {dataset.tokens_from}."]
+    if dataset.fields_used:
+        remarks.append(f"{dataset.fields_used}.")
     if dataset.is_cut_short:
         remarks.append(f"only the first {dataset.tokens.count:,} inputs were read (--limit); the rest may differ.")
     remarks += [f"{count:,} left out: {what}." for what, count in dataset.unusable.items()]

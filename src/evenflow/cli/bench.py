@@ -19,6 +19,7 @@ from evenflow.bench.mixed import (
 )
 from evenflow.cli.bench_agents import agents
 from evenflow.cli.bench_stall import stall
+from evenflow.cli.help import PanelCommand
 from evenflow.cli.interrupts import stopping_after_step
 from evenflow.cli.options import (
     ModelOptions,
@@ -32,11 +33,11 @@ from evenflow.cli.output import loading, make_table, progress, text_console, wri
 from evenflow.engine.llm import LLM
 
 bench = typer.Typer(name="bench", help="Compare policies under a load, on one loaded model.", rich_markup_mode=None)
-bench.command()(stall)
-bench.command()(agents)
+bench.command(cls=PanelCommand)(stall)
+bench.command(cls=PanelCommand)(agents)
 
 
-@bench.command()
+@bench.command(cls=PanelCommand)
 @takes_options
 def mixed(
     *,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from evenflow.bench.endpoints import HttpEndpoint
 from evenflow.core.request import SamplingParams
 from evenflow.engine.async_llm import AsyncLLM
-from evenflow.engine.base_llm import Conversation
+from evenflow.engine.prompts import Conversation
 from evenflow.errors import EndpointFailed, InvalidRequest
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +60,7 @@ def evaluate(
     of a served model, and $EVENFLOW_API_KEY the key.
     """
     sides = _sides(options)
-    asked = read_tasks(tasks, options.items)
+    asked = read_tasks(tasks, options.items, partial(print, file=sys.stderr))
     if any(isinstance(task, CodeTask) for task in asked) and not options.run_code:
         raise InvalidInput(
             f"{tasks} has tasks whose answers are programs to run: add --run-code to run them here, under limits on "

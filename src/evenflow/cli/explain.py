@@ -49,6 +49,12 @@ def read_log(log: str) -> LogFacts:
 
 
 def _print(console: Console, explanation: Explanation) -> None:
+    for title, statements in (("Advice", explanation.advice), ("Meaning", explanation.meaning)):
+        if statements:
+            console.print(title)
+            for statement in statements:
+                console.print(f"  {statement.text}{_source(statement)}")
+            console.print()
     console.print("Facts")
     facts = sorted(explanation.facts, key=lambda fact: fact.line_number)
     for number, group in groupby(facts, key=lambda fact: fact.line_number):
@@ -57,11 +63,6 @@ def _print(console: Console, explanation: Explanation) -> None:
         shown = line if len(line) <= _MAX_LINE_CHARACTERS else f"{line[:_MAX_LINE_CHARACTERS]} ..."
         console.print(f"  line {number}: {shown}", style="dim")
         console.print(f"    {'; '.join(map(_fact_text, found))}")
-    for title, statements in (("Meaning", explanation.meaning), ("Advice", explanation.advice)):
-        if statements:
-            console.print(f"\n{title}")
-        for statement in statements:
-            console.print(f"  {statement.text}{_source(statement)}")
     if explanation.rules:
         console.print("\nRules of thumb")
     for rule in explanation.rules:

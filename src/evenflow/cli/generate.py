@@ -22,9 +22,9 @@ from evenflow.cli.options import (
 from evenflow.cli.output import loading, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.counts import counted
-from evenflow.engine.base_llm import Prompt
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import RequestOutput
+from evenflow.engine.prompts import Prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
 _DEFAULT_MAX_TOKENS = 128  # less if the context ends before
@@ -114,9 +114,8 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOp
         output = delta.output
     if output.finish_reason == "error":
         raise EngineFailed(output.error)
-    if stream.isatty() or stream is sys.stderr:  # the summary goes on a new line
-        stream.write("\n")
-        stream.flush()
+    stream.write("\n")
+    stream.flush()
     return output
 
 

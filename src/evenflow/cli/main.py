@@ -27,6 +27,7 @@ from evenflow.cli.doctor import doctor
 from evenflow.cli.eval import evaluate
 from evenflow.cli.explain import explain
 from evenflow.cli.generate import generate
+from evenflow.cli.help import PanelCommand
 from evenflow.cli.interrupts import INTERRUPTED
 from evenflow.cli.models import models
 from evenflow.cli.output import log_warnings_only
@@ -37,9 +38,9 @@ from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (generate, chat, demo, serve, config, audit, analyze, explain, pull, doctor):
-    app.command()(command)
-app.command(epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
-app.command("eval")(evaluate)
+    app.command(cls=PanelCommand)(command)
+app.command(cls=PanelCommand, epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
+app.command("eval", cls=PanelCommand)(evaluate)
 app.add_typer(bench)
 app.add_typer(models)
 

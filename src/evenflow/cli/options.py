@@ -47,10 +47,8 @@ def _parse_duration(text: str) -> float:
 
 
 def _parse_target(text: str) -> str:
-    """A bare number is in seconds, as in Python."""
-    given = float(text) if re.fullmatch(duration.NUMBER_PATTERN, text) else text
     try:
-        return duration.format_duration(duration.parse_target(given))
+        return duration.format_duration(duration.parse_target(text, got=f"Got {text!r}"))
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -68,7 +66,9 @@ def _parse_json_target(text: str) -> str:
 
 
 def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
-    """A field of a group of options. Takes the settings of `typer.Option`."""
+    """A field of a group of options. Takes the settings of `typer.Option`; a default in words is part of the help."""
+    if isinstance(settings.get("show_default"), str):  # typer puts it in brackets of its own: [default: (128)]
+        help, settings["show_default"] = f"{help}  [default: {settings['show_default']}]", False
     return dataclasses.field(default=default, metadata={"option": Option(*names, help=help, **settings)})
 
 

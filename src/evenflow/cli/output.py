@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from evenflow.model.hub.cached_models import find_model
 
 SHOWN = 3  # of a list of differences, errors or wrong answers
 PROGRESS_INTERVAL_S = 30.0  # between lines of progress in a log
+_NUMBERS = re.compile(r"\[\n[-+.eE\d,\s]+\]")  # a list of nothing else, such as token ids, is one line; no text has \n
 _logger = logging.getLogger("evenflow")
 _shown: list[Status] = []  # on the terminal, which has one last line
 
@@ -81,6 +83,7 @@ def write_json(json_target: str | None, report: Mapping[str, Any]) -> None:
     if json_target is None:
         return
     text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False, default=_as_json) + "\n"
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text)
     if json_target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()

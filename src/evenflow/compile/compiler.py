@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenflow.compile.aot.artifacts import ArtifactStore, artifact_key
 from evenflow.compile.aot.packages import PackageMaker, record_graph
-from evenflow.compile.model_call import Model, example_calls, hugging_face_module, input_shape, model_name
+from evenflow.compile.model_call import Model, check_model, example_calls, hugging_face_module, input_shape, model_name
 from evenflow.compile.model_interface import FasterModel
 from evenflow.compile.monitoring import Compilation, PerformanceMonitor
 from evenflow.errors import InvalidConfig, UnsupportedModel
@@ -107,6 +107,7 @@ class EnhancedAOTModelCompiler:
         mappings or of lists of ids holds several examples. `kwargs` override the graph configuration for this model:
         `mode`, `enable_cuda_graphs`, and `config`, a GraphConfig or a mapping.
         """
+        check_model(model)
         config = kwargs.pop("config", None)
         overrides = asdict(config) if isinstance(config, GraphConfig) else config
         settings = {**asdict(self.graph_config), **(overrides if isinstance(overrides, Mapping) else {}), **kwargs}

@@ -28,6 +28,12 @@ _TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
+def check_model(model: object) -> None:
+    if not callable(model):
+        expected = "a model to call, such as transformers.AutoModelForCausalLM.from_pretrained(NAME)"
+        raise InvalidInput(f"Got {repr(model)[:100]} but expected {expected}.")
+
+
 def hugging_face_module(model: Model) -> Any:
     """The transformers model inside a compiled or wrapped one, with its signature and configuration."""
     while (inner := getattr(model, "_orig_mod", None) or getattr(model, "wrapped_module", None)) is not None:

@@ -26,7 +26,7 @@ from evenflow.advisor.vllm_flags import (
 )
 from evenflow.compile.chunks.optimizer import ChunkedPrefillOptimizer, ChunkedPrefillWrapper, summed_calls
 from evenflow.compile.compiler import EnhancedAOTModelCompiler, GraphConfig, create_enhanced_compiler
-from evenflow.compile.model_call import Model, hugging_face_module, input_shape
+from evenflow.compile.model_call import Model, check_model, hugging_face_module, input_shape
 from evenflow.compile.monitoring import warn_once_about
 from evenflow.compile.with_chunking import analysis_of_examples
 
@@ -163,6 +163,7 @@ class EnhancedAOTWithVLLMChunking(EnhancedAOTModelCompiler):
         self._models: weakref.WeakValueDictionary[str, VLLMChunkedModelWrapper] = weakref.WeakValueDictionary()
 
     def compile_model(self, model: Model, example_inputs: Any, model_id: str, **kwargs: Any) -> VLLMChunkedModelWrapper:
+        check_model(model)
         threshold = self._threshold(model, example_inputs, model_id)
         engine, engine_args = self.engine, None
         if engine is None and (folder := _folder_for_vllm(model, model_id)) is not None:

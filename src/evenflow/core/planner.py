@@ -77,7 +77,7 @@ class Planner(Generic[RequestType]):
         """Find a new request's class and its place in line, which it has not taken yet."""
         of_class = find_class(self.order.classes, request.service_class or None)
         request.deadline.own_target = tbt_target or of_class.tbt_seconds
-        ttft_target = ttft_target or of_class.ttft_target
+        ttft_target = ttft_target or of_class.ttft_seconds
         request.place = Place(request.arrival_time, request.num_known, num_cached_tokens, ttft_target)
         rank = request.arrival_time
         if self.policy.patience:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Literal, get_args
 
 from evenflow.core.account import NOBODY, Account
 from evenflow.core.deadlines import Place, StreamDeadline
 from evenflow.core.grammar import Grammar
-from evenflow.duration import parse_duration, parse_target
+from evenflow.duration import parse_target
 from evenflow.errors import InvalidRequest
 
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
 MAX_LOGIT_BIASES = 1024
+NUM_SEEDS = 2**63
 MAX_BIAS = 100.0  # OpenAI's bound: enough to force or forbid a token
 MAX_TEMPERATURE = 100.0  # all tokens are then about as likely
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits would overflow
@@ -33,11 +34,12 @@ ALL_LOGPROBS = -1  # as `prompt_logprobs`: every token of the vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults follow vLLM."""
+    """How to choose tokens and when to stop. Names and defaults follow vLLM's, but for the temperature: 0."""
 
+    n: int = 1  # outputs for the prompt, each sampled on its own
     max_tokens: int = 16
     min_tokens: int = 0  # neither a stop token nor a stop string ends the output among these
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 0.0  # 0 always takes the likeliest token; 1 samples from the model's own distribution
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
@@ -57,34 +59,31 @@ class SamplingParams:
     pooling: Pooling | None = None  # the output is an embedding of the prompt; max_tokens is then 1
     grammar: Grammar | None = None  # the whole answer matches it, unless max_tokens or a stop string cuts it short
     tbt_target: float | str | None = None  # seconds between tokens, or 50ms; None: the engine's target
-    ttft_target: float | None = None  # desired seconds to the first token: moves the request up in line
-    deadline: float | None = None  # seconds after its arrival at which a request ends if its answer is not complete
+    ttft_target: float | str | None = None  # desired time to the first token, likewise: moves the request up in line
+    deadline: float | str | None = None  # time after its arrival at which a request ends, complete or not, likewise
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_token_rules(self)
+        _require_int("n", self.n, 1)
         _require_int("max_tokens", self.max_tokens, 1)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _require_int("top_k", self.top_k, 0, MAX_TOP_K)
         _require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequest(f"Got n={self.n} with temperature=0: all outputs would be equal. Set temperature=0.8.")
         _require_number("top_p", self.top_p, 0, 1, above=True)
         _require_number("min_p", self.min_p, 0, 1)
         _require_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _require_number("presence_penalty", self.presence_penalty, -2, 2)
         _require_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        ranges = {"seed": (0, 2**63 - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
+        ranges = {"seed": (0, NUM_SEEDS - 1), "logprobs": (0, 100), "prompt_logprobs": (ALL_LOGPROBS, 100)}
         for name, (least, most) in ranges.items():
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, least, most)
-        if self.tbt_target is not None:
-            parse_target(self.tbt_target, InvalidRequest)
-        for name in ("ttft_target", "deadline"):
-            if (value := getattr(self, name)) is not None:
-                if isinstance(value, str):
-                    value = parse_duration(value)
-                    object.__setattr__(self, name, value)
-                _require_number(name, value, 0, above=True)
+        for name in ("tbt_target", "ttft_target", "deadline"):
+            _seconds(self, name)
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0)
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -100,14 +99,32 @@ class SamplingParams:
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest("Got ignore_eos=True with a grammar but the grammar decides where an answer ends.")
 
+    def choices(self) -> list[SamplingParams]:
+        """The same for each of the `n` outputs, with seeds of their own."""
+        seeds = [None if self.seed is None else (self.seed + index) % NUM_SEEDS for index in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds] if self.n > 1 else [self]
+
     @property
     def tbt_seconds(self) -> float | None:
-        return None if self.tbt_target is None else parse_target(self.tbt_target)
+        return _seconds(self, "tbt_target")
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        return _seconds(self, "ttft_target")
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        return _seconds(self, "deadline")
 
     @property
     def needs_every_row(self) -> bool:
         """Whether the output depends on all of the prompt's rows, so that none can come from a prefix cache."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
+
+
+def _seconds(params: SamplingParams, name: str) -> float | None:
+    value = getattr(params, name)
+    return None if value is None else parse_target(value, InvalidRequest, name=name)
 
 
 def _check_token_rules(params: SamplingParams) -> None:
@@ -286,7 +303,8 @@ class Request:
     @property
     def expires_at(self) -> float:
         """When its deadline passes; never, if it has none."""
-        return self.arrival_time + (math.inf if self.sampling.deadline is None else self.sampling.deadline)
+        seconds = self.sampling.deadline_seconds
+        return self.arrival_time + (math.inf if seconds is None else seconds)
 
     @property
     def num_known(self) -> int:

@@ -120,7 +120,7 @@ class Scheduler:
         needs_cached = self.policy.patience or self._refuses_late or request.sampling.deadline is not None
         num_cached = self.prefix_cache.count_published(request) if needs_cached else 0
         sampling = request.sampling
-        service_class = self.planner.place(request, num_cached, sampling.tbt_seconds, sampling.ttft_target)
+        service_class = self.planner.place(request, num_cached, sampling.tbt_seconds, sampling.ttft_seconds)
         self._refuse_if_late(request, service_class)
         if self._tried_at is None:
             self._tried_at = request.arrival_time
@@ -140,7 +140,7 @@ class Scheduler:
         Only prompts that run correct the estimate: what could start now is taken, and so is one that would be late by
         itself now and then.
         """
-        deadline = request.sampling.deadline
+        deadline = request.sampling.deadline_seconds
         target = request.place.ttft_target if service_class.refuse_late else None
         limit = min(math.inf if deadline is None else deadline, math.inf if target is None else target)
         if limit == math.inf or not self.requests or not self.step_time.largest_rows_known:
@@ -170,7 +170,7 @@ class Scheduler:
             return {}
         found: dict[str, DeadlineExceeded] = {}
         for request in [one for one in self._expiring.values() if one.expires_at <= now]:
-            deadline_s = request.sampling.deadline or 0.0
+            deadline_s = request.sampling.deadline_seconds or 0.0
             error = found[request.id] = DeadlineExceeded(deadline_s, request.num_output_tokens)
             request.error = str(error)
             self._end(request, FinishReason.ERROR)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenflow.duration import parse_duration, parse_target
+from evenflow.duration import parse_target
 from evenflow.errors import InvalidConfig, InvalidRequest
 
 
@@ -21,7 +21,7 @@ class ServiceClass:
     rank: int
     share: float  # least share of the machine's time while requests of the class wait, however urgent the others
     tbt_target: float | str | None = None  # seconds between tokens, or 50ms, of requests without their own
-    ttft_target: float | None = None  # seconds to the first token, likewise
+    ttft_target: float | str | None = None  # to the first token, likewise
     reserve: float = 0.0  # share of the slots and of the KV cache that it leaves to the decodes of others
     refuse_late: bool = False  # refuse at once what is expected to miss its target for the first token
 
@@ -33,17 +33,20 @@ class ServiceClass:
         self._require("share", 0 < self.share <= 1, "a number in (0, 1]")
         self._require("reserve", 0 <= self.reserve < 1, "a number in [0, 1)")
         self._require("refuse_late", isinstance(self.refuse_late, bool), "true or false")
-        if isinstance(self.ttft_target, str):
-            object.__setattr__(self, "ttft_target", parse_duration(self.ttft_target))
-        seconds = self.ttft_target
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        self._require("ttft_target", seconds is None or (is_number and 0 < seconds < math.inf), "seconds > 0")
-        if self.tbt_target is not None:
-            parse_target(self.tbt_target, got=f"Got tbt_target={self.tbt_target!r} of class {self.name!r}")
+        for name in ("tbt_target", "ttft_target"):
+            self._seconds(name)
 
     @property
     def tbt_seconds(self) -> float | None:
-        return None if self.tbt_target is None else parse_target(self.tbt_target)
+        return self._seconds("tbt_target")
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        return self._seconds("ttft_target")
+
+    def _seconds(self, name: str) -> float | None:
+        value = getattr(self, name)
+        return None if value is None else parse_target(value, got=f"Got {name}={value!r} of class {self.name!r}")
 
     def _require(self, name: str, is_right: bool, expected: str) -> None:
         if not is_right:

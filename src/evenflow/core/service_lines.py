@@ -339,7 +339,7 @@ class ServiceLines(Generic[RequestType]):
             if late is None or account.level == PROMOTED:
                 continue
             for request in _without_token(line):
-                due = request.arrival_time + (self.spec_of(request).ttft_target or 0.0)
+                due = request.arrival_time + (self.spec_of(request).ttft_seconds or 0.0)
                 if now + self._prefill_left(request) > due:
                     self._move(request, Account(self._classes[late].level, late, account.tenant))
 

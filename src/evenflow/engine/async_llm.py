@@ -15,13 +15,14 @@ from typing import Any
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
-from evenflow.engine.base_llm import GREEDY, BaseLLM, Prompt
+from evenflow.engine.base_llm import BaseLLM, check_sampling
 from evenflow.engine.client import EngineClient
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
 from evenflow.engine.loop import Commands, run_engine
 from evenflow.engine.messages import Event, Failed, Refused, SetPolicy, Stepped, Stop
-from evenflow.engine.outputs import Delta, RequestOutput
+from evenflow.engine.outputs import Delta, RequestOutput, joined
+from evenflow.engine.prompts import Conversation, Prompt, read_prompt
 from evenflow.engine.watchdog import Watchdog
 from evenflow.errors import EngineFailed, EvenflowError
 
@@ -58,7 +59,7 @@ class AsyncLLM(BaseLLM):
     async def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams = GREEDY,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         tenant: str = "",
@@ -105,19 +106,44 @@ class AsyncLLM(BaseLLM):
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams = GREEDY,
+        sampling_params: SamplingParams | None = None,
         *,
         tenant: str = "",
         service_class: str | None = None,
         priority: int | None = None,
     ) -> RequestOutput:
-        """One complete output."""
-        output: RequestOutput | None = None
+        """One complete output, with `n` answers in `outputs`."""
+        content, text = read_prompt(prompt)
+        token_ids = await asyncio.to_thread(self._intake.encode, content)
         who: dict[str, Any] = {"tenant": tenant, "service_class": service_class, "priority": priority}
-        async for delta in self.stream(prompt, sampling_params, **who):
+        choices = check_sampling(sampling_params).choices()
+        tasks = [asyncio.ensure_future(self._complete(token_ids, one, who)) for one in choices]
+        try:
+            return joined(await asyncio.gather(*tasks), text)
+        finally:
+            for task in tasks:  # if one of them has failed
+                task.cancel()
+
+    async def _complete(self, token_ids: list[int], sampling: SamplingParams, who: dict[str, Any]) -> RequestOutput:
+        output: RequestOutput | None = None
+        async for delta in self.stream(token_ids, sampling, **who):
             output = delta.output
         assert output is not None
         return output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tenant: str = "",
+        service_class: str | None = None,
+        priority: int | None = None,
+    ) -> RequestOutput:
+        """Reply to one conversation, a list of messages, through the model's chat template."""
+        prompt = await asyncio.to_thread(self.encode_chat, messages)
+        who: dict[str, Any] = {"tenant": tenant, "service_class": service_class, "priority": priority}
+        return await self.generate(prompt, sampling_params, **who)
 
     def _set_policy(self, policy: PolicySpec) -> None:
         self._policy = policy

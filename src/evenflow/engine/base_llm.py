@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
-from evenflow.config import EngineConfig
+from evenflow.config import EngineConfig, EngineSettings
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.engine.build import build_engine
 from evenflow.engine.engine import Engine
 from evenflow.engine.intake import Intake
+from evenflow.engine.prompts import Conversation, Prompt, check_conversation, read_prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, Any]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
+DEFAULT_SAMPLING = SamplingParams(max_tokens=128)
+
+
+def check_sampling(given: SamplingParams | None) -> SamplingParams:
+    """The given ones; None: the default."""
+    if given is None:
+        return DEFAULT_SAMPLING
+    if not isinstance(given, SamplingParams):
+        example = "SamplingParams(max_tokens=64, temperature=0.8)"
+        raise InvalidRequest(f"Got sampling_params={repr(given)[:100]} but expected SamplingParams, such as {example}.")
+    return given
 
 
 class BaseLLM(ABC):
     """Settings are the fields of EngineConfig. With `record`, every step is written there as a JSON line."""
 
-    def __init__(self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path = "default", *, record: str | Path | None = None, **settings: Unpack[EngineSettings]
+    ) -> None:
         known = [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
         if unknown := sorted(set(settings) - set(known)):
             raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(known)}")
@@ -81,7 +91,7 @@ class BaseLLM(ABC):
     def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams = GREEDY,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         tenant: str = "",
@@ -95,8 +105,8 @@ class BaseLLM(ABC):
         no cached prefixes; None: the tenant's name.
         """
         return self._intake.prepare(
-            prompt,
-            sampling_params,
+            read_prompt(prompt)[0],
+            check_sampling(sampling_params),
             policy=self._policy,
             request_id=request_id,
             tenant=tenant,
@@ -107,6 +117,4 @@ class BaseLLM(ABC):
 
     def encode_chat(self, messages: Conversation) -> list[int]:
         """The token ids of a conversation up to the start of the reply."""
-        if not messages:
-            raise InvalidRequest("Got an empty conversation but expected at least one message.")
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(check_conversation(messages))

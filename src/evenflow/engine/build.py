@@ -24,7 +24,7 @@ from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.placement import Placement, on_this_machine, place
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.watchdog import Pulse
-from evenflow.errors import MissingDependency
+from evenflow.errors import EvenflowError, MissingDependency, OutOfMemory
 from evenflow.log_output import STAGE, ensure_logging
 from evenflow.model.hub.cached_models import find_model
 from evenflow.step_time_store import StepTimeKeeper, load_step_times, min_target, save_step_times, step_times_path
@@ -56,6 +56,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     try:
         from evenflow.engine.offload import build_tier
         from evenflow.executors.kv_tier import TieredExecutor
+        from evenflow.executors.sequences import is_out_of_memory
         from evenflow.model.loader import load_model
         from evenflow.model.text.grammar import Grammars
     except ImportError as error:
@@ -65,7 +66,15 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     config = on_this_machine(config)
     model = load_model(config.model, is_dummy=config.load_format == "dummy")
     grammars = Grammars(model.tokenizer, model.config.vocab_size)
-    placement = place(config, model, grammars)
+    try:
+        placement = place(config, model, grammars)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, EvenflowError) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "The model and its KV cache do not fit in memory: lower kv_cache_memory or gpu_memory_utilization, or use "
+            "a smaller model."
+        ) from error
     executor, policy = placement.executor, placement.policy
     calibration = _calibration(config, model.config, placement)
     if placement.largest_trial_chunk is not None:

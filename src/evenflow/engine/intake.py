@@ -78,6 +78,8 @@ class Intake:
         A tenant has a share of the service and shares no prefixes with others; `cache_salt` separates prefixes in
         another way. The class is given by name or by vLLM's `priority`: lower is more urgent.
         """
+        if sampling.n > 1:
+            raise InvalidRequest(f"Got n={sampling.n} for a single request: `generate` and `chat` take it.")
         token_ids = self.encode(prompt)
         sampling = self._with_bad_word_ids(sampling)
         self._check(token_ids, sampling)

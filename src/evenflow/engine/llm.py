@@ -7,17 +7,19 @@ inbox.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import TypeVar, cast
+from itertools import islice
+from typing import TypeVar
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import FinishReason, Pooling, Request, SamplingParams
-from evenflow.engine.base_llm import GREEDY, BaseLLM, Conversation, Prompt
+from evenflow.engine.base_llm import BaseLLM, check_sampling
 from evenflow.engine.engine import Engine
 from evenflow.engine.engine_thread import EngineThread
 from evenflow.engine.intake import Intake
-from evenflow.engine.outputs import Delta, Outputs, RequestOutput
+from evenflow.engine.outputs import Delta, Outputs, RequestOutput, joined
+from evenflow.engine.prompts import Conversation, Prompt, as_batch, as_conversations, read_prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
 Kind = TypeVar("Kind")
@@ -53,48 +55,51 @@ class LLM(BaseLLM):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[Delta], None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. All prompts are checked before the first one runs.
 
+        A prompt is a text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`. Without parameters an
+        answer has up to 128 tokens, always the likeliest ones. With `SamplingParams(n=3, temperature=0.8)` each prompt
+        gets three, in `outputs`.
+
         A request that fails while it runs has the finish_reason "error" and the reason in `error`; the others go on.
         With `SamplingParams(grammar=Grammar.json_schema(...))` the output matches a schema: docs/structured_output.md.
         `priority`, lower is more urgent, chooses the class of service of each prompt: docs/shares.md.
         """
-        batch = as_batch(prompts)
+        batch = [read_prompt(prompt) for prompt in as_batch(prompts)]
         params = _one_each("sampling params", sampling_params, len(batch))
         priorities = _one_each("priorities", priority, len(batch))
-        requests = [
-            self.prepare(prompt, sampling, priority=urgency)
-            for prompt, sampling, urgency in zip(batch, params, priorities, strict=True)
-        ]
-        outputs = self._complete(requests, on_delta)
-        for prompt, output in zip(batch, outputs, strict=True):
-            output.prompt = prompt if isinstance(prompt, str) else None
-        return outputs
+        requests: list[Request] = []
+        counts: list[int] = []
+        for (prompt, _), sampling, urgency in zip(batch, params, priorities, strict=True):
+            choices = check_sampling(sampling).choices()
+            token_ids = self._intake.encode(prompt)
+            requests += [self.prepare(token_ids, one, priority=urgency) for one in choices]
+            counts.append(len(choices))
+        outputs = iter(self._complete(requests, on_delta))
+        return [joined(list(islice(outputs, count)), text) for count, (_, text) in zip(counts, batch, strict=True)]
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[Delta], None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Reply to conversations, each a list of messages, through the model's chat template."""
-        is_one = conversations and isinstance(conversations[0], Mapping)
-        batch = cast("Sequence[Conversation]", [conversations] if is_one else conversations)
-        prompts = [self.encode_chat(messages) for messages in batch]
+        prompts = [self.encode_chat(messages) for messages in as_conversations(conversations)]
         return self.generate(prompts, sampling_params, on_delta=on_delta, priority=priority)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[RequestOutput]:
         """Embed each prompt as a unit vector in `embedding`, from its last token or the mean of all."""
         return self.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams = GREEDY) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Stream one output. Closing the iterator early aborts the request."""
         yield from self._run([self.prepare(prompt, sampling_params)])
 
@@ -209,15 +214,9 @@ class LLM(BaseLLM):
         self.close()
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a string or a list of token ids; several are a list of them."""
-    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-    return cast("list[Prompt]", [prompts] if is_one else list(prompts))
-
-
 def _one_each(what: str, values: Kind | Sequence[Kind], count: int) -> Sequence[Kind]:
     """The given ones, or the same for every prompt."""
-    if not isinstance(values, Sequence):
+    if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:
         raise InvalidRequest(f"Got {len(values)} {what} for {count} prompts but expected one each.")

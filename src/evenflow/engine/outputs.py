@@ -33,6 +33,7 @@ class RequestOutput:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None  # for the prompt's tokens from the second on
     embedding: array[float] | None = None  # of the prompt, a unit vector; with `pooling`
+    others: list[RequestOutput] = field(default_factory=list)  # of the same prompt, with `n`
 
     @property
     def ttft_s(self) -> float | None:
@@ -45,12 +46,12 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        return all(one.finish_reason is not None for one in (self, *self.others))
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The answer as vLLM's `RequestOutput` has it: a list, here always of one."""
-        return [CompletionOutput(self)]
+        """All `n` answers, as vLLM's `RequestOutput` has them. The other attributes are those of the first."""
+        return [CompletionOutput(one, index) for index, one in enumerate((self, *self.others))]
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -66,15 +67,19 @@ class RequestOutput:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
 
 
+def joined(outputs: list[RequestOutput], prompt: str | None) -> RequestOutput:
+    """The outputs of one prompt as one, with the prompt's text."""
+    first = outputs[0]
+    first.prompt, first.others = prompt, outputs[1:]
+    return first
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class CompletionOutput:
     """A view of a RequestOutput by the names of vLLM's `CompletionOutput`."""
 
     _output: RequestOutput
-
-    @property
-    def index(self) -> int:
-        return 0
+    index: int
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from evenflow.core.roofline import known_device, roofline
 from evenflow.core.step_costs import StepCosts
 from evenflow.errors import InvalidConfig
 from evenflow.executors.base import Executor
-from evenflow.host import available_memory, num_cpus
+from evenflow.host import available_memory, num_cpus, total_memory
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,11 @@ def _default_weights(device: str) -> WeightsName:
 def place(config: EngineConfig, model: LoadedModel, grammars: Grammars) -> Placement:
     """Load the weights and make the executor. `config` comes from `on_this_machine`."""
     assert config.device in DEVICES
+    on_host = ("kv_cache_memory", "kv_offload_memory") if config.device == "cpu" else ("kv_offload_memory",)
+    for name in on_host:
+        if (asked := getattr(config, name) or 0) > (most := total_memory()):
+            got = f"Got {name}={asked}, which is {asked / GIB:,.1f} GiB"
+            raise InvalidConfig(f"{got}, but this machine has {most / GIB:,.1f} GiB: lower it.")
     if config.device == "cpu":
         return _on_cpu(config, model, grammars)
     import torch

@@ -8,14 +8,16 @@ from __future__ import annotations
 import ast
 import importlib.resources
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from evenflow.errors import InvalidInput, MissingDependency
+from evenflow.workload.inputs import ChatInput, TraceRequest, UnusableRecordError, input_of
 
 _SETS = importlib.resources.files("evenflow.evals") / "sets"
 _MAX_TOKENS = 256
@@ -133,7 +135,7 @@ class CodeTask(Task, frozen=True, tag="code"):
 
 
 AnyTask = ExactTask | NumericTask | ChoiceTask | RegexTask | JsonSchemaTask | CodeTask
-_DECODER: msgspec.json.Decoder[AnyTask] = msgspec.json.Decoder(AnyTask)
+_TASK_FIELDS = frozenset(name for kind in get_args(AnyTask) for name in kind.__struct_fields__) | {"scorer"}
 
 
 def shipped_sets() -> list[str]:
@@ -141,17 +143,34 @@ def shipped_sets() -> list[str]:
     return sorted(file.name.removesuffix(".jsonl") for file in _SETS.iterdir() if file.name.endswith(".jsonl"))
 
 
-def _decode(line: bytes) -> AnyTask:
+def _decode(line: bytes, prompts_from: Counter[str]) -> AnyTask:
     try:
-        return _DECODER.decode(line)
-    except msgspec.ValidationError:
-        raise
+        record = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise ValueError(f"expected a JSON object on one line: {error}") from error
+    if isinstance(record, dict) and not {"prompt", "messages"} & record.keys():
+        record = _with_prompt(record, prompts_from)
+    return msgspec.convert(record, AnyTask)  # type: ignore[no-any-return, call-overload]
 
 
-def read_tasks(source: str, most: int | None = None) -> list[AnyTask]:
-    """The first `most` records of a file, or of a shipped set by its name."""
+def _with_prompt(record: dict[str, Any], prompts_from: Counter[str]) -> dict[str, Any]:
+    """A record of a common shape, such as SQuAD's, with its fields joined to one prompt or conversation."""
+    try:
+        found = input_of({name: value for name, value in record.items() if name not in _TASK_FIELDS}, None)
+    except UnusableRecordError:
+        return record
+    if isinstance(found, TraceRequest):
+        return record
+    prompts_from[" + ".join(found.fields)] += 1
+    rest = {name: value for name, value in record.items() if name not in found.fields}
+    return rest | ({"messages": found.messages} if isinstance(found, ChatInput) else {"prompt": found.text})
+
+
+def read_tasks(source: str, most: int | None = None, say: Callable[[str], object] = lambda text: None) -> list[AnyTask]:
+    """The first `most` records of a file, or of a shipped set by its name.
+
+    `say` is told which fields the prompts are made of, if they are neither `prompt` nor `messages`.
+    """
     path = Path(source)
     if path.is_file():
         content = path.read_bytes()
@@ -162,11 +181,12 @@ def read_tasks(source: str, most: int | None = None) -> list[AnyTask]:
             f"Got {source!r} but expected a file of tasks, or one of the shipped sets: {', '.join(shipped_sets())}."
         )
     tasks: dict[str, AnyTask] = {}
+    prompts_from: Counter[str] = Counter()
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            task = _decode(line)
+            task = _decode(line, prompts_from)
             task.check()
             task = task if task.id else msgspec.structs.replace(task, id=str(number))
             if task.id in tasks:
@@ -179,4 +199,7 @@ def read_tasks(source: str, most: int | None = None) -> list[AnyTask]:
         tasks[task.id] = task
     if not tasks:
         raise InvalidInput(f"{source} holds no tasks: expected a JSON object on each line.")
+    if prompts_from:
+        ways = ", ".join(f"{fields} ({count:,})" for fields, count in prompts_from.most_common())
+        say(f"Prompts from the fields {ways}.")
     return list(tasks.values())[:most]

@@ -118,9 +118,13 @@ def new_sampled(admission: Admission, vocab_size: int, grammars: Grammars | None
     )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _MEMORY_MESSAGES)
+
+
 def out_of_memory(error: Exception, plan: StepPlan) -> OutOfMemory | None:
     """The user's error if memory ran out in this step; None for any other error."""
-    if not isinstance(error, MemoryError) and not any(text in str(error) for text in _MEMORY_MESSAGES):
+    if not is_out_of_memory(error):
         return None
     return OutOfMemory(
         f"Memory ran out in a step of {plan.num_rows} tokens for {plan.num_sequences} sequences. Lower "

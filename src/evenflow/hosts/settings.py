@@ -11,7 +11,7 @@ from typing import Any
 
 from evenflow.core.policies import PolicySpec
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, find_class
-from evenflow.duration import MAX_TARGET_S, parse_duration, parse_target
+from evenflow.duration import parse_target
 from evenflow.errors import InvalidConfig, InvalidInput, InvalidRequest
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.shares_file import Shares, read_shares
@@ -82,13 +82,8 @@ def _policy(target: Any) -> PolicySpec | None:
 
 def check_setting(name: str, given: object, classes: Classes) -> Any:
     """One of a request's own settings in the engine's terms; raises InvalidRequest for what it cannot mean."""
-    if name == "tbt_target":
-        return parse_target(given, InvalidRequest)
-    if name == "ttft_target":
-        seconds = parse_duration(given) if isinstance(given, str) else given
-        if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_TARGET_S:
-            return float(seconds)
-        raise InvalidRequest(f"Got ttft_target={repr(given)[:100]} but expected at most {MAX_TARGET_S:g} seconds.")
+    if name in ("tbt_target", "ttft_target"):
+        return parse_target(given, InvalidRequest, name=name)
     if name == "service_class":
         if isinstance(given, str):
             return find_class(classes, given).name

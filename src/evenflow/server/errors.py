@@ -25,7 +25,6 @@ _RETRY_AFTER_S = 1
 
 UNSUPPORTED = "unsupported_parameter"  # a field of OpenAI's API that is refused by name
 
-_DURATIONS = ("ttft_target", "deadline")
 _UNSUPPORTED = {
     "mcp_servers": "this server calls no other; leave it out, and let the client offer the tools",
     "container": "this server runs no containers; leave it out",
@@ -35,7 +34,7 @@ _UNSUPPORTED = {
     "functions": "this old field is not supported; use tools",
     "function_call": "this old field is not supported; use tool_choice",
     "chat_template": "a request cannot bring its own template; leave it out",
-    "use_beam_search": "there is no beam search; leave it out and set best_of",
+    "use_beam_search": "there is no beam search; leave it out (/v1/completions, not streamed, has best_of)",
     "guided_decoding_backend": "there is one backend; leave it out",
 }
 
@@ -122,9 +121,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field: {path}.", param=param, code="unknown_parameter")
     problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "string_pattern_mismatch" and name in _DURATIONS:
-        problem = "expected seconds, or a duration such as 50ms"
-    elif first["type"] == "literal_error":
+    if first["type"] == "literal_error":
         value = repr(first["input"])[:_MAX_VALUE_CHARACTERS]
         problem = f"got {value} but expected {problem.removeprefix('Input should be ')}"
     elif first["type"] == "value_error" and problem.startswith(f"Got {path}="):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-PROMPT_FIELDS = ("prompt", "text", "input", "question", "messages")
+# A prompt of its own, first; else a conversation; else all of these that a record has, in this order; else a text.
+_PARTS = ("system_prompt", "system", "instruction", "context", "passage", "document", "article", "input", "question")
+_CHATS = ("messages", "conversations", "conversation")
+_SYSTEM = ("system_prompt", "system")
+PROMPT_FIELDS = ("prompt", *_CHATS, *_PARTS, "query", "text")
+USUAL_FIELDS = "prompt, messages, conversations, instruction, context, input, question or text"
 _PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_tokens", "input_tokens")
 _OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
 _ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
+_SEPARATOR = "\n\n"  # between the fields of one prompt
 _BLOCK_IDS = "hash_ids"  # Mooncake's field; its timestamps are in milliseconds
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
 
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
     text: str
+    fields: tuple[str, ...] = field(default=(), compare=False)  # of the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class ChatInput:
     """A conversation, to be rendered by a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
+    fields: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def text(self) -> str:
@@ -42,6 +50,7 @@ class TraceRequest:
     num_output_tokens: int | None = None
     arrival_s: float | None = None
     block_ids: tuple[int, ...] = ()
+    fields: tuple[str, ...] = field(default=(), compare=False)
 
 
 Input = TextInput | ChatInput | TraceRequest
@@ -56,15 +65,37 @@ def input_of(record: Any, field: str | None) -> Input:
     if field is not None:
         return _prompt(_at(record, field), field)
     if isinstance(record, str):
-        return _prompt(record, "text")
+        return replace(_prompt(record, "text"), fields=())
     if not isinstance(record, Mapping):
         raise UnusableRecordError("not an object or a text")
     if (num_tokens := _count(record, _PROMPT_TOKENS, at_least=1)) is not None:
         return _traced(record, num_tokens)
-    for name in PROMPT_FIELDS:
+    if record.get("prompt") is not None:
+        return _prompt(record["prompt"], "prompt")
+    for name in _CHATS:
+        if record.get(name):
+            return _chat(record, name)
+    given = [name for name in (*_PARTS, "query") if record.get(name) not in (None, "")]
+    texts = [name for name in given if isinstance(record[name], str)]
+    if len(texts) > 1:
+        return TextInput(_SEPARATOR.join(record[name] for name in texts), tuple(texts))
+    for name in (*texts, *given, *PROMPT_FIELDS):
         if record.get(name) is not None:
             return _prompt(record[name], name)
-    raise UnusableRecordError(f"no field {', '.join(PROMPT_FIELDS)}")
+    raise UnusableRecordError(f"no field such as {USUAL_FIELDS}")
+
+
+def _chat(record: Mapping[str, Any], field: str) -> Input:
+    """A conversation, with a system prompt that lies beside it."""
+    found = _prompt(record[field], field)
+    if not isinstance(found, ChatInput):
+        return found
+    messages, fields = list(found.messages), [field]
+    for name in _SYSTEM:
+        if isinstance(text := record.get(name), str) and text and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": text})
+            fields.insert(0, name)
+    return replace(found, messages=messages, fields=tuple(fields))
 
 
 def _at(record: Any, field: str) -> Any:
@@ -80,11 +111,14 @@ def _prompt(value: Any, field: str) -> Input:
     if isinstance(value, str):
         if not value:
             raise UnusableRecordError(f"an empty {field}")
-        return TextInput(value)
+        return TextInput(value, (field,))
     if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return TraceRequest(len(value))
+        return TraceRequest(len(value), fields=(field,))
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        return ChatInput([_message(item) for item in value])
+        messages = [_message(item) for item in value]
+        while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages.pop()  # the answer
+        return ChatInput(messages, (field,))
     raise UnusableRecordError(f"{field} is neither a text, token ids nor messages")
 
 

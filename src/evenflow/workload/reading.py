@@ -12,18 +12,19 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evenflow.errors import InvalidInput, MissingDependency
-from evenflow.workload.inputs import KNOWN_FIELDS, Input, TextInput, UnusableRecordError, input_of
+from evenflow.workload.inputs import KNOWN_FIELDS, USUAL_FIELDS, Input, TextInput, UnusableRecordError, input_of
 from evenflow.workload.json_array import iterate_json
 
 _MAX_TEXT_BYTES = 1 << 28  # a text is one prompt, read whole; far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
 _PARQUET_ROWS = 256
+_MAX_OTHER_FIELDS = 50
 _NEVER_TEXTS = frozenset({".jsonl", ".ndjson", ".parquet"})
 _RECORD_FORMATS = _NEVER_TEXTS | {".json", ".csv"}
 
@@ -35,6 +36,7 @@ class ReadTally:
     num_bytes: int = 0  # of all its files
     num_bytes_read: int = 0  # 0 for Parquet and gzip
     unusable: Counter[str] = field(default_factory=Counter)  # by problem
+    other_fields: set[str] = field(default_factory=set)  # of the records, which became no part of an input
 
 
 def read_inputs(path: Path, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
@@ -89,13 +91,22 @@ def _read_text(file: Path, tally: ReadTally) -> Iterator[Input]:
 
 def _read_records(file: Path, suffix: str, prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
     try:
-        for record in _records(file, suffix, prompt_field, tally):
-            try:
-                yield input_of(record, prompt_field)
-            except UnusableRecordError as error:
-                tally.unusable[str(error)] += 1
+        yield from usable_inputs(_records(file, suffix, prompt_field, tally), prompt_field, tally)
     except (ValueError, RecursionError, csv.Error):
         tally.unusable[f"a {suffix} file that is malformed or truncated"] += 1
+
+
+def usable_inputs(records: Iterable[Any], prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
+    """The inputs of records; the tally gets the others, and the names of fields that no input uses."""
+    for record in records:
+        try:
+            item = input_of(record, prompt_field)
+        except UnusableRecordError as error:
+            tally.unusable[str(error)] += 1
+            continue
+        if item.fields and len(tally.other_fields) < _MAX_OTHER_FIELDS:
+            tally.other_fields.update({str(name) for name in record} - {name.partition(".")[0] for name in item.fields})
+        yield item
 
 
 def _records(file: Path, suffix: str, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
@@ -147,8 +158,10 @@ def _parquet_records(file: Path, prompt_field: str | None, tally: ReadTally) -> 
     try:
         with parquet.ParquetFile(file) as table:
             columns = [name for name in table.schema_arrow.names if name in wanted]
+            tally.other_fields.update(name for name in table.schema_arrow.names if name not in wanted)
             if not columns:
-                tally.unusable[f"no column {', '.join(sorted(wanted))}"] += 1
+                missing = f"such as {USUAL_FIELDS}" if prompt_field is None else prompt_field.partition(".")[0]
+                tally.unusable[f"no column {missing}"] += 1
                 return
             for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
                 yield from batch.to_pylist()

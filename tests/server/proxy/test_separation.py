@@ -255,7 +255,7 @@ def test_only_an_admins_stream_has_a_target_below_the_servers(vllm: RunningServe
 
 
 def test_settings_of_a_host_reach_it_as_they_came(vllm: RunningServer, without_keys: RunningServer) -> None:
-    own = {"tbt_target": "50ms", "ttft_target": 20, "service_class": "batch", "tenant": "acme", "other": [1]}
+    own = {"tbt_target": "50ms", "ttft_target": "20s", "service_class": "batch", "tenant": "acme", "other": [1]}
     assert last_body(vllm, "a", {"vllm_xargs": own})["vllm_xargs"] == own
     for body in ({"custom_params": own}, {"custom_params": None}, {"sampling_params": 5}, {"custom_params": [own, 5]}):
         assert last_body(without_keys, "a", body).items() >= body.items()

@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.request import ALL_LOGPROBS, MAX_TOP_K, SamplingParams
-from evenflow.duration import DURATION_PATTERN, MAX_TARGET_S, MIN_TARGET_S, NEEDS_UNIT_S, parse_target
+from evenflow.duration import DURATION_PATTERN, MIN_TARGET_S, NEEDS_UNIT_S, parse_target
 from evenflow.errors import InvalidRequest
 from evenflow.model.text.tool_messages import Role
 from evenflow.server.api.response_format import GrammarFields, StrictModel
@@ -22,6 +22,7 @@ from evenflow.server.api.token_fields import TokenFields, TokenId
 from evenflow.server.api.tools import TemplateFields, ToolFields
 
 MAX_LOGPROBS = 20
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_MESSAGES = 1 << 14
@@ -49,12 +50,10 @@ def as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Seconds = Annotated[float, Field(gt=0, le=MAX_TARGET_S)]
-Duration = Seconds | Annotated[str, Field(pattern=DURATION_PATTERN)]
 
 
-def _checked(target: float | str) -> float | str:
-    parse_target(target)
+def _checked(target: float | str, field: ValidationInfo) -> float | str:
+    parse_target(target, name=field.field_name or "")
     return target
 
 
@@ -90,8 +89,8 @@ class ServiceFields(BaseModel):
     """How a request is to be served: the same fields in every API."""
 
     tbt_target: Target | None = Field(None, description="Target time between this stream's tokens: seconds or '50ms'.")
-    ttft_target: Duration | None = Field(None, description="Target time to the first token.")
-    deadline: Duration | None = Field(
+    ttft_target: Target | None = Field(None, description="Target time to the first token.")
+    deadline: Target | None = Field(
         None, description="Time after its arrival at which the request ends if its answer is not complete."
     )
     tenant: Annotated[str, Field(max_length=64)] | None = Field(None, description="Tenants do not share prefix caches.")
@@ -221,6 +220,8 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
             "prompt_logprobs": self.num_prompt_logprobs if scores_prompt else None,
             **self.targets,
         }
+        if self.temperature is None:
+            given["temperature"] = DEFAULT_TEMPERATURE
         return SamplingParams(
             max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
