@@ -21,6 +21,7 @@ from evenflow.cli.output import engine_imports, log_information
 from evenflow.cli.serve_options import ServeOptions
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
+from evenflow.host import return_freed_memory
 from evenflow.line_file import LineFile
 from evenflow.model.hub.cached_models import find_model
 from evenflow.shares_file import Shares, read_shares
@@ -111,6 +112,7 @@ async def serve_model(
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
     log_information()
+    return_freed_memory()
 
     async def main() -> None:
         task = asyncio.current_task()
