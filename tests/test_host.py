@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,35 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(PermissionError, match="it belongs to another user"):
         host.private_folder(path)
+
+
+_BURST = """
+import sys
+from evenflow.host import return_freed_memory
+
+def resident() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+if sys.argv[1] == "True":
+    return_freed_memory()
+for _ in range(3):  # the first that are freed teach glibc to keep such
+    bytearray(24 << 20)
+before, kept = resident(), []
+for _ in range(12):
+    large = bytearray(8 << 20)
+    kept.append(bytearray(1 << 16))  # above it in a heap
+    del large
+    kept.append([bytearray(8 << 20), bytearray(1 << 16)])
+for pair in kept[1::2]:
+    del pair[0]
+print((resident() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not keep freed memory")
+def test_large_buffers_go_back_to_the_system() -> None:
+    def left_mb(is_returned: bool) -> int:
+        command = [sys.executable, "-c", _BURST, str(is_returned)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert left_mb(True) < 8 < 32 < left_mb(False)

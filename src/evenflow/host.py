@@ -6,6 +6,7 @@ In a container, memory and cores are the limits of its cgroups (version 1 or 2).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import os
 import re
@@ -25,6 +26,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _OWN_MEMORY = Path("/proc/self/statm")
+# Of glibc's malloc.h, by number, and what they are set to.
+_MALLOC_OPTIONS = {-1: 4 << 20, -3: 1 << 20, -8: 2}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
 _shielded: WeakSet[SpawnProcess] = WeakSet()
 
 
@@ -105,6 +108,16 @@ def limit_memory(more_bytes: int) -> None:
         pages = int(_OWN_MEMORY.read_text().split()[0])
         limit = pages * resource.getpagesize() + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def return_freed_memory() -> None:
+    """From now on, give large buffers back to the system as soon as they are freed.
+
+    glibc keeps them, in a heap for each thread: after a burst of large bodies, 70 MB for good. Other libraries do not.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in _MALLOC_OPTIONS.items() if mallopt is not None else ():
+        mallopt(option, value)
 
 
 def cache_folder() -> Path:

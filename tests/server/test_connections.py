@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+import anyio.to_thread
 import pytest
 
-from evenflow.server import connections, held, serving
+from evenflow.server import connections, held, serving, turns
 from evenflow.server.connections import BoundedProtocol
 from evenflow.server.live import feed
 from tests.server.engines import scoring_engine
@@ -111,6 +112,39 @@ def test_new_clients_are_served_while_others_hold_unfinished_requests(monkeypatc
         assert opened[0].recv(100).startswith(b"HTTP/1.1 503 "), "the oldest went first"
         for connection in opened:
             connection.close()
+
+
+def test_those_that_wait_for_their_turn_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MAX_WAITING", 20)
+    monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 0)  # none starts
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with scripted_server() as server:
+        opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(30)]
+        for connection in opened:
+            connection.sendall(request * 3)
+        for connection in opened[:10]:
+            assert connection.recv(100).startswith(b"HTTP/1.1 503 "), "the oldest go first"
+        server.until(lambda: len(server.server.server_state.connections) <= 20)
+        loop = next(iter(server.server.server_state.connections)).loop
+        for connection in opened:
+            connection.close()
+        monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 4)
+        loop.call_soon_threadsafe(server.server.config.app._next_round)
+        server.until(lambda: not server.server.server_state.tasks)
+
+
+def test_no_request_begins_on_a_thread(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a thread and back took up to a second and a half where others kept the front busy."""
+    assert server.get("/openapi.json").status_code == 200  # made on a thread, once
+
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("a thread was asked for")
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", fail)
+    key = {"authorization": "Bearer a key"}
+    for path in ("/health", "/ready", "/version", "/openapi.json", "/", "/live/main.js", "/v1/models", "/metrics"):
+        assert server.get(path, headers=key).status_code == 200, path
+    assert server.get("/v1/models").status_code == 401
 
 
 def test_a_long_pipeline_is_parsed_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def make_app(
     if not keys.are_needed:
         app.add_middleware(BrowserGuard, hosts=allowed_hosts, origins=allowed_origins)
 
-    def check_key(request: Request) -> None:
+    async def check_key(request: Request) -> None:
         address = request.client.host if request.client is not None else ""
         headers = request.headers
         request.state.caller = keys.check(headers.get("authorization"), address, headers.get("x-api-key"))

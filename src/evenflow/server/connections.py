@@ -126,6 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.app_bytes: Callable[[], int] = int  # what else the app holds for the current request
         self._unread: tuple[float, int] | None = None  # since when, and the bytes that must have been read in time
         self._running: RequestResponseCycle | None = None
+        self._is_started = False  # has the app begun with it?
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
 
@@ -149,6 +150,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def has_left(self) -> bool:
         """Is the client of the request that runs gone?"""
         return self._running is not None and self._running.disconnected
+
+    def start(self) -> None:
+        """The app begins with the request."""
+        self._is_started = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Perhaps it waits no more: for its client to send or to read, or for its turn."""
+        if self._is_started and self._is_complete and not self.flow.write_paused:
+            self.held.go_on(self)
 
     @property
     def owner(self) -> str:
@@ -196,13 +207,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._is_complete and not self.cycle.response_complete:
-            self.held.go_on(self)
+        if not self.cycle.response_complete:
+            self._go_on()
 
     def on_response_complete(self) -> None:
         self.unsent_bytes = self._request_bytes = 0
         self.app_bytes = int
-        if not self.pipeline and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.held.wait(self)
         super().on_response_complete()
         if self._rest:
@@ -229,8 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_complete:
             self._end_timer()
             self._received = 0
-            if not self.flow.write_paused:
-                self.held.go_on(self)
+            self._go_on()
         elif self._is_head_complete:
             self._received = 0
             self._body_bytes += len(data)
@@ -306,7 +316,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
+        self._running, self._is_started = cycle, False
         super()._start_asgi_task(cycle, app)
 
     # ---- refusals ----

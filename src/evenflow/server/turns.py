@@ -1,6 +1,8 @@
 """Starts requests a few in a round of the event loop, clients in turn: a burst of one delays no other's.
 
-Starting a request takes up to a millisecond, and a client without any key can send a thousand at once.
+Starting a request takes up to a millisecond, and a client without any key can send a thousand at once. What waits is
+bounded with all connections that wait (`Held`): a refusal would cost as much as a start, and the next request of the
+connection would come at once.
 """
 
 from __future__ import annotations
@@ -11,10 +13,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from evenflow.server.errors import overloaded
-
 _STARTS_PER_ROUND = 4
-_MAX_WAITING = 256  # requests of one lane that have not started
 
 
 class Turns:
@@ -27,19 +26,16 @@ class Turns:
         self._num_started = 0  # in this round
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (self._lanes or self._num_started >= _STARTS_PER_ROUND):
-            waiting = self._lanes.setdefault(self._lane_of(scope), deque())
-            if len(waiting) >= _MAX_WAITING:
-                refusal = overloaded(f"{_MAX_WAITING} of your requests wait to be started already.", status=429)
-                await refusal.response(scope["path"])(scope, receive, send)
-                return
-            turn = asyncio.get_running_loop().create_future()
-            waiting.append(turn)
-            await turn
-            if scope["state"]["connection"].has_left:
-                return
-        else:
-            self._count()
+        if scope["type"] == "http":
+            if self._lanes or self._num_started >= _STARTS_PER_ROUND:
+                turn = asyncio.get_running_loop().create_future()
+                self._lanes.setdefault(self._lane_of(scope), deque()).append(turn)
+                await turn
+                if scope["state"]["connection"].has_left:
+                    return
+            else:
+                self._count()
+            scope["state"]["connection"].start()
         await self._app(scope, receive, send)
 
     def _count(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from evenflow.model.text import tokenizer
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.api import json_size, service
 from evenflow.server.api.json_size import count_values
+from evenflow.server.api.large_work import LargeWork
 from tests.server.engines import MAX_MODEL_LEN
 from tests.server.serving import RunningServer, scripted_server, small_tokenizer
 
@@ -87,6 +89,24 @@ def test_a_text_is_not_tokenized_far_beyond_the_context(monkeypatch: pytest.Monk
 def server() -> Iterator[RunningServer]:
     with scripted_server() as running:
         yield running
+
+
+def test_a_large_body_is_handed_to_threads_twice(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the queue and behind it. Four times took a second more where others kept the front busy."""
+    jobs = []
+    in_turn = LargeWork._in_turn
+
+    async def count(self: LargeWork, client: str, function: Any, *args: Any, **options: Any) -> Any:
+        jobs.append(function)
+        return await in_turn(self, client, function, *args, **options)
+
+    monkeypatch.setattr(LargeWork, "_in_turn", count)
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in ((COMPLETION, {"prompt": "a"}), (CHAT, messages)):
+        jobs.clear()
+        response = server.post(path, {**body, "max_tokens": 1, "user": "b" * 70_000})
+        assert response.status_code == 200, response.text
+        assert len(jobs) == 2, path
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from evenflow.errors import EvenflowError
 from evenflow.server.access import Caller
 from evenflow.server.api.formats import EventFormat, Format
 from evenflow.server.api.json_pieces import encode_json, json_pieces
-from evenflow.server.api.request_body import read_body
+from evenflow.server.api.request_body import make_of_body
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_size import event_bytes, held_bytes, written_bytes
 from evenflow.server.api.service import ModelService
@@ -45,9 +45,12 @@ class EngineResponse(Response):
     which the format must then have; None: whole.
     """
 
-    def __init__(self, form: Format, num_bytes: int, streaming: StreamOptions | None = None) -> None:
+    def __init__(
+        self, form: Format, question: bytes | None, num_bytes: int, streaming: StreamOptions | None = None
+    ) -> None:
         super().__init__()
         self._format = form
+        self._question = question  # for the chat template
         self._job = form.job
         self._service = form.job.service
         self._num_bytes = num_bytes  # of the body
@@ -60,10 +63,12 @@ class EngineResponse(Response):
         cls, request: HttpRequest, service: ModelService, body_type: type[BodyType], make: MakeFormat[BodyType]
     ) -> Self:
         """The response to an HTTP request with such a body."""
-        body, num_bytes = await read_body(request, service, body_type)
-        caller = request.state.caller
-        form = await service.large_work.run(num_bytes, caller.client, make, service, body, caller)
-        return cls(form, num_bytes, form.job.body.streaming)
+
+        def make_format(body: BodyType) -> tuple[Format, bytes | None]:
+            return with_question(make(service, body, request.state.caller))
+
+        (form, question), num_bytes = await make_of_body(request, service, body_type, make_format)
+        return cls(form, question, num_bytes, form.job.body.streaming)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, service = self._job, self._service
@@ -81,9 +86,10 @@ class EngineResponse(Response):
                 self._abort()
 
     async def _prepare(self) -> list[Prepared]:
-        form, client = self._format, self._job.caller.client
-        rendered = await self._service.render(self._num_bytes, client, form.template_question)
-        return await self._service.large_work.run_on_thread(self._num_bytes, client, form.prepare, rendered)
+        client, rendered = self._job.caller.client, ""
+        if self._question is not None:
+            rendered, self._question = await self._service.templates.render(self._question, client), None
+        return await self._service.large_work.run_on_thread(self._num_bytes, client, self._format.prepare, rendered)
 
     async def _respond(self, requests: deque[Prepared], scope: Scope, receive: Receive, send: Send) -> None:
         if self._streaming is not None:
@@ -212,6 +218,11 @@ class EngineResponse(Response):
         rows, delta.output.logprobs = delta.output.logprobs or _NO_ROWS, None
         num_bytes, client = event_bytes(delta, rows), self._job.caller.client
         return await self._service.large_work.run(num_bytes, client, form.event, index, delta, rows, usage)
+
+
+def with_question(form: Format) -> tuple[Format, bytes | None]:
+    """A format and what it asks the chat template: both take long for large bodies, so one job makes them."""
+    return form, form.template_question()
 
 
 async def _run_all(choices: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:

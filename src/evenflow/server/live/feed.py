@@ -224,15 +224,16 @@ def _message(event: str, data: object) -> bytes:
 def router(feed: LiveFeed, feed_dependencies: Sequence[Any] = ()) -> APIRouter:
     """The page at / and its files, open to all; its feed, guarded by these dependencies (`Depends(...)`)."""
     routes = APIRouter(include_in_schema=False)
-    files = {path.name: path for path in _FOLDER.iterdir()}
+    files = {path.name: (path.read_bytes(), _MEDIA_TYPES[path.suffix]) for path in _FOLDER.iterdir()}
 
     @routes.get("/")
     @routes.get("/live/{name}.{suffix}")
-    def file(request: Request) -> Response:
+    async def file(request: Request) -> Response:
         name = "{name}.{suffix}".format(**request.path_params) if request.path_params else "index.html"
         if name not in files:
             raise HTTPException(404, f"The page has no file {name!r}.")
-        return Response(files[name].read_bytes(), media_type=_MEDIA_TYPES[files[name].suffix], headers=_HEADERS)
+        content, media_type = files[name]
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     @routes.get("/live/feed", dependencies=list(feed_dependencies))
     async def live_feed(request: Request) -> StreamingResponse:

@@ -8,7 +8,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
-from evenflow.server.api.engine_response import EngineResponse
+from evenflow.server.api.engine_response import EngineResponse, with_question
+from evenflow.server.api.formats import Format
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
 from evenflow.server.api.request_body import read_body
@@ -40,8 +41,12 @@ def responses_routes(service: ModelService, store: ResponseStore | None = None) 
         previous = _previous(store, body, caller)
         if previous is not None:
             num_bytes += previous.num_bytes
-        form = await work.run(num_bytes, caller.client, ResponsesFormat, service, store, body, previous, caller)
-        return EngineResponse(form, num_bytes, form.job.body.streaming)
+
+        def make_format() -> tuple[Format, bytes | None]:
+            return with_question(ResponsesFormat(service, store, body, previous, caller))
+
+        form, question = await work.run(num_bytes, caller.client, make_format)
+        return EngineResponse(form, question, num_bytes, form.job.body.streaming)
 
     @routes.get(
         "/v1/responses/{response_id}", summary="A stored response", **described(ResponseObject, errors=(400, 404))
