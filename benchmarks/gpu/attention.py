@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.nn.functional as F
-from record_vllm_steps import LLAMA_8B
+from model_shapes import LLAMA_8B
 from stages import Stages
 from torch import Tensor
 

@@ -21,9 +21,10 @@ from typing import Any
 
 from load_client import LoadRun
 from mode_file import APPLIED, MODE_VARIABLE
+from model_shapes import LLAMA_8B
 from named_loads import NAMES, NamedLoad, named_load
 from outcomes import Outcome, outcome_of, quantile_of
-from record_vllm_steps import LLAMA_8B, MAX_MODEL_LEN
+from record_vllm_steps import MAX_MODEL_LEN
 
 from evenflow.bench.curves import read_off
 from evenflow.bench.endpoints import Answer, Ask
@@ -266,9 +267,9 @@ def planned_runs(runs: Sequence[str], is_tiny: bool) -> list[tuple[NamedLoad, st
     return found
 
 
-def write_model(folder: Path, is_tiny: bool) -> dict[str, Any]:
+def write_model(folder: Path, is_tiny: bool, config: dict[str, Any] = LLAMA_8B) -> dict[str, Any]:
     """A model without weights."""
-    config = TINY if is_tiny else LLAMA_8B
+    config = TINY if is_tiny else config
     (folder / "config.json").write_text(json.dumps(config))
     return config
 

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/record_vllm_steps.py --out steps.jsonl.gz --seconds 560 [--graphs 2048]
 
-Random weights in the shape of Llama 3.1 8B. Each load's steps are appended to the file as soon as it has ended:
-`step_recording.read_recording` reads them, to fit a model of step times and judge it on loads that it was not fitted
-on. The first load runs right after the start and is marked cold. Needs vLLM with CUDA.
+Random weights, by default in the shape of Llama 3.1 8B: `--model` names another of `model_shapes`. Each load's steps
+are appended to the file as soon as it has ended: `step_recording.read_recording` reads them, to fit a model of step
+times and judge it on loads that it was not fitted on. The first load runs right after the start and is marked cold.
+Needs vLLM with CUDA.
 """
 
 from __future__ import annotations
@@ -25,30 +26,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from model_shapes import SHAPES  # noqa: E402
 from random_loads import Client, Load, random_load  # noqa: E402
 from step_recording import VERSION, append_line, decode_steps  # noqa: E402
 
 from evenflow.vllm.graphs import CAPTURE_SIZES  # noqa: E402
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
 MAX_MODEL_LEN = 70_000
 SECONDS_TO_DRAIN = 40.0  # a request cancelled while it was being sent runs to its end
 
@@ -59,7 +42,7 @@ class Recorder:
     def __init__(self, engine: Any, path: Path) -> None:
         self._engine, self._path = engine, path
         self._num_requests = 0
-        self._token_ids = [i * 7919 % 128_000 + 8 for i in range(MAX_MODEL_LEN)]
+        self._token_ids = [i * 7919 % 100_000 + 8 for i in range(MAX_MODEL_LEN)]
 
     async def write_header(self, settings: dict[str, Any]) -> None:
         (described,) = await self._engine.collective_rpc("describe_recording")
@@ -127,7 +110,8 @@ async def record(args: argparse.Namespace, folder: Path) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     started = time.perf_counter()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    shape = SHAPES[args.model]
+    (folder / "config.json").write_text(json.dumps(shape.config))
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": MAX_MODEL_LEN,
@@ -135,6 +119,7 @@ async def record(args: argparse.Namespace, folder: Path) -> None:
         "max_num_seqs": 256,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.85,
+        **shape.vllm,
     }
     if args.graphs:
         options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(args.graphs)}
@@ -149,7 +134,9 @@ async def record(args: argparse.Namespace, folder: Path) -> None:
         )
     )
     recorder = Recorder(engine, args.out)
-    await recorder.write_header(options | {"seconds_to_start": round(time.perf_counter() - started, 1)})
+    await recorder.write_header(
+        {"model": args.model} | options | {"seconds_to_start": round(time.perf_counter() - started, 1)}
+    )
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     seed = args.first_seed
     while time.perf_counter() - started + args.seconds_per_load + 5.0 < args.seconds:
@@ -163,6 +150,7 @@ async def record(args: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the recording, *.jsonl.gz; must not exist")
+    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--seconds", type=float, default=560.0, help="in all, vLLM's start included")
     parser.add_argument("--seconds-per-load", type=float, default=12.0)
     parser.add_argument("--first-seed", type=int, default=1, help="of the loads; each further one has the next")

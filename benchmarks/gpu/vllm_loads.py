@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/vllm_loads.py --graphs 2048 32k,65k=new+target:50ms,fixed:512,fixed:1024 random:7=target:50ms
 
-Random weights in the shape of Llama 3.1 8B. Nothing is warmed up and nothing is left out. `mode_file` says which modes
-there are. Needs vLLM with CUDA; `--tiny` tests the script itself on any machine with vLLM.
+Random weights, by default in the shape of Llama 3.1 8B. Nothing is warmed up and nothing is left out. `mode_file` says
+which modes there are. Needs vLLM with CUDA; `--tiny` tests the script itself on any machine with vLLM.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from host_bench import (  # noqa: E402
     write_model,
 )
 from mode_file import MODE_VARIABLE  # noqa: E402
+from model_shapes import SHAPES  # noqa: E402
 from record_vllm_steps import MAX_MODEL_LEN, capture_sizes  # noqa: E402
 
 from evenflow.bench.endpoints import Answer, Ask  # noqa: E402
@@ -65,11 +66,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    config = write_model(folder, options.tiny)
+    shape = SHAPES[options.model]
+    config = write_model(folder, options.tiny, shape.config)
     mode_path = Path(os.environ[MODE_VARIABLE])
     mode_path.write_text(PLAIN)
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 8192}
-    settings |= {"max_num_seqs": 256, "gpu_memory_utilization": 0.85}
+    settings |= {"max_num_seqs": 256, "gpu_memory_utilization": 0.85} | shape.vllm
     if options.tiny:
         settings = {"dtype": "float32", "max_model_len": TINY_MODEL_LEN, "max_num_batched_tokens": 1024}
         settings |= {"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True}
@@ -95,6 +97,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
 
 def main() -> None:
     parser = make_parser(__doc__, RUNS)
+    parser.add_argument("--model", choices=SHAPES, default="llama-8b", help="random weights of this shape")
     parser.add_argument("--graphs", type=int, default=0, help="capture graphs up to this many rows (default: vLLM's)")
     options = parse_for(parser, VLLM)
     with tempfile.TemporaryDirectory() as name:
