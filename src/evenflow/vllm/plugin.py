@@ -46,9 +46,9 @@ def steered(base: type[Any]) -> type[Any]:
             super().add_request(request)
             self._follow(partial(self.steering.add, request))
 
-        def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            with self.steering.next_step():
-                output = super().schedule(*args, **kwargs)
+        def schedule(self, throttle_prefills: bool = False) -> Any:
+            with self.steering.next_step() as is_steered:
+                output = super().schedule(throttle_prefills and not is_steered)
             self._follow(partial(self.steering.scheduled, output))
             return output
 
