@@ -34,7 +34,7 @@ TRACE_BLOCK = 512  # tokens of one of a trace's block ids
 _OVERHEAD_S = 0.001  # of the host, per step
 _JITTER = 0.05  # step times vary by this much, evenly
 _MODEL = ModelWork(  # an 8B model in 16 bits
-    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+    num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4.0 * 32 * 4096, cache_bytes=131_072
 )
 
 

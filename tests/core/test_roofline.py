@@ -9,7 +9,7 @@ from evenflow.core.roofline import DEVICES, ModelWork, WaveKernel, attention_wav
 from evenflow.core.step_costs import figures_of
 
 LLAMA_8B = ModelWork(
-    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+    num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4.0 * 32 * 4096, cache_bytes=131_072
 )
 H200 = roofline(LLAMA_8B, DEVICES["H200"])
 CAPS = ExecutorCaps()

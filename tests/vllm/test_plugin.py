@@ -25,6 +25,7 @@ from evenflow.vllm.graphs import CAPTURE_SIZES, graph_flags  # isort: skip
 from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags  # isort: skip
 from evenflow.core.report import StepReport  # isort: skip
 from evenflow.hosts.reporter import Reporter  # isort: skip
+from evenflow.hosts.uses import Uses  # isort: skip
 
 TARGET = 0.05
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -77,12 +78,12 @@ def test_changed_interface_is_refused_with_one_message() -> None:
     class Changed(Scheduler):  # type: ignore[misc, valid-type]
         def update_from_output(self, output: Any) -> None: ...
 
-    with pytest.raises(MissingDependency, match=r"Changed.update_from_output.*tested on 0.26, 0.32"):
+    with pytest.raises(MissingDependency, match=r"Scheduler.update_from_output.*tested on 0.26, 0.32"):
         plugin.steered(Changed)
 
 
 def test_missing_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_REQUEST_ATTRIBUTES", ("num_tokens", "no_such_counter"))
+    monkeypatch.setattr(plugin, "REQUEST", Uses("vllm.v1.request:Request", ("num_tokens", "no_such_counter")))
     with pytest.raises(MissingDependency, match=r"relies on: Request\.no_such_counter"):
         make_scheduler()
 

@@ -98,14 +98,10 @@ def test_no_warm_up_can_keep_vllm_from_starting(monkeypatch: pytest.MonkeyPatch,
         def modules(self) -> Any:
             raise RuntimeError("no layers")
 
-    started = WarmWorker.__new__(WarmWorker)
-    model = SimpleNamespace(runner_type="generate", dtype=torch.float32, get_hidden_size=lambda: 8)
-    started.vllm_config = SimpleNamespace(
-        model_config=model,
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=1024),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
-    )
-    started.model_runner, started.device = SimpleNamespace(model=Model()), torch.device("cpu")
+    def fail(rows: int, skip_eplb: bool) -> None:
+        raise RuntimeError("no steps")
+
+    started = worker_of(SimpleNamespace(model=Model(), _dummy_run=fail))
     monkeypatch.setattr(WarmWorker.__base__, "compile_or_warm_up_model", lambda _: "as vLLM says")
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     assert started.compile_or_warm_up_model() == "as vLLM says"
@@ -113,4 +109,30 @@ def test_no_warm_up_can_keep_vllm_from_starting(monkeypatch: pytest.MonkeyPatch,
     assert caplog_vllm == [
         f"evenflow: warming up the output layer {end} no logits",
         f"evenflow: warming up matrix products {end} no layers",
+        f"evenflow: warming up steps without a graph {end} no steps",
     ]
+
+
+def worker_of(model_runner: Any) -> Any:
+    created = WarmWorker.__new__(WarmWorker)
+    model = SimpleNamespace(runner_type="generate", dtype=torch.float32, get_hidden_size=lambda: 8)
+    created.vllm_config = SimpleNamespace(
+        model_config=model,
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 512]),
+    )
+    created.model_runner, created.device = model_runner, torch.device("cpu")
+    return created
+
+
+def test_steps_of_several_sizes_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of experts are compiled for ranges of rows: a prompt that was the first of its range would wait."""
+    sizes = []
+    started = worker_of(SimpleNamespace(_dummy_run=lambda rows, skip_eplb: sizes.append(rows)))
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    started._warm_up_steps()
+    assert sizes == [768, 1024, 1536, 2048]
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    started._warm_up_steps()
+    assert len(sizes) == 4

@@ -5,12 +5,11 @@ What differs between host engines is in a subclass of `HostLaunch`. Imports no h
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +20,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.hosts.policy_file import NO_TARGET
 from evenflow.hosts.settings import SOCKET_VARIABLE, TARGET_FILE_VARIABLE, TARGET_VARIABLE
+from evenflow.hosts.uses import Uses
 
 _FIND_VERSION = """
 import importlib.metadata, sys
@@ -74,17 +74,17 @@ class HostPackage:
             f"tested on {', '.join(self.tested_versions)}: use one of these, or {self.without_plugin}."
         )
 
-    def check_has(self, holder: object, names: Sequence[str]) -> None:
-        """Refuse a version in which this object lacks one of these attributes."""
-        for name in names:
-            if not hasattr(holder, name):
-                raise self.unsupported(f"{type(holder).__name__}.{name}")
+    def check_methods(self, uses: Uses, owner: object) -> None:
+        """Refuse a version in which this class or module lacks a method, or one of a method's parameters."""
+        self._refuse(uses.missing_methods(owner))
 
-    def check_method(self, owner: type, name: str, parameters: Set[str]) -> None:
-        """Refuse a version in which this class has no such method, or a method without these parameters."""
-        method = getattr(owner, name, None)
-        if method is None or not parameters <= set(inspect.signature(method).parameters):
-            raise self.unsupported(f"{owner.__name__}.{name}({', '.join(sorted(parameters))})")
+    def check_attributes(self, uses: Uses, holder: object) -> None:
+        """Refuse a version in which this object lacks an attribute."""
+        self._refuse(uses.missing_attributes(holder))
+
+    def _refuse(self, missing: Iterable[str]) -> None:
+        for name in missing:
+            raise self.unsupported(name)
 
     def find_python(self, named: str | None) -> str:
         """The interpreter that has it: the one named, the environment variable's, or this one."""

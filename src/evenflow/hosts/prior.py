@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from evenflow.core.plan import AttentionWaves
-from evenflow.core.roofline import ModelWork, WaveKernel, attention_waves, known_device, roofline
+from evenflow.core.roofline import WaveKernel, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
-
-_FIELDS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+from evenflow.hosts.model_work import model_work, precision_of
 
 
 class Prior(NamedTuple):
@@ -22,34 +22,29 @@ def prior_of(
     text_config: Any,
     device_name: str,
     num_ranks: int,
-    weight_bytes: float,
+    itemsize: int,
     *,
+    quantization: str | None = None,
+    quantization_config: Mapping[str, Any] | None = None,
+    cache_itemsize: float = 2.0,
     kernel: WaveKernel | None = WaveKernel.FLASH_ATTENTION_3,
 ) -> Prior:
-    """The roofline of one tensor-parallel rank; nothing if the device is unknown, or the model is not a dense decoder.
+    """The roofline of one tensor-parallel rank; nothing if the device, a layer or the quantization is unknown.
 
-    `weight_bytes` is the size of one weight. `kernel`: what attention may be.
+    `itemsize`: bytes of a number of the model's data type. `quantization`: the host's name for it, beside the model's
+    own settings for it. `kernel`: what attention may be.
     """
     device = known_device(device_name)
-    if device is None or any(getattr(text_config, name, None) for name in _FIELDS_OF_EXPERTS):
+    if device is None:
         return Prior()
     try:
-        hidden, num_heads = text_config.hidden_size, text_config.num_attention_heads
-        num_layers, intermediate = text_config.num_hidden_layers, text_config.intermediate_size
-        num_rows = text_config.vocab_size
-    except AttributeError:
+        precision = precision_of(itemsize, quantization, quantization_config)
+        work = model_work(text_config, num_ranks, itemsize, precision, device, cache_itemsize)
+    except (AttributeError, LookupError, TypeError, ValueError):  # a config may hold anything
         return Prior()
-    head_size = getattr(text_config, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
-    width, kv_width = num_heads * head_size, 2 * num_kv_heads * head_size
-    num_weights = hidden * (num_layers * (2 * width + kv_width + 3 * intermediate) + num_rows) // num_ranks
-    work = ModelWork(
-        num_layers=num_layers,
-        num_weights=num_weights,
-        weight_bytes=weight_bytes * num_weights,
-        attention_width=width // num_ranks,
-        cache_bytes=2.0 * num_layers * kv_width / num_ranks,  # 16 bits each
-    )
-    ranks_kv_heads = max(1, num_kv_heads // num_ranks)
-    waves = attention_waves(num_heads // num_ranks, ranks_kv_heads, device, kernel) if kernel is not None else None
+    waves = None
+    if kernel is not None and not getattr(text_config, "kv_lora_rank", None):
+        num_heads = text_config.num_attention_heads
+        num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
+        waves = attention_waves(num_heads // num_ranks, max(1, num_kv_heads // num_ranks), device, kernel)
     return Prior(roofline(work, device, waves), waves)

@@ -5,7 +5,6 @@ SGLang does not declare its scheduler's interface stable, so everything that eve
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from array import array
 from collections.abc import Callable
@@ -26,59 +25,32 @@ from evenflow.hosts.settings import read_settings
 from evenflow.model.cuda.warm_products import warm_up_logits
 from evenflow.sglang.launch import SGLANG
 from evenflow.sglang.steering import make_steering
+from evenflow.sglang.uses import BATCH, LOGITS, PREFILL_ADDER, REQUEST, RESULT, SCHEDULER, SETTINGS
 
 logger = logging.getLogger("sglang.evenflow")
 
 _MAX_LOGIT_ROWS = 512  # to warm up: for more there is too little memory beside SGLang's pool
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_METHODS = {
-    (Scheduler, "get_next_batch_to_run"): {"running_batch", "last_batch"},
-    (Scheduler, "get_new_batch_prefill"): {"running_batch"},
-    (Scheduler, "process_batch_result"): {"batch", "result"},
-    (Scheduler, "run_batch"): {"batch"},
-    (Scheduler, "_add_request_to_queue"): {"req"},
-    (Scheduler, "get_num_allocatable_reqs"): {"running_bs"},
-    (Scheduler, "on_idle"): set[str](),
-    (LogitsProcessor, "_compute_lm_head"): {"hidden_states", "lm_head"},
-    (PrefillAdder, "__init__"): {"page_size", "rem_chunk_tokens", "num_mixed_decode_tokens"},
-}
-_FIELDS = {
-    ScheduleBatch: {"reqs", "batch_is_full", "chunked_req", "decoding_reqs", "extend_lens", "forward_mode"}
-    | {"prefix_lens", "return_logprob"},
-    GenerationBatchResult: {"copy_done"},
-}
-_SCHEDULER_ATTRIBUTES = (
-    *("chunked_prefill_size", "chunked_req", "dllm_config", "enable_hisparse", "enable_overlap_mlx", "enable_pdmux"),
-    *("enable_priority_preemption", "enable_priority_scheduling", "is_generation", "is_hybrid_swa", "is_mixed_chunk"),
-    *("max_prefill_tokens", "max_running_requests", "model_config", "page_size", "policy", "pool_stats_observer"),
-    *("prefill_delayer", "ps", "server_args", "spec_algorithm", "tp_cpu_group", "tp_group", "tp_worker", "tree_cache"),
-    *("truncation_align_size", "waiting_queue"),
-)
-_ARGUMENTS = (
-    *("attention_backend", "cuda_graph_config", "disaggregation_mode", "dtype", "enable_dp_attention"),
-    *("kv_cache_dtype", "model_path", "pp_size", "quantization", "tp_size"),
-)
-_REQUEST_ATTRIBUTES = (
-    *("finished", "origin_input_ids", "output_ids", "prefix_indices", "return_logprob", "rid", "sampling_params"),
-    "seqlen",
-)
 
 
 def register() -> None:
     """Have SGLang's scheduler keep the target. Raises if this version's interface is another."""
-    for (owner, name), parameters in _METHODS.items():
-        SGLANG.check_method(owner, name, parameters)
-    for record, names in _FIELDS.items():
-        if missing := names - {field.name for field in dataclasses.fields(record)}:
-            raise SGLANG.unsupported(f"{record.__name__}.{min(missing)}")
+    for uses, owner in (
+        (SCHEDULER, Scheduler),
+        (LOGITS, LogitsProcessor),
+        (PREFILL_ADDER, PrefillAdder),
+    ):
+        SGLANG.check_methods(uses, owner)
+    SGLANG.check_attributes(BATCH, ScheduleBatch)
+    SGLANG.check_attributes(RESULT, GenerationBatchResult)
     for name, hook, kind in _HOOKS:
         HookRegistry.register(f"{_SCHEDULER}.{name}", hook, kind)
 
 
 def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    SGLANG.check_has(scheduler, _SCHEDULER_ATTRIBUTES)
-    SGLANG.check_has(scheduler.server_args, _ARGUMENTS)
-    SGLANG.check_has(Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1)), _REQUEST_ATTRIBUTES)
+    SGLANG.check_attributes(SCHEDULER, scheduler)
+    SGLANG.check_attributes(SETTINGS, scheduler.server_args)
+    SGLANG.check_attributes(REQUEST, Req("example", "", array("q", [0]), SamplingParams(max_new_tokens=1)))
     scheduler.evenflow = make_steering(scheduler, read_settings(None))
     if scheduler.evenflow is not None:
         BestEffort(logger).run("warming up the output layer", partial(warm_up_output_layer, scheduler), None)

@@ -14,17 +14,10 @@ from evenflow.model.cuda.decode_split import decode_split
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.pinned import pinned, starts_of
 from evenflow.sglang.launch import SGLANG
+from evenflow.sglang.uses import FLASH_ATTENTION, FLASH_ATTENTION_MODULE, FLASHINFER, FLASHINFER_UPDATER
 
-_FLASH_ATTENTION = ("has_local_attention", "init_forward_metadata", "is_encoder_decoder", "num_kv_heads", "use_mla")
 _MOST_PARTS = 32  # of a context
 _LONG = 4096  # tokens of a context, which take a millisecond
-_BACKEND_ATTRIBUTES = (
-    *("decode_use_tensor_cores", "decode_wrappers", "init_forward_metadata", "prefill_wrapper_ragged"),
-    *("prefill_wrappers_paged", "use_paged"),
-)
-_UPDATER_ATTRIBUTES = (
-    *("data_type", "head_dim", "num_kv_heads", "num_qo_heads", "q_data_type", "update", "update_single_wrapper"),
-)
 _COPIED_SHARE = 256  # the part of the GPU's memory that a layer's copied contexts may take; SGLang's own way needs none
 
 
@@ -122,9 +115,9 @@ def install_flash_attention(scheduler: Any) -> None:
     backend = scheduler.tp_worker.model_runner.attn_backend
     if getattr(backend, "fa_impl_ver", None) != 3:
         return
-    SGLANG.check_has(backend, _FLASH_ATTENTION)
+    SGLANG.check_attributes(FLASH_ATTENTION, backend)
     module = sys.modules[type(backend).__module__]
-    SGLANG.check_has(module, ("flash_attn_with_kvcache",))
+    SGLANG.check_attributes(FLASH_ATTENTION_MODULE, module)
     if backend.use_mla or backend.has_local_attention or backend.is_encoder_decoder:
         return
     if not isinstance(module.flash_attn_with_kvcache, MixedFlashAttention):
@@ -239,8 +232,8 @@ def install_flashinfer(scheduler: Any) -> bool:
     updater = getattr(backend, "indices_updater_prefill", None)
     if updater is None:
         return False
-    SGLANG.check_has(backend, _BACKEND_ATTRIBUTES)
-    SGLANG.check_has(updater, _UPDATER_ATTRIBUTES)
+    SGLANG.check_attributes(FLASHINFER, backend)
+    SGLANG.check_attributes(FLASHINFER_UPDATER, updater)
     if updater.update != updater.update_single_wrapper or updater.data_type != updater.q_data_type:
         return False
     if not isinstance(backend.prefill_wrappers_paged[0], MixedFlashInfer):

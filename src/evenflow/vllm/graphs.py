@@ -15,6 +15,8 @@ from evenflow.hosts.launch import flag_name
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 2049, 64))
 MOST_ROWS = CAPTURE_SIZES[-1]
 _ROWS_APART, _MOST_UNCAPTURED_ROWS = 8, 4096  # an H200 computes that many in 100 ms
+# Kernels that are compiled at their first use are chosen by ranges of rows; vLLM itself runs its largest step.
+_SIZES_OF_KERNELS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
 
 # vLLM's flags that set graphs, or may set them: then evenflow asks for none.
 _GRAPH_FLAGS = (
@@ -35,6 +37,11 @@ def uncaptured_rows(capture_sizes: Sequence[int], budget: int) -> range:
     """Numbers of rows of steps without a graph, so close that a library hardly has another kernel in between."""
     largest = max(capture_sizes, default=0)
     return range(largest + _ROWS_APART, min(budget, _MOST_UNCAPTURED_ROWS) + 1, _ROWS_APART)
+
+
+def uncaptured_steps(capture_sizes: Sequence[int], budget: int) -> list[int]:
+    """Numbers of rows of a few steps without a graph, to compile kernels by."""
+    return [rows for rows in _SIZES_OF_KERNELS if max(capture_sizes, default=0) < rows <= budget]
 
 
 def advice_on_graphs(capture_sizes: Sequence[int], budget: int) -> str | None:

@@ -17,27 +17,9 @@ from vllm.v1.request import Request
 from evenflow.hosts.settings import read_settings
 from evenflow.vllm.launch import VLLM
 from evenflow.vllm.steering import VllmSteering
+from evenflow.vllm.uses import REQUEST, SCHEDULER
 
 T = TypeVar("T")
-
-_METHOD_PARAMETERS = {
-    "schedule": set[str](),  # whatever it takes is passed on
-    "update_from_output": {"scheduler_output", "model_runner_output"},
-    "add_request": {"request"},
-    "get_grammar_bitmask": {"scheduler_output"},
-    "get_request_counts": set[str](),
-    "shutdown": set[str](),
-}
-_SCHEDULER_ATTRIBUTES = (
-    *("cache_config", "current_step", "kv_cache_config", "kv_cache_manager", "max_model_len", "max_num_running_reqs"),
-    *("max_num_scheduled_tokens", "num_lookahead_tokens", "num_spec_tokens", "parallel_config", "policy", "requests"),
-    *("running", "scheduler_config", "vllm_config", "waiting"),
-)
-_REQUEST_ATTRIBUTES = (
-    *("arrival_time", "block_hashes", "is_prefill_chunk", "max_tokens", "next_decode_eligible_step"),
-    *("num_computed_tokens", "num_output_placeholders", "num_prompt_tokens", "num_tokens", "num_tokens_with_spec"),
-    *("priority", "request_id", "sampling_params", "skip_reading_prefix_cache"),
-)
 
 
 class LatencyTargetScheduler:
@@ -51,23 +33,22 @@ class LatencyTargetScheduler:
 
 def steered(base: type[Any]) -> type[Any]:
     """A subclass of one of vLLM's schedulers that keeps the target."""
-    for name, parameters in _METHOD_PARAMETERS.items():
-        VLLM.check_method(base, name, parameters)
+    VLLM.check_methods(SCHEDULER, base)
 
     class Steered(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            VLLM.check_has(self, _SCHEDULER_ATTRIBUTES)
-            VLLM.check_has(Request("example", [0], SamplingParams(max_tokens=1), None), _REQUEST_ATTRIBUTES)
+            VLLM.check_attributes(SCHEDULER, self)
+            VLLM.check_attributes(REQUEST, Request("example", [0], SamplingParams(max_tokens=1), None))
             self.steering = VllmSteering(self, read_settings(self.vllm_config.additional_config))
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)
             self._follow(partial(self.steering.add, request))
 
-        def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            with self.steering.next_step():
-                output = super().schedule(*args, **kwargs)
+        def schedule(self, throttle_prefills: bool = False) -> Any:
+            with self.steering.next_step() as is_steered:
+                output = super().schedule(throttle_prefills and not is_steered)
             self._follow(partial(self.steering.scheduled, output))
             return output
 

@@ -6,7 +6,7 @@ What evenflow relies on in vLLM is used here, and checked in `plugin`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -27,6 +27,14 @@ from evenflow.hosts.settings import RequestSettings, Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 from evenflow.step_time_store import step_times_path
 from evenflow.vllm.graphs import advice_on_graphs
+from evenflow.vllm.versions import (
+    long_prefill_threshold,
+    max_running,
+    settings_against_a_target,
+    splits_blocks,
+    waiting_requests,
+    without_pacing_by_counts,
+)
 
 logger = init_logger("vllm.evenflow")  # vLLM shows what its own loggers say
 
@@ -51,17 +59,25 @@ class VllmSteering:
         num_ranks = scheduler.parallel_config.tensor_parallel_size
         device = current_platform.get_device_name()
         best_effort = BestEffort(logger)
+        quantization = {
+            "quantization": model.quantization,
+            "quantization_config": getattr(model.hf_config, "quantization_config", None),
+            "cache_itemsize": 1.0 if "fp8" in scheduler.cache_config.cache_dtype else 2.0,
+        }
         figures = model.hf_text_config, device, num_ranks, model.dtype.itemsize
-        prior = best_effort.run("estimating step times", partial(prior_of, *figures), Prior())
+        prior = best_effort.run("estimating step times", partial(prior_of, *figures, **quantization), Prior())
+        # vLLM ends chunks where it can cache the states of a model that has recurrent ones.
+        self._block_rows: int = scheduler.cache_config.block_size if scheduler.need_mamba_block_aligned_split else 1
         graph_sizes = tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ()))
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
+                chunk_alignment=self._block_rows,
                 row_buckets=graph_sizes,
                 attention_waves=prior.waves,
             ),
             budget=self._budget,
-            max_num_seqs=scheduler.max_num_running_reqs,
+            max_num_seqs=max_running(scheduler),
             step_times_path=best_effort.run(
                 "keeping step times", partial(_step_times_path, scheduler.vllm_config), None
             ),
@@ -75,13 +91,15 @@ class VllmSteering:
         self._held: list[tuple[Any, int]] = []  # requests left out of it, and the step from which vLLM would run them
         self._awaited: set[str] = set()  # waiting requests that these make way for
         self._places: dict[str, int] = {}  # of prompts, in order of service
+        self._splits_blocks = splits_blocks(vllm.__version__)
         self._is_blocked = False  # vLLM did not start any of them: the next step is for those that run
         self._can_chunk = bool(is_chunked and scheduler.num_sampled_tokens_per_step)
         obstacle = None if self._can_chunk else "vLLM does not chunk this model's prompts"
         self.core.log_start(f"vLLM {vllm.__version__}", obstacle)
         advice = best_effort.run("advice on graphs", partial(advice_on_graphs, graph_sizes, self._budget), None)
-        if self._steers and advice is not None:
-            logger.info(advice)
+        if self._steers:
+            for line in (*settings_against_a_target(scheduler.scheduler_config), *filter(None, [advice])):
+                logger.info(line)
 
     # ---- before a step ----
 
@@ -107,7 +125,7 @@ class VllmSteering:
 
     def _line_up(self, now: float, prefilling: Sequence[Any]) -> None:
         """Have waiting requests in order of service, as in evenflow's own queue."""
-        request_ids = [request.request_id for request in (*prefilling, *self._waiting())]
+        request_ids = [request.request_id for request in (*prefilling, *waiting_requests(self._scheduler))]
         self._places = self.core.line_up(now, request_ids, _MAX_PREFILL_SEQUENCES)
         waiting = self._scheduler.waiting
         if self._is_first_come_first_served:
@@ -120,14 +138,15 @@ class VllmSteering:
         return self._places[request.request_id]
 
     @contextmanager
-    def next_step(self) -> Iterator[None]:
-        """Within this, vLLM schedules a step that keeps the target."""
+    def next_step(self) -> Iterator[bool]:
+        """Within this, vLLM schedules a step that keeps the target. False: it has its own order and budget."""
         scheduler, config = self._scheduler, self._scheduler.scheduler_config
         before = scheduler.policy, config.long_prefill_token_threshold
         self._next = InFlightStep(self.core.clock())
         try:
-            self.core.best_effort.run("the latency target", self._begin_step, None)
-            yield
+            is_steered = self.core.best_effort.run("the latency target", self._begin_step, False)
+            with without_pacing_by_counts(scheduler) if is_steered else nullcontext():
+                yield is_steered
         finally:
             scheduler.max_num_scheduled_tokens = self._budget
             scheduler.policy, config.long_prefill_token_threshold = before
@@ -135,13 +154,14 @@ class VllmSteering:
                 request.next_decode_eligible_step = eligible_step
             self._held = []
 
-    def _begin_step(self) -> None:
+    def _begin_step(self) -> bool:
         self.core.begin_step()
         now = self.core.clock()
         decodes = [request for request in self._scheduler.running if not request.is_prefill_chunk]
         self._next = InFlightStep(now, {request.request_id for request in decodes})
-        if self._steers:
+        if is_steered := self._steers:
             self._steer(now, decodes)
+        return is_steered
 
     def _steer(self, now: float, decodes: Sequence[Any]) -> None:
         scheduler = self._scheduler
@@ -155,11 +175,13 @@ class VllmSteering:
             [self._decode(request) for request in decodes],
             [prefill.candidate for prefill in prefills],
             free_tokens=self._num_free_blocks * scheduler.block_size,
-            long_prefill_token_threshold=scheduler.scheduler_config.long_prefill_token_threshold,
+            long_prefill_token_threshold=long_prefill_threshold(scheduler, sum(scheduler.get_request_counts())),
         )
         num_tokens = self._make_way(prefilling, prefills, quotas)
+        if not any(quota.tokens == prefills[quota.candidate].candidate.length for quota in quotas):
+            num_tokens = self._in_blocks(num_tokens)
         if prefills:
-            scheduler.max_num_scheduled_tokens = min(self._budget, num_decode_rows + self._aligned(num_tokens))
+            scheduler.max_num_scheduled_tokens = min(self._budget, num_decode_rows + num_tokens)
         if self._may_preempt(num_tokens):
             # vLLM would preempt the last of its list, which now is a prefill, however old, that would never finish. By
             # this policy it preempts the least urgent request, and of several the one that arrived last.
@@ -183,8 +205,10 @@ class VllmSteering:
     def _prefills(self, prefilling: Sequence[Any]) -> list[_Prefill]:
         """Prompts to continue and to start, in serving order, up to what a step takes."""
         found = [_Prefill(_candidate(request, request.num_computed_tokens), request, True) for request in prefilling]
-        limit = min(_MAX_PREFILL_SEQUENCES, self._scheduler.max_num_running_reqs - len(self._scheduler.running))
-        for request in () if self._is_blocked else islice(self._waiting(), max(0, limit)):
+        limit = min(_MAX_PREFILL_SEQUENCES, max_running(self._scheduler) - len(self._scheduler.running))
+        # Without a prompt that runs, a step for those that run would leave vLLM its whole budget for the others.
+        only_running = self._is_blocked and bool(prefilling)
+        for request in () if only_running else islice(waiting_requests(self._scheduler), max(0, limit)):
             start = request.num_computed_tokens or self._num_cached(request)
             found.append(_Prefill(_candidate(request, start), request, False))
         if self._is_first_come_first_served:
@@ -217,12 +241,6 @@ class VllmSteering:
         self._held.append((request, request.next_decode_eligible_step))
         request.next_decode_eligible_step = self._scheduler.current_step + 2
 
-    def _waiting(self) -> Iterator[Any]:
-        """All waiting requests, blocked ones too: vLLM looks at those only in steps that have tokens to give."""
-        scheduler = self._scheduler
-        queues = (getattr(scheduler, name, ()) for name in ("kv_holding_waiting", "skipped_waiting", "waiting"))
-        return chain.from_iterable(queues)
-
     def _num_cached(self, request: Any) -> int:
         scheduler = self._scheduler
         if not scheduler.cache_config.enable_prefix_caching or request.skip_reading_prefix_cache:
@@ -236,10 +254,17 @@ class VllmSteering:
         num_tokens = self._num_free_blocks * self._scheduler.block_size
         return prefill.is_running or prefill.candidate.length <= num_tokens
 
-    def _aligned(self, num_tokens: int) -> int:
-        """Models with a recurrent state are prefilled in whole blocks; with less they would make no progress."""
-        needs_blocks = getattr(self._scheduler, "need_mamba_block_aligned_split", False)
-        return max(num_tokens, self._scheduler.cache_config.block_size) if needs_blocks else num_tokens
+    def _in_blocks(self, num_tokens: int) -> int:
+        """Tokens with which a prompt that goes on makes progress: with recurrent states it does block by block."""
+        if not 0 < num_tokens < self._block_rows:
+            return num_tokens
+        config = self._scheduler.scheduler_config
+        if not self._splits_blocks:
+            return self._block_rows
+        # A smaller limit on chunks has vLLM compute part of a block; the next chunk ends where the block does.
+        least = max(num_tokens, 1 + self._scheduler.num_spec_tokens)
+        config.long_prefill_token_threshold = min(config.long_prefill_token_threshold or least, least)
+        return num_tokens
 
     def _may_preempt(self, num_prefill_tokens: int) -> bool:
         """Could the running requests need more blocks in this step than are free?"""

@@ -1,10 +1,12 @@
-"""A worker class for vLLM that runs matrix products before the first request: see `warm_products`.
+"""A worker class for vLLM that runs what is compiled or loaded at its first use before the first request.
 
-vLLM's graphs contain the products of small steps, but neither the output layer's nor those of larger steps.
+vLLM's graphs contain the kernels of small steps, but neither the output layer's nor those of larger steps: matrix
+products (see `warm_products`), and Triton's, such as those of experts, which compile for up to 1.6 s.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +20,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from evenflow.best_effort import BestEffort
 from evenflow.model.cuda.warm_products import warm_up, warm_up_logits
-from evenflow.vllm.graphs import uncaptured_rows
+from evenflow.vllm.graphs import uncaptured_rows, uncaptured_steps
 
 logger = init_logger("vllm.evenflow")
 
@@ -34,6 +36,7 @@ class WarmWorker(_Worker):  # type: ignore[misc]
         best_effort = BestEffort(logger)
         best_effort.run("warming up the output layer", self._warm_up_output_layer, None)
         best_effort.run("warming up matrix products", partial(self._warm_up_products, best_effort), None)
+        best_effort.run("warming up steps without a graph", self._warm_up_steps, None)
         return result
 
     def _warm_up_output_layer(self) -> None:
@@ -51,6 +54,20 @@ class WarmWorker(_Worker):  # type: ignore[misc]
         if rows and not current_platform.is_cpu():
             layers = [layer for layer in self.model_runner.model.modules() if is_library_product(layer)]
             logger.info(warm_up_products(layers, rows, best_effort))
+
+    def _warm_up_steps(self) -> None:
+        config = self.vllm_config
+        graph_sizes = config.compilation_config.cudagraph_capture_sizes or ()
+        sizes = uncaptured_steps(graph_sizes, config.scheduler_config.max_num_batched_tokens)
+        if sizes and not current_platform.is_cpu():
+            started = time.perf_counter()
+            for rows in sizes:
+                self.model_runner._dummy_run(rows, skip_eplb=True)
+            torch.accelerator.synchronize()
+            seconds = time.perf_counter() - started
+            logger.info(
+                "evenflow: %d steps of up to %d rows without a graph, in %.1f s", len(sizes), sizes[-1], seconds
+            )
 
 
 def is_library_product(layer: torch.nn.Module) -> bool:

@@ -124,9 +124,9 @@ def model_work(config: ModelConfig, itemsize: int) -> ModelWork:
     num_weights = sum(math.prod(shape) for shape in needed_shapes(config).values()) - looked_up
     return ModelWork(
         num_layers=config.num_layers,
-        num_weights=num_weights,
+        row_flops=2.0 * num_weights,
         weight_bytes=float(num_weights * itemsize),
-        attention_width=config.num_heads * config.head_dim,
+        position_flops=4.0 * config.num_layers * config.num_heads * config.head_dim,
         cache_bytes=float(2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize),
     )
 
