@@ -30,7 +30,7 @@ _FEWEST_NEIGHBOURS = 4
 _WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
 _MAX_FITTED = 6000
 _MODEL = ModelWork(  # Llama 3.1 8B, which every recording of a GPU is of
-    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+    num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4.0 * 32 * 4096, cache_bytes=131_072
 )
 _NUM_HEADS, _NUM_KV_HEADS = 32, 8
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from evenflow import LLM, SamplingParams
+from evenflow.config import WeightsName
 from peers.protocol import Generate, Job, Setup, serve
 
 
 def load(setup: Setup) -> Generate:
     """The embedded engine with the requested weights."""
-    llm = LLM(
-        setup.model, policy="unchunked", enable_prefix_caching=False, weights=setup.weights, threads=setup.threads
-    )
+    weights = cast("WeightsName", setup.weights)
+    llm = LLM(setup.model, policy="unchunked", enable_prefix_caching=False, weights=weights, threads=setup.threads)
 
     def generate(job: Job) -> list[list[int]]:
         greedy = SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True)

@@ -116,8 +116,9 @@ def return_freed_memory() -> None:
     glibc keeps them, in a heap for each thread: after a burst of large bodies, 70 MB for good. Other libraries do not.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, value in _MALLOC_OPTIONS.items() if mallopt is not None else ():
-        mallopt(option, value)
+    if mallopt is not None:
+        for option, value in _MALLOC_OPTIONS.items():
+            mallopt(option, value)
 
 
 def cache_folder() -> Path:

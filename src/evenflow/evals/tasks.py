@@ -150,7 +150,7 @@ def _decode(line: bytes, prompts_from: Counter[str]) -> AnyTask:
         raise ValueError(f"expected a JSON object on one line: {error}") from error
     if isinstance(record, dict) and not {"prompt", "messages"} & record.keys():
         record = _with_prompt(record, prompts_from)
-    return msgspec.convert(record, AnyTask)  # type: ignore[no-any-return, call-overload]
+    return msgspec.convert(record, AnyTask)  # type: ignore[no-any-return]
 
 
 def _with_prompt(record: dict[str, Any], prompts_from: Counter[str]) -> dict[str, Any]:

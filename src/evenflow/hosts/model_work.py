@@ -42,7 +42,7 @@ def precision_of(itemsize: int, method: str | None, quantization: Mapping[str, A
         return Precision(itemsize)
     settings = quantization or {}
     if method == "compressed-tensors":
-        group = next(iter(settings.get("config_groups", {}).values()), {})
+        group: Mapping[str, Any] = next(iter(settings.get("config_groups", {}).values()), {})
         bits, rows = group.get("weights", {}).get("num_bits"), group.get("input_activations")
         if bits == 8:
             return Precision(1.0, is_fp8=bool(rows))

@@ -41,7 +41,8 @@ def waiting_requests(scheduler: Any) -> Iterator[Any]:
 def max_running(scheduler: Any) -> int:
     """Requests that may run at a time: since 0.31, `--max-num-active-seqs` lowers it."""
     most: int = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-    return most - scheduler.num_waiting_for_streaming_input  # these keep their places
+    waiting: int = scheduler.num_waiting_for_streaming_input
+    return most - waiting  # these keep their places
 
 
 def long_prefill_threshold(scheduler: Any, num_requests: int) -> int:
