@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import ExitStack, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -57,6 +57,7 @@ _HAS_NO_EFFECT = re.compile(
     rb"|weight_info|(get_)?(load|model_info|server_info|weight_version|world_size))"
 )
 _DROPPED_FROM_RESPONSE = _HOP_HEADERS | {b"server", b"date"}
+_LAST_EVENT = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,13 @@ class ProxyResponse(Response):
         self._failure: EvenflowError | None = None
         self._has_started = False
         self._is_event_stream = False
+        self._places = ExitStack()  # among the requests that are counted, and those that a dying host ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with (
-            self._service.gate.enter(self._caller.limited_as(""), 1) if self._is_counted else nullcontext(),
-            self._service.client.proxying(self.fail),
-        ):
+        with self._places:
+            if self._is_counted:
+                self._places.enter_context(self._service.gate.enter(self._caller.limited_as(""), 1))
+            self._places.enter_context(self._service.client.proxying(self.fail))
             self._relay = asyncio.create_task(self._run(send))
             disconnect = asyncio.create_task(client_disconnected(receive))
             try:
@@ -162,9 +164,13 @@ class ProxyResponse(Response):
             async with aclosing(await self._service.client.http.send(self._request, stream=True)) as response:
                 headers = _without(response.headers.raw, _DROPPED_FROM_RESPONSE)
                 self._is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+                num_left = int(response.headers.get("content-length", -1))
                 self._has_started = True
                 await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
                 async for part in response.aiter_raw():
+                    num_left -= len(part)
+                    if num_left == 0 or part.endswith(_LAST_EVENT):
+                        self._places.close()  # before its client can send the next request
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except httpx.TransportError:
