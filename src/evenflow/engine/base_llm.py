@@ -41,6 +41,7 @@ class BaseLLM(ABC):
         built = build_engine(EngineConfig(model=str(model), **settings), record)
         self.config = built.config
         self.tokenizer = built.tokenizer
+        self.target_reason = built.target_reason
         self._start(built.engine, built.intake)
 
     @classmethod
