@@ -1,4 +1,4 @@
-"""Checks the wheel in a folder: its name, and that it runs from an empty environment and folder, without the checkout."""
+"""Checks the wheel in a folder: its name, and that it runs in an empty environment, without the checkout."""
 
 from __future__ import annotations
 

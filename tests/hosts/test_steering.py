@@ -140,7 +140,7 @@ def test_a_target_is_called_infeasible_only_on_evidence(tmp_path: Path, caplog: 
         plan()
     (record,) = caplog.records
     assert (
-        "a target of 50 ms is infeasible beside prefill. The lowest feasible target is estimated at 2"
+        "a target of 50 ms is infeasible beside prefill. The lowest feasible one is estimated at 2"
         in record.getMessage()
     )
 
