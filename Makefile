@@ -29,7 +29,8 @@ $(ENGINE_STAMP): pyproject.toml constraints.txt
 	  { echo "evenflow needs Python 3.11 or newer; $$($(PYTHON) --version) is $(PYTHON). Try: make PYTHON=python3.12"; exit 1; }
 	@echo "Installing evenflow and PyTorch into $(VENV); a minute or two."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine]'
+	@# Bytecode is written at the first use of a module: compiling all of PyTorch would take half of the time.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine]'
 	@touch $@
 
 $(BUILD_STAMP):
