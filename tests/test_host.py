@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,7 @@ def cpu_times(monkeypatch: pytest.MonkeyPatch, stat: Path, *cores: str, at: floa
     monkeypatch.setattr("os.sysconf", lambda name: 100)
     monkeypatch.setattr("time.perf_counter", lambda: at)
     monkeypatch.setattr("time.process_time", lambda: own)
+    monkeypatch.setattr("os.times", lambda: SimpleNamespace(children_user=0.25, children_system=0.05))
     found = host.CpuTimes.now()
     assert found is not None
     return found

@@ -65,7 +65,7 @@ class CpuTimes(NamedTuple):
     at: float
     busy: float  # of all programs
     stolen: float  # by other machines on the same host
-    own: float
+    own: float  # with those of children that have ended
 
     @classmethod
     def now(cls) -> CpuTimes | None:
@@ -79,7 +79,9 @@ class CpuTimes(NamedTuple):
         # user, nice, system, idle, iowait, irq, softirq, steal
         busy, stolen = sum(sum(one[:3]) + sum(one[5:7]) for one in ticks), sum(one[7] for one in ticks)
         second = os.sysconf("SC_CLK_TCK")
-        return cls(time.perf_counter(), busy / second, stolen / second, time.process_time())
+        children = os.times()  # such as the compiler of the kernels
+        own = time.process_time() + children.children_user + children.children_system
+        return cls(time.perf_counter(), busy / second, stolen / second, own)
 
     def taken_since(self, before: CpuTimes) -> float:
         """The cores that other programs and machines took since then."""

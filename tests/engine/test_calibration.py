@@ -97,9 +97,21 @@ def test_a_busy_machine_is_noticed_first_and_gets_a_target_of_its_own(
         assert chosen > 10 * json.loads(quiet)[0]
     assert targets.read_text() == quiet  # it says nothing of later starts
     busy, target = (next(i for i, m in enumerate(caplog.messages) if text in m) for text in ("is busy", "tbt_target="))
-    assert "other programs take 0.8 of its 2 cores" in caplog.messages[busy]
+    assert caplog.messages[busy] == llm.busy_notice
+    assert "other programs take 0.8 of its 2 cores" in llm.busy_notice
     assert busy < target
     assert "beside the other programs that run now" in llm.target_reason
+
+
+@pytest.mark.parametrize(("seconds", "others"), [(2.0, 0.5), (0.4, 0.8)])
+def test_little_work_of_others_or_a_short_look_at_it_is_no_busy_machine(
+    seconds: float, others: float, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [CpuTimes(at=0.0, busy=0.0, stolen=0.0, own=0.0), CpuTimes(at=seconds, busy=others, stolen=0.0, own=0.0)]
+    monkeypatch.setattr("evenflow.host.CpuTimes.now", iter(times).__next__)
+    monkeypatch.setattr("evenflow.engine.build.num_cpus", lambda: 2)
+    with LLM(tiny_llama()) as llm:
+        assert llm.busy_notice == ""
 
 
 def test_what_an_engine_has_learned_is_there_at_the_next_start(store: Path) -> None:

@@ -111,6 +111,8 @@ def demo(
         **engine_facts(llm.config),
         "policy": llm.policy,
     }
+    if llm.busy_notice:
+        console.print(f"{llm.busy_notice}\n")
     with llm:
         if which != "async":
             figures["simple"] = _run_simple(llm, console)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenflow")
 
 _DISTURBING_SHARE = 0.15  # of the cores: a shell and a browser at rest take less
+_MIN_WATCHED_S = 0.5  # the system counts in hundredths of a second
 
 
 Place = Callable[[EngineConfig, "LoadedModel", "Grammars"], Placement]
@@ -54,11 +55,13 @@ class BuiltEngine:
     tokenizer: Tokenizer
     config: EngineConfig  # with all open choices made
     target_reason: str  # of a target that no setting decided: "as fast as people read"; else ""
+    busy_notice: str  # what that target allows for, if this machine is busy with other programs; else ""
 
 
 def build_engine(config: EngineConfig, record: str | Path | None = None, *, place: Place = place) -> BuiltEngine:
     """Load the model and put an engine around it."""
     ensure_logging()
+    before = CpuTimes.now()
     model_path = find_model(config.model)  # fails before the slow imports
     try:
         from evenflow.engine.offload import build_tier
@@ -79,14 +82,16 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     if placement.largest_trial_chunk is not None:
         calibration.warm_up()
     step_time = keeper = None
-    reason, before = "", CpuTimes.now()
+    reason = notice = ""
     if config.chosen_policy is None or policy.target is not None:
         path = step_times_path(model.config, config.weights, config.max_steps_in_flight, placement.machine)
         step_time, is_new = _known_step_times(calibration, path)
         keeper = StepTimeKeeper(step_time, path)
         if config.chosen_policy is None:
             now = step_time if is_new else calibration.check(step_time)
-            policy, reason = _default_policy(config, now, executor, path, is_disturbed=_is_disturbed(before))
+            if notice := _busy_notice(before):
+                logger.info(notice)  # first: it explains the target
+            policy, reason = _default_policy(config, now, executor, path, is_disturbed=bool(notice))
     scheduler_config = _scheduler_config(config, policy, placement.num_blocks)
     if placement.blocks is not None and (config.kv_offload_memory or config.cache_dir is not None):
         tier, tier_config = build_tier(config, model.config, model_path, placement.blocks)
@@ -109,7 +114,7 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     # Loaded objects are permanent: scanning them in a full collection would add 0.1 s to a gap.
     gc.collect()
     gc.freeze()
-    return BuiltEngine(engine, intake, model.tokenizer, config, reason)
+    return BuiltEngine(engine, intake, model.tokenizer, config, reason, notice)
 
 
 @contextmanager
@@ -177,20 +182,18 @@ def _default_policy(
     return policy, target_reason(target_s, is_disturbed)
 
 
-def _is_disturbed(before: CpuTimes | None) -> bool:
-    """Whether other programs took this machine's cores while its steps were measured. Says so, before the target."""
+def _busy_notice(before: CpuTimes | None) -> str:
+    """What to say if other programs took this machine's cores since then; "" if they did not."""
     after = CpuTimes.now()
-    if before is None or after is None:
-        return False
+    if before is None or after is None or after.at - before.at < _MIN_WATCHED_S:
+        return ""
     taken, num_cores = after.taken_since(before), num_cpus()
     if taken <= _DISTURBING_SHARE * num_cores:
-        return False
-    logger.warning(
-        "This machine is busy: other programs take %.1f of its %s. Steps are slower and less even than they would be "
-        "alone; the target allows for that.",
-        *(taken, counted(num_cores, "core")),
+        return ""
+    return (
+        f"This machine is busy: other programs take {taken:.1f} of its {counted(num_cores, 'core')}. Steps are slower "
+        "and less even than they would be alone; the target allows for that."
     )
-    return True
 
 
 def _log_policy(policy: PolicySpec, reason: str) -> None:
