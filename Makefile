@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINE_STAMP := $(VENV)/.installed-engine
+BUILD_VENV := .venv-build
+BUILD_STAMP := $(BUILD_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -16,17 +19,29 @@ help:  ## Say what can be made
 
 install: $(STAMP)  ## Create .venv with all that development and the tests need
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "evenflow needs Python 3.11 or newer; $$($(PYTHON) --version) is $(PYTHON). Try: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+$(STAMP): $(ENGINE_STAMP)
+	@echo "Installing what development and the tests need; a few minutes."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## Show what a latency target does, on the default model (fetched on the first run, 93 MB)
+$(ENGINE_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "evenflow needs Python 3.11 or newer; $$($(PYTHON) --version) is $(PYTHON). Try: make PYTHON=python3.12"; exit 1; }
+	@echo "Installing evenflow and PyTorch into $(VENV); a minute or two."
+	$(PYTHON) -m venv $(VENV)
+	@# Bytecode is written at the first use of a module: compiling all of PyTorch would take half of the time.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine]'
+	@touch $@
+
+$(BUILD_STAMP):
+	$(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_VENV)/bin/python -m pip install --quiet 'build>=1.2' 'twine>=6.1'
+	@touch $@
+
+demo: $(ENGINE_STAMP)  ## Show what a latency target does, on the default model (fetched on the first run, 93 MB)
 	$(BIN)/evenflow demo
 
-serve: $(STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." sets other options
+serve: $(ENGINE_STAMP)  ## Serve the default model at http://127.0.0.1:8000; SERVE_ARGS="..." sets other options
 	$(BIN)/evenflow serve $(SERVE_ARGS)
 
 test: lint  ## Lint, type-check and test
@@ -92,10 +107,11 @@ bench: $(STAMP)  ## What planning costs, and raw speed beside other engines
 claims: $(STAMP)  ## Write docs/claims.md from the recorded runs; benchmarks/claims/measure.py makes such a run
 	$(BIN)/python benchmarks/claims/write_page.py
 
-wheel: $(STAMP)  ## Build the wheel and the source distribution into dist/, and check their metadata
+wheel: $(BUILD_STAMP)  ## Build the wheel and the source distribution into dist/, and check names, metadata and the wheel alone
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python -m twine check --strict dist/*
+	$(BUILD_VENV)/bin/python -m build --outdir dist .
+	$(BUILD_VENV)/bin/python -m twine check --strict dist/*
+	$(BUILD_VENV)/bin/python .ci/check_wheel.py dist
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BUILD_VENV) $(VLLM_VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,3 +126,33 @@ def test_large_buffers_go_back_to_the_system() -> None:
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     assert left_mb(True) < 8 < 32 < left_mb(False)
+
+
+def cpu_times(monkeypatch: pytest.MonkeyPatch, stat: Path, *cores: str, at: float, own: float) -> host.CpuTimes:
+    stat.write_text("cpu  9 9 9 9\n" + "\n".join(cores) + "\nintr 5\n")
+    monkeypatch.setattr(host, "_CPU_TIMES", stat)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2}, raising=False)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    monkeypatch.setattr("time.perf_counter", lambda: at)
+    monkeypatch.setattr("time.process_time", lambda: own)
+    monkeypatch.setattr("os.times", lambda: SimpleNamespace(children_user=0.25, children_system=0.05))
+    found = host.CpuTimes.now()
+    assert found is not None
+    return found
+
+
+def test_cores_that_others_take_are_counted_without_our_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ["cpu0 100 0 0 500 0 0 0 0 0 0", "cpu1 100 0 0 0 0 0 0 0 0 0", "cpu2 0 0 0 600 0 0 0 0 0 0"]
+    before = cpu_times(monkeypatch, tmp_path / "stat", *first, at=10.0, own=0.5)
+    # In two seconds: 2.6 s of work and 0.4 s stolen on our cores, 1.5 s of them our own; core 1 is not ours.
+    later = ["cpu0 250 0 10 500 0 0 0 40 0 0", "cpu1 300 0 0 0 0 0 0 0 0 0", "cpu2 90 5 5 650 0 0 0 0 0 0"]
+    after = cpu_times(monkeypatch, tmp_path / "stat", *later, at=12.0, own=2.0)
+    assert after.taken_since(before) == pytest.approx((2.6 + 0.4 - 1.5) / 2)
+    assert before.taken_since(before) == 0
+
+
+def test_without_the_systems_figures_nothing_is_said_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_CPU_TIMES", tmp_path / "missing")
+    assert host.CpuTimes.now() is None

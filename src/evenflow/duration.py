@@ -43,6 +43,11 @@ def parse_target(
     return round(float(seconds), 9)
 
 
+def format_range(low: float, high: float) -> str:
+    """Milliseconds, as an estimate: 180 to 320 ms."""
+    return f"{1000 * high:.4g} ms" if low == high else f"{1000 * low:.4g} to {1000 * high:.4g} ms"
+
+
 def format_duration(seconds: float) -> str:
     """Milliseconds, exactly as written: 50ms, 2.5ms."""
     text = f"{1000 * seconds:.6f}".rstrip("0").rstrip(".")

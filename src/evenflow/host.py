@@ -13,11 +13,13 @@ import re
 import resource
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakSet
 
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,6 +30,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _OWN_MEMORY = Path("/proc/self/statm")
 # Of glibc's malloc.h, by number, and what they are set to.
 _MALLOC_OPTIONS = {-1: 4 << 20, -3: 1 << 20, -8: 2}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
+_CPU_TIMES = Path("/proc/stat")
 _shielded: WeakSet[SpawnProcess] = WeakSet()
 
 
@@ -54,6 +57,36 @@ def num_cpus() -> int:
     """Cores for this process. More threads than a container's share of CPU time would be paused."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([cores, *_cpu_limits()])))
+
+
+class CpuTimes(NamedTuple):
+    """Seconds until now, of the cores that this process may use."""
+
+    at: float
+    busy: float  # of all programs
+    stolen: float  # by other machines on the same host
+    own: float  # with those of children that have ended
+
+    @classmethod
+    def now(cls) -> CpuTimes | None:
+        """None on systems other than Linux, which do not report them."""
+        try:
+            cores, lines = os.sched_getaffinity(0), _CPU_TIMES.read_text().splitlines()
+            names = {f"cpu{number}" for number in cores}
+            ticks = [[*map(int, words[1:9])] for words in map(str.split, lines) if words and words[0] in names]
+        except (OSError, ValueError, AttributeError):
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        busy, stolen = sum(sum(one[:3]) + sum(one[5:7]) for one in ticks), sum(one[7] for one in ticks)
+        second = os.sysconf("SC_CLK_TCK")
+        children = os.times()  # such as the compiler of the kernels
+        own = time.process_time() + children.children_user + children.children_system
+        return cls(time.perf_counter(), busy / second, stolen / second, own)
+
+    def taken_since(self, before: CpuTimes) -> float:
+        """The cores that other programs and machines took since then."""
+        taken = (self.busy - before.busy) + (self.stolen - before.stolen) - (self.own - before.own)
+        return max(0.0, taken) / max(self.at - before.at, 1e-9)
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:

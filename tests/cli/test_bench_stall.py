@@ -129,7 +129,7 @@ def test_an_interrupt_prints_the_figures_so_far(monkeypatch: pytest.MonkeyPatch)
     [
         (["--policies", "fixed:16,sometimes"], "policy='sometimes'"),
         (["--policies", "fixed:16,fixed:16"], "each once"),
-        (["--interval", "soon"], "50ms or 2s"),
+        (["--interval", "soon"], "50ms or 0.3s"),
         (["--long-tokens", "100000"], "100016 tokens"),
         (["--plot", "/no/such/folder/stall.png"], "no file can be written"),
     ],

@@ -20,7 +20,8 @@ def all_commands(command: Any) -> list[Any]:
 
 def test_serves_help_has_everyday_options_first(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_cli(capsys, "serve", "--help").out
-    sections = ["Arguments:", "Options:", "Limits:", "Keys and access:", "Memory:", "Engine:", "Another engine:"]
+    sections = ["Arguments:", "Options:", "Limits:", "Keys and access:", "Memory:", "Engine:", "Logs and traces:"]
+    sections.append("Another engine:")
     places = [text.index(f"\n{one}\n") for one in sections]
     assert places == sorted(places)
     panel = {one: text[start:end] for one, start, end in zip(sections, places, [*places[1:], None], strict=True)}

@@ -27,7 +27,7 @@ from evenflow.compile.aot.checking import WrongAnswer, largest_difference
 from evenflow.compile.aot.compiled_model import CompiledModel
 from evenflow.compile.chunks.optimizer import ChunkedPrefillWrapper
 from evenflow.compile.compiler import onednn_where_supported
-from evenflow.errors import InvalidConfig
+from evenflow.errors import InvalidConfig, InvalidInput
 from tests.compile.architectures import ARCHITECTURES, padding_mask, random_tokens, small_model
 from tests.compile.compilers import compile_library, needs_compiler
 
@@ -421,3 +421,9 @@ def test_every_architecture_compiles(name: str, tmp_path: Path) -> None:
     tokens = random_tokens(3, 60) * mask
     assert torch.equal(compiled.generate(tokens, **call), plain.generate(tokens, **call))
     assert "plain" not in compiler.monitor.calls
+
+
+@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M", None, {}])
+def test_what_cannot_be_called_is_refused_with_what_to_give(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"Got .* but expected a model to call, such as .*from_pretrained\(NAME\)"):
+        create_enhanced_compiler(cache_dir=tmp_path).compile_model(model, torch.tensor([[1, 2]]), "small")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenflow.core.default_target import READER_S, default_target
+from evenflow.core.default_target import READER_S, default_target, target_reason
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.step_time import StepTimeModel
@@ -38,6 +38,18 @@ def test_it_is_no_less_than_a_reader_needs() -> None:
 def test_fewer_streams_can_have_a_lower_one() -> None:
     slow = machine(0.040, 0.005)
     assert default_target(slow, CAPS, max_num_seqs=1) < default_target(slow, CAPS, max_num_seqs=256)
+
+
+def test_a_disturbed_machine_gets_room_for_its_slower_steps() -> None:
+    model = machine(0.040, 0.005)
+    shape = CAPS.step_shape(num_decodes=8, decode_context=8 * 512, chunks=[(512, FLOOR_TOKENS)])
+    for slowness in (1.0, 1.1, 1.9, 1.0, 2.1, 1.2) * 8:
+        model.observe(shape, slowness * 0.16)
+    calm, disturbed = (default_target(model, CAPS, 256, is_disturbed=one) for one in (False, True))
+    assert disturbed == pytest.approx(calm * model.margin(shape), rel=0.1)
+    assert disturbed > 1.3 * calm
+    assert "beside the other programs" in target_reason(disturbed, is_disturbed=True)
+    assert "while it does nothing else" in target_reason(calm)
 
 
 def test_an_engine_that_knows_nothing_serves_readers() -> None:

@@ -13,6 +13,7 @@ from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.step_time import StepTimeModel
 from evenflow.engine.calibration import Calibration
 from evenflow.executors.fake import FakeExecutor
+from evenflow.host import CpuTimes
 from tests.engine.fakes import VOCAB
 from tests.models import tiny_llama
 
@@ -51,6 +52,7 @@ def test_two_steps_in_flight_are_told_apart() -> None:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("evenflow.step_time_store.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("evenflow.host.CpuTimes.now", lambda: None)  # the tests' machine may be busy
     return tmp_path / "step-times"
 
 
@@ -74,6 +76,42 @@ def test_a_slow_first_start_does_not_decide_the_second_ones_target(store: Path) 
         assert llm.engine.policy.target is not None
         assert READER_S <= llm.engine.policy.target < slow_s / 10
         assert json.loads(targets.read_text()) == [slow_s, llm.engine.policy.target]
+
+
+def test_a_busy_machine_is_noticed_first_and_gets_a_target_of_its_own(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_llama()) as llm:
+        assert "while it does nothing else" in llm.target_reason or "people read" in llm.target_reason
+    slow_down(store, 10_000)
+    [targets] = store.glob("*.targets")
+    quiet = targets.read_text()
+    times = [CpuTimes(at=0.0, busy=0.0, stolen=0.0, own=0.0), CpuTimes(at=2.0, busy=1.5, stolen=0.5, own=0.5)]
+    monkeypatch.setattr("evenflow.host.CpuTimes.now", iter(times).__next__)
+    monkeypatch.setattr("evenflow.engine.build.num_cpus", lambda: 2)
+    monkeypatch.setattr("evenflow.engine.build.Calibration.check", lambda self, known: known)
+    caplog.set_level("INFO", "evenflow")
+    with LLM(tiny_llama()) as llm:
+        chosen = llm.engine.policy.target
+        assert chosen is not None
+        assert chosen > 10 * json.loads(quiet)[0]
+    assert targets.read_text() == quiet  # it says nothing of later starts
+    busy, target = (next(i for i, m in enumerate(caplog.messages) if text in m) for text in ("is busy", "tbt_target="))
+    assert caplog.messages[busy] == llm.busy_notice
+    assert "other programs take 0.8 of its 2 cores" in llm.busy_notice
+    assert busy < target
+    assert "beside the other programs that run now" in llm.target_reason
+
+
+@pytest.mark.parametrize(("seconds", "others"), [(2.0, 0.5), (0.4, 0.8)])
+def test_little_work_of_others_or_a_short_look_at_it_is_no_busy_machine(
+    seconds: float, others: float, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [CpuTimes(at=0.0, busy=0.0, stolen=0.0, own=0.0), CpuTimes(at=seconds, busy=others, stolen=0.0, own=0.0)]
+    monkeypatch.setattr("evenflow.host.CpuTimes.now", iter(times).__next__)
+    monkeypatch.setattr("evenflow.engine.build.num_cpus", lambda: 2)
+    with LLM(tiny_llama()) as llm:
+        assert llm.busy_notice == ""
 
 
 def test_what_an_engine_has_learned_is_there_at_the_next_start(store: Path) -> None:

@@ -9,6 +9,7 @@ from evenflow.bench.comparison import resolved_for
 from evenflow.bench.demo_run import DemoPrompt, DemoRun, DemoRunner, Size
 from evenflow.bench.long_texts import GARDEN_DIARY, HARBOUR_LOG
 from evenflow.core.policies import PolicySpec
+from evenflow.counts import counted
 from evenflow.engine.llm import LLM
 
 FIXED_POLICY = PolicySpec.parse("fixed:512")  # a chunk size as people set it by hand
@@ -53,7 +54,12 @@ class DemoRuns:
         more = after.total_s / before.total_s - 1
         target_s, missed = PolicySpec.parse(after.policy).target, ""
         if target_s is not None and after.longest_gap_s > _MISSED_BY * target_s:
-            missed = " The target was missed: steps took longer than predicted, as beside other programs."
+            gaps, limit_s = after.timeline.gaps_s, _MISSED_BY * target_s
+            num_late = counted(sum(gap > limit_s for gap in gaps), "gap")
+            missed = (
+                f" {num_late} of {len(gaps)} went over the target by more than {_MISSED_BY - 1:.0%}: steps took longer "
+                "than predicted, as beside other programs."
+            )
         return (
             f"Longest pause of a stream between two tokens: {before.longest_gap_s:.2f} s unchunked, "
             f"{after.longest_gap_s:.2f} s with {after.policy} ({_ratio(after.longest_gap_s, before.longest_gap_s)})."

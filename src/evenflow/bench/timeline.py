@@ -40,9 +40,13 @@ class StreamTimes:
     is_finished: bool = False
 
     @property
+    def gaps_s(self) -> list[float]:
+        """Between its tokens."""
+        return [later - earlier for earlier, later in pairwise(self.tokens)]
+
+    @property
     def longest_gap_s(self) -> float:
-        """Between two of its tokens; 0 if it has fewer."""
-        return max((later - earlier for earlier, later in pairwise(self.tokens)), default=0.0)
+        return max(self.gaps_s, default=0.0)
 
 
 @dataclass(slots=True)
@@ -69,6 +73,11 @@ class Timeline:
     @property
     def longest_gap_s(self) -> float:
         return max(stream.longest_gap_s for stream in self.streams.values())
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Those of all streams."""
+        return [gap for stream in self.streams.values() for gap in stream.gaps_s]
 
     @property
     def last_token_s(self) -> float:

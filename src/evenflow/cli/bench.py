@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -63,6 +64,8 @@ def mixed(
         settings["policy"] = given[0]
     with loading(model.model):
         llm = LLM(record=report.record, **settings)
+    if llm.busy_notice:
+        print(llm.busy_notice, file=sys.stderr)
     with stopping_after_step(), llm, progress("Starting") as say:
         # Without a policy, the engine has chosen a target.
         figures = compare_policies(llm, given or default_policies(llm.engine.policy), repeat, on_run=say)

@@ -36,7 +36,6 @@ from evenflow.cli.options import (
 )
 from evenflow.cli.output import loading, make_table, progress, text_console, write_json
 from evenflow.config import EngineConfig
-from evenflow.core.default_target import target_reason
 from evenflow.engine.llm import LLM
 from evenflow.errors import InvalidConfig
 
@@ -112,6 +111,8 @@ def demo(
         **engine_facts(llm.config),
         "policy": llm.policy,
     }
+    if llm.busy_notice:
+        console.print(f"{llm.busy_notice}\n")
     with llm:
         if which != "async":
             figures["simple"] = _run_simple(llm, console)
@@ -139,9 +140,9 @@ def _run_simple(llm: LLM, console: Console) -> dict[str, Any]:
 
 def _compare(llm: LLM, console: Console, shows_picture: bool, end_by: float) -> DemoRuns:
     prompts = mixed_prompts(llm)
-    if llm.config.chosen_policy is None and (target_s := llm.engine.policy.target) is not None:
+    if llm.target_reason and (target_s := llm.engine.policy.target) is not None:
         console.print(
-            f"The target is {1000 * target_s:.0f} ms between two tokens of a stream: {target_reason(target_s)}. "
+            f"The target is {1000 * target_s:.0f} ms between two tokens of a stream: {llm.target_reason}. "
             "--tbt-target sets another."
         )
     with _watching(console, llm, shows_picture) as on_run:

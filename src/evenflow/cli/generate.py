@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -19,12 +20,11 @@ from evenflow.cli.options import (
     option,
     takes_options,
 )
-from evenflow.cli.output import loading, text_console, write_json
+from evenflow.cli.output import loading, progress, text_console, write_json
 from evenflow.core.request import SamplingParams
 from evenflow.counts import counted
 from evenflow.engine.llm import LLM
 from evenflow.engine.outputs import RequestOutput
-from evenflow.engine.prompts import Prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
 _DEFAULT_MAX_TOKENS = 128  # less if the context ends before
@@ -106,9 +106,12 @@ def _read_prompt(prompt: str | None, prompt_file: FileBinaryRead | None) -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, report: ReportOptions) -> RequestOutput:
+def _stream(llm: LLM, prompt: list[int], sampling: SamplingParams, report: ReportOptions) -> RequestOutput:
     stream = text_console(report.json).file
-    for delta in llm.stream(prompt, sampling):
+    deltas = llm.stream(prompt, sampling)
+    with progress(f"Reading the prompt ({counted(len(prompt), 'token')})"):
+        first = next(deltas)
+    for delta in chain([first], deltas):
         stream.write(delta.text)
         stream.flush()
         output = delta.output

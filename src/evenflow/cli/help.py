@@ -9,12 +9,12 @@ from typer.core import TyperCommand
 
 PANELS = {
     "Limits": (
-        *("max_body_bytes", "max_response_size", "max_prompt_tokens", "max_n", "max_waiting", "max_open_tokens"),
+        *("max_body_size", "max_response_size", "max_prompt_tokens", "max_n", "max_waiting", "max_open_tokens"),
         *("max_tenant_requests", "max_num_seqs", "max_model_len", "shares", "drain_time", "step_timeout"),
     ),
     "Keys and access": (
-        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allow_host", "allow_origin"),
-        "allow_special_tokens",
+        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "metrics_api_key", "metrics_api_key_file"),
+        *("allow_host", "allow_origin", "allow_special_tokens"),
     ),
     "Memory": (
         *("gpu_memory_utilization", "kv_cache_memory", "enable_prefix_caching", "kv_offload_memory"),
@@ -22,8 +22,9 @@ PANELS = {
     ),
     "Engine": (
         *("device", "weights", "load_format", "deterministic", "threads", "max_num_batched_tokens"),
-        *("enable_chunked_prefill", "long_prefill_token_threshold", "record"),
+        *("enable_chunked_prefill", "long_prefill_token_threshold"),
     ),
+    "Logs and traces": ("log_format", "access_log", "request_log", "record", "otlp_endpoint"),
     "Another engine": (
         *("engine", "vllm_python", "sglang_python", "warm_up"),
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),

@@ -14,17 +14,23 @@ _NUM_STREAMS, _CONTEXT = 8, 512  # that the target is meant to be kept for
 _ROUND_S = 0.01
 
 
-def default_target(step_time: StepTimeModel, caps: ExecutorCaps, max_num_seqs: int) -> float:
-    """Seconds between tokens that this machine keeps with some streams and room for prefill beside them."""
+def default_target(
+    step_time: StepTimeModel, caps: ExecutorCaps, max_num_seqs: int, *, is_disturbed: bool = False
+) -> float:
+    """Seconds between tokens that this machine keeps with some streams and room for prefill beside them.
+
+    If other programs disturb its steps: with the slower ones of them.
+    """
     num_streams = min(_NUM_STREAMS, max_num_seqs)
     context = num_streams * _CONTEXT
     shape = caps.step_shape(num_decodes=num_streams, decode_context=context, chunks=[(_CONTEXT, FLOOR_TOKENS)])
-    least_feasible = step_time.predict(shape)
+    least_feasible = step_time.upper(shape) if is_disturbed else step_time.predict(shape)
     return max(READER_S, round(math.ceil(_ROOM * least_feasible / _ROUND_S) * _ROUND_S, 9))
 
 
-def target_reason(target_s: float) -> str:
+def target_reason(target_s: float, is_disturbed: bool = False) -> str:
     """Why this default was chosen, as the end of "this is ..."."""
     if target_s <= READER_S:
         return "as fast as people read"
-    return f"{_ROOM:g} times the least that this machine can keep while it does nothing else"
+    when = "beside the other programs that run now" if is_disturbed else "while it does nothing else"
+    return f"{_ROOM:g} times the least that this machine can keep {when}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from statistics import median
 
 _STEPS_TO_JUDGE = 16  # in a row, before a target is called infeasible, or feasible again
 _WINDOW = 256  # steps that the advice rests on
@@ -41,6 +42,12 @@ class Feasibility:
         lowest = advised if is_first_check else _WORTH_LOWERING * advised
         if enough > advised or (len(self._needed) == _WINDOW and enough < lowest):
             self.advised = round_up(enough)
+
+    @property
+    def estimate(self) -> tuple[float, float]:
+        """The lowest feasible target: what half of the recent steps need, and what nearly all of them do."""
+        enough = self.advised if self.advised is not None else round_up(self._enough())
+        return min(round_up(median(self._needed)), enough), enough
 
     def _enough(self) -> float:
         return sorted(self._needed)[math.ceil(_SHARE * len(self._needed)) - 1]

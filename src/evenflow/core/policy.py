@@ -106,8 +106,8 @@ class Policy(ABC):
         """Learn from a step that ran. By default there is nothing to learn."""
         return
 
-    def infeasibility_warning(self) -> float | None:
-        """The lowest feasible target, once, when the target has been infeasible for a while."""
+    def infeasibility_warning(self) -> tuple[float, float] | None:
+        """The range in which the lowest feasible target is, once, when the target has been infeasible for a while."""
         return None
 
 

@@ -43,6 +43,7 @@ PATIENCE = 4.0
 # A chunk may wait for the next step if prompts that end in this one gain so much by it, in units of what all that wait
 # lose. More than 1, because prompts still to come lose as well.
 ENDING_GAIN = 4.0
+_STEPS_TO_WARN = 64  # in a row under an infeasible target: another program may slow steps for a few seconds
 
 _Chunks = list[tuple[Candidate, int]]  # with their tokens
 
@@ -57,6 +58,7 @@ class Target(Policy):
         self._busy_until = 0.0  # when the last planned step is predicted to end
         self._num_cut_steps = 0  # steps limited by latency
         self._feasibility = Feasibility()
+        self._num_infeasible = 0  # steps in a row
         self._has_warned = False
 
     def plan(self, view: StepView) -> Quotas:
@@ -120,12 +122,13 @@ class Target(Policy):
         if view.tightest_target is not None and view.step_time.is_calibrated:
             self._feasibility.judge(self.shortest_step, max(view.tightest_target, self.pacing.target))
             self.feasible_target = self._feasibility.advised
+            self._num_infeasible = 0 if self.feasible_target is None else self._num_infeasible + 1
 
-    def infeasibility_warning(self) -> float | None:
-        if self._has_warned or self.feasible_target is None:
+    def infeasibility_warning(self) -> tuple[float, float] | None:
+        if self._has_warned or self._num_infeasible < _STEPS_TO_WARN:
             return None
         self._has_warned = True
-        return self.feasible_target
+        return self._feasibility.estimate
 
 
 def _built(spec: PolicySpec) -> Target:

@@ -41,6 +41,7 @@ class BaseLLM(ABC):
         built = build_engine(EngineConfig(model=str(model), **settings), record)
         self.config = built.config
         self.tokenizer = built.tokenizer
+        self.target_reason, self.busy_notice = built.target_reason, built.busy_notice
         self._start(built.engine, built.intake)
 
     @classmethod

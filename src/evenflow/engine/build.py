@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from evenflow.core.default_target import default_target, target_reason
 from evenflow.core.policies import DEFAULT_BUDGET, PolicySpec
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.core.step_time import StepTimeModel
+from evenflow.counts import counted
 from evenflow.duration import MAX_TARGET_S, format_duration
 from evenflow.engine.calibration import LARGEST_CHUNK, MAX_SECONDS, Calibration
 from evenflow.engine.engine import Engine
@@ -25,6 +27,8 @@ from evenflow.engine.placement import Placement, on_this_machine, place
 from evenflow.engine.recorder import Recorder
 from evenflow.engine.watchdog import Pulse
 from evenflow.errors import EvenflowError, MissingDependency, OutOfMemory
+from evenflow.executors.base import Executor
+from evenflow.host import CpuTimes, num_cpus
 from evenflow.log_output import STAGE, ensure_logging
 from evenflow.model.hub.cached_models import find_model
 from evenflow.step_time_store import StepTimeKeeper, load_step_times, min_target, save_step_times, step_times_path
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenflow")
 
+_DISTURBING_SHARE = 0.15  # of the cores: a shell and a browser at rest take less
+_MIN_WATCHED_S = 0.5  # the system counts in hundredths of a second
+
 
 Place = Callable[[EngineConfig, "LoadedModel", "Grammars"], Placement]
 
@@ -47,16 +54,18 @@ class BuiltEngine:
     intake: Intake
     tokenizer: Tokenizer
     config: EngineConfig  # with all open choices made
+    target_reason: str  # of a target that no setting decided: "as fast as people read"; else ""
+    busy_notice: str  # what that target allows for, if this machine is busy with other programs; else ""
 
 
 def build_engine(config: EngineConfig, record: str | Path | None = None, *, place: Place = place) -> BuiltEngine:
     """Load the model and put an engine around it."""
     ensure_logging()
+    before = CpuTimes.now()
     model_path = find_model(config.model)  # fails before the slow imports
     try:
         from evenflow.engine.offload import build_tier
         from evenflow.executors.kv_tier import TieredExecutor
-        from evenflow.executors.sequences import is_out_of_memory
         from evenflow.model.loader import load_model
         from evenflow.model.text.grammar import Grammars
     except ImportError as error:
@@ -66,28 +75,23 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
     config = on_this_machine(config)
     model = load_model(config.model, is_dummy=config.load_format == "dummy")
     grammars = Grammars(model.tokenizer, model.config.vocab_size)
-    try:
+    with _memory_errors():
         placement = place(config, model, grammars)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, EvenflowError) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            "The model and its KV cache do not fit in memory: lower kv_cache_memory or gpu_memory_utilization, or use "
-            "a smaller model."
-        ) from error
     executor, policy = placement.executor, placement.policy
     calibration = _calibration(config, model.config, placement)
     if placement.largest_trial_chunk is not None:
         calibration.warm_up()
     step_time = keeper = None
+    reason = notice = ""
     if config.chosen_policy is None or policy.target is not None:
         path = step_times_path(model.config, config.weights, config.max_steps_in_flight, placement.machine)
         step_time, is_new = _known_step_times(calibration, path)
         keeper = StepTimeKeeper(step_time, path)
         if config.chosen_policy is None:
             now = step_time if is_new else calibration.check(step_time)
-            target_s = default_target(now, executor.caps, config.max_num_seqs)
-            policy = PolicySpec.for_target(format_duration(min(min_target(path, target_s), MAX_TARGET_S)))
+            if notice := _busy_notice(before):
+                logger.info(notice)  # first: it explains the target
+            policy, reason = _default_policy(config, now, executor, path, is_disturbed=bool(notice))
     scheduler_config = _scheduler_config(config, policy, placement.num_blocks)
     if placement.blocks is not None and (config.kv_offload_memory or config.cache_dir is not None):
         tier, tier_config = build_tier(config, model.config, model_path, placement.blocks)
@@ -106,11 +110,27 @@ def build_engine(config: EngineConfig, record: str | Path | None = None, *, plac
         check_grammar=grammars.check,
         classes=config.classes,
     )
-    _log_policy(config, policy)
+    _log_policy(policy, reason)
     # Loaded objects are permanent: scanning them in a full collection would add 0.1 s to a gap.
     gc.collect()
     gc.freeze()
-    return BuiltEngine(engine, intake, model.tokenizer, config)
+    return BuiltEngine(engine, intake, model.tokenizer, config, reason, notice)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turn the allocators' errors in the block into one that says what to lower."""
+    from evenflow.executors.sequences import is_out_of_memory
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, EvenflowError) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "The model and its KV cache do not fit in memory: lower kv_cache_memory or gpu_memory_utilization, or use "
+            "a smaller model."
+        ) from error
 
 
 def _scheduler_config(config: EngineConfig, policy: PolicySpec, num_blocks: int) -> SchedulerConfig:
@@ -151,7 +171,32 @@ def _known_step_times(calibration: Calibration, path: Path) -> tuple[StepTimeMod
     return measured, True
 
 
-def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
+def _default_policy(
+    config: EngineConfig, step_time: StepTimeModel, executor: Executor, path: Path, *, is_disturbed: bool
+) -> tuple[PolicySpec, str]:
+    """A target that this machine keeps, and why."""
+    target_s = default_target(step_time, executor.caps, config.max_num_seqs, is_disturbed=is_disturbed)
+    if not is_disturbed:  # an earlier start's target would not hold now, and this one says nothing of later starts
+        target_s = min_target(path, target_s)
+    policy = PolicySpec.for_target(format_duration(min(target_s, MAX_TARGET_S)))
+    return policy, target_reason(target_s, is_disturbed)
+
+
+def _busy_notice(before: CpuTimes | None) -> str:
+    """What to say if other programs took this machine's cores since then; "" if they did not."""
+    after = CpuTimes.now()
+    if before is None or after is None or after.at - before.at < _MIN_WATCHED_S:
+        return ""
+    taken, num_cores = after.taken_since(before), num_cpus()
+    if taken <= _DISTURBING_SHARE * num_cores:
+        return ""
+    return (
+        f"This machine is busy: other programs take {taken:.1f} of its {counted(num_cores, 'core')}. Steps are slower "
+        "and less even than they would be alone; the target allows for that."
+    )
+
+
+def _log_policy(policy: PolicySpec, reason: str) -> None:
     if not policy.cuts_prompts:
         logger.info("Chunked prefill is disabled: a prompt is prefilled in one step of up to %d tokens.", policy.budget)
         return
@@ -159,9 +204,9 @@ def _log_policy(config: EngineConfig, policy: PolicySpec) -> None:
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", policy.budget)
         return
     logger.info("Chunked prefill is enabled with tbt_target=%s.", str(policy).removeprefix("target:"))
-    if config.chosen_policy is None:
+    if reason:
         logger.info(
             "Why: no setting decides it, and this is %s. Another target: --tbt-target 200ms or tbt_target=0.2. "
             "Chunks of a fixed size instead: --max-num-batched-tokens %d.",
-            *(target_reason(policy.target), DEFAULT_BUDGET),
+            *(reason, DEFAULT_BUDGET),
         )

@@ -27,6 +27,7 @@ from evenflow.core.report import (
 )
 from evenflow.core.request import FinishReason, Request
 from evenflow.core.scheduler import Scheduler
+from evenflow.duration import format_range
 from evenflow.engine.gc_timer import GcTimer
 from evenflow.engine.intake import Limits
 from evenflow.engine.recorder import Recorder
@@ -155,9 +156,9 @@ class Engine:
         if (feasible := self.scheduler.policy.infeasibility_warning()) is not None:
             logger.warning(
                 "Policy %s is infeasible: with the streams that decode now, a step takes longer even with the least "
-                "prefill. The lowest feasible target is %.4g ms. Prefill continues at its minimum.",
+                "prefill. The lowest feasible target is estimated at %s. Prefill continues at its minimum.",
                 self.policy,
-                1000 * feasible,
+                format_range(*feasible),
             )
         return plan
 

@@ -26,6 +26,7 @@ from evenflow.core.report import AdmissionReport, Attribution, ChunkReport, Step
 from evenflow.core.service_lines import ServiceLines
 from evenflow.core.step_costs import StepCosts
 from evenflow.core.step_time import StepTimeModel
+from evenflow.duration import format_range
 from evenflow.hosts.in_flight import InFlightStep, InFlightSteps, Observation
 from evenflow.hosts.policy_file import NO_TARGET, PolicyFile
 from evenflow.hosts.reporter import Reporter
@@ -242,9 +243,9 @@ class Steering:
         )
         if (feasible := self.planner.policy.infeasibility_warning()) is not None:
             self._host.logger.warning(
-                "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible target is %.4g ms.",
+                "evenflow: a target of %g ms is infeasible beside prefill. The lowest feasible one is estimated at %s.",
                 1000 * (self.target or 0.0),
-                1000 * self._of_all_stages(feasible),
+                format_range(*map(self._of_all_stages, feasible)),
             )
         return num_rows, quotas.chunks
 
