@@ -22,7 +22,7 @@ import uvicorn
 
 from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, EvenflowError, InvalidConfig
-from evenflow.host import EXIT_SIGNALS, has_terminal
+from evenflow.host import EXIT_SIGNALS, has_terminal, return_freed_memory
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, turn_of
@@ -205,6 +205,7 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._exit_asked_at = -math.inf
         self._had_terminal = False
+        self._was_busy = True  # at the last check
         self._opening: set[asyncio.Task[object]] = set()  # connections that have been accepted
         hosts = (settings.host, *settings.allowed_hosts)
         self._keys = keys = settings.make_keys()
@@ -237,6 +238,9 @@ class Server(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 cast("BoundedProtocol", connection).check(now)
+            was_busy, self._was_busy = self._was_busy, self.service.gate.num_inside > 0
+            if was_busy and not self._was_busy:  # it takes milliseconds, which nobody waits for
+                return_freed_memory()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
