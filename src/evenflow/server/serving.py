@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import signal
@@ -239,7 +240,8 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 cast("BoundedProtocol", connection).check(now)
             was_busy, self._was_busy = self._was_busy, self.service.gate.num_inside > 0
-            if was_busy and not self._was_busy:  # it takes milliseconds, which nobody waits for
+            if was_busy and not self._was_busy:  # it takes milliseconds, for which nobody waits
+                gc.collect()  # errors hold on to what they interrupted
                 return_freed_memory()
         return await super().on_tick(counter)
 
