@@ -216,8 +216,8 @@ class Server(uvicorn.Server):
         self._lines = RequestLines(settings.access_log)
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            in_pieces(Turns(app, partial(turn_of, keys)), self._lines),
-            http=bounded_protocol(),
+            in_pieces(Turns(app), self._lines),
+            http=bounded_protocol(partial(turn_of, keys)),
             ws="none",
             access_log=False,
             log_config=None,
