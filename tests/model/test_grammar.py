@@ -214,6 +214,7 @@ def test_masks_depend_on_the_answer_alone(lengths: list[int]) -> None:
         (Grammar.regex("(a"), "the regex cannot be used: .*unclosed group"),
         (Grammar.regex("(?=a)b"), "look-around"),
         (Grammar.lark("start: missing"), "unknown name"),
+        (Grammar.lark("root ::= (("), "the lark cannot be used: Expected"),
     ],
 )
 def test_what_cannot_be_used_says_why_on_one_line(grammar: Grammar, message: str) -> None:

@@ -383,6 +383,21 @@ class CountedName(str):
     __hash__ = str.__hash__
 
 
+def test_a_body_is_its_keys_before_the_key_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it counted for the address until the request began: without a key, others there had it refused."""
+    monkeypatch.setattr(held, "MAX_HELD_BYTES", 600_000)
+    with scripted_server(settings={"api_keys": ["a key"]}) as server:
+        of_all = server.server.config.http_protocol_class.held
+        opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(12)]
+        for connection in opened:
+            connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 30_000)
+        server.until(lambda: of_all._bytes.total > 12 * 46_000)
+        body = {"prompt": "a", "max_tokens": 1, "user": "b" * 70_000}
+        assert server.post("/v1/completions", body, headers={"authorization": "Bearer a key"}).status_code == 200
+        for connection in opened:
+            connection.close()
+
+
 def test_a_connection_too_many_costs_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each took a millisecond of the event loop where 4,096 waited: a flood of them stopped all requests."""
     monkeypatch.setattr(held, "MAX_WAITING", 500)

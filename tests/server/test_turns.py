@@ -28,7 +28,7 @@ def scope(client: str, path: str = "/", **headers: str) -> dict[str, Any]:
         "path": path,
         "headers": named,
         "client": (client, 1),
-        "state": {"connection": Connection()},
+        "state": {"connection": Connection(owner=client)},
     }
 
 
@@ -38,7 +38,7 @@ class Started:
     def __init__(self) -> None:
         self.clients: list[str] = []
         self.sent: list[Message] = []
-        self.turns = Turns(self._app, lambda scope: scope["client"][0])
+        self.turns = Turns(self._app)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.clients.append(scope["client"][0])

@@ -21,6 +21,7 @@ from evenflow.vllm.steering import VllmSteering  # isort: skip
 
 AT_START = [
     *((steering, name) for name in ("prior_of", "_step_times_path", "advice_on_graphs")),
+    (type(steering.current_platform), "get_device_name"),
     (hosts_steering, "load_step_times"),
 ]
 LATER = [

@@ -20,7 +20,6 @@ from evenflow.cli.output import engine_imports
 from evenflow.cli.serve_options import EngineFlags, ServeOptions
 from evenflow.config import EngineConfig
 from evenflow.errors import InvalidInput
-from evenflow.host import return_freed_memory
 from evenflow.line_file import LineFile
 from evenflow.log_output import log_as_server
 from evenflow.model.hub.cached_models import find_model
@@ -109,7 +108,6 @@ async def serve_model(
 
 def _run(options: ServeOptions, serving: Coroutine[Any, Any, None]) -> None:
     log_as_server(options.log_format)
-    return_freed_memory()
 
     async def main() -> None:
         task = asyncio.current_task()

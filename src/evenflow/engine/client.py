@@ -171,10 +171,10 @@ class EngineClient:
         streams = self._streams
         for row, delta in enumerate(self._outputs.take(report), start=1):
             stream = streams[delta.request_id]
-            if delta.finish_reason is None:
-                stream.push(delta)
-            else:
+            if delta.finish_reason is not None:
                 self._end(stream, delta)
+            elif stream.is_shown:  # else merging would take time for each token so far
+                stream.push(delta)
             if row % _STREAMS_AT_ONCE == 0 and row < len(report.ids):
                 yield
 

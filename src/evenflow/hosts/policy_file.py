@@ -20,6 +20,7 @@ class PolicyFile:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._seen: tuple[int, int] | None = None  # the version read last
+        self._problem = ""  # with it, as logged
 
     def write(self, policy: PolicySpec | None) -> None:
         new = self._path.with_suffix(".new")
@@ -39,9 +40,16 @@ class PolicyFile:
         except FileNotFoundError:
             return current
         except (OSError, UnicodeError, InvalidConfig) as error:
-            logger.warning("evenflow: the target in %s is ignored: %s", self._path, error)
+            self._warn(f"the target in {self._path} is ignored: {error}")
             return current
         if policy is not None and policy.target is None:
-            logger.warning("evenflow: the policy '%s' in %s is ignored: it keeps no target", policy, self._path)
+            self._warn(f"the policy '{policy}' in {self._path} is ignored: it keeps no target")
             return current
+        self._problem = ""
         return policy
+
+    def _warn(self, problem: str) -> None:
+        """Once: a file that cannot be looked at is looked at before each step."""
+        if problem != self._problem:
+            self._problem = problem
+            logger.warning("evenflow: %s", problem)

@@ -69,9 +69,9 @@ class _WithoutWarnings:
         pass
 
 
-def bounded_protocol() -> type[BoundedProtocol]:
+def bounded_protocol(owner_of: Callable[[Scope], str]) -> type[BoundedProtocol]:
     """The protocol for one server, whose connections share what is bounded for all of them."""
-    return type("ServerProtocol", (BoundedProtocol,), {"held": Held()})
+    return type("ServerProtocol", (BoundedProtocol,), {"held": Held(), "owner_of": staticmethod(owner_of)})
 
 
 def in_pieces(app: ASGIApp, lines: RequestLines) -> ASGIApp:
@@ -108,11 +108,13 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     held: ClassVar[Held]
+    owner_of: ClassVar[Callable[[Scope], str]]  # of a request, by its head
     transport: Written  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = cast("logging.Logger", _WithoutWarnings(self.logger))
+        self.owner = ""  # the key of its last request, or its address
         self.url = b""  # uvicorn sets it when a request begins
         self._received = 0  # of an unfinished head
         self._head_bytes = 0  # of its complete headers
@@ -135,6 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast("asyncio.Transport", Written(transport)))
         self.transport.set_write_buffer_limits(high=PIECE_BYTES)
+        self.owner = (self.client or ("",))[0]
         self.held.wait(self)
         self._set_timer(HEADER_TIMEOUT_S)
 
@@ -160,12 +163,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """Perhaps it waits no more: for its client to send or to read, or for its turn."""
         if self._is_started and self._is_complete and not self.flow.write_paused:
             self.held.go_on(self)
-
-    @property
-    def owner(self) -> str:
-        """Whose connection this is: the key of its last request, or its address."""
-        caller = None if self.scope is None else self.scope["state"].get("caller")
-        return (self.client or ("",))[0] if caller is None else caller.client
 
     @property
     def num_held(self) -> int:
@@ -310,6 +307,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._end_timer()
         super().on_headers_complete()
+        self.owner = self.owner_of(self.scope)  # before its body is held
 
     def on_message_complete(self) -> None:
         self._is_complete = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import signal
@@ -22,7 +23,7 @@ import uvicorn
 
 from evenflow.core.request import Pooling
 from evenflow.errors import EngineFailed, EvenflowError, InvalidConfig
-from evenflow.host import EXIT_SIGNALS, has_terminal
+from evenflow.host import EXIT_SIGNALS, has_terminal, return_freed_memory
 from evenflow.hosts.launch import HostLaunch
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import ApiKeys, turn_of
@@ -205,6 +206,7 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._exit_asked_at = -math.inf
         self._had_terminal = False
+        self._was_busy = True  # at the last check
         self._opening: set[asyncio.Task[object]] = set()  # connections that have been accepted
         hosts = (settings.host, *settings.allowed_hosts)
         self._keys = keys = settings.make_keys()
@@ -214,8 +216,8 @@ class Server(uvicorn.Server):
         self._lines = RequestLines(settings.access_log)
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            in_pieces(Turns(app, partial(turn_of, keys)), self._lines),
-            http=bounded_protocol(),
+            in_pieces(Turns(app), self._lines),
+            http=bounded_protocol(partial(turn_of, keys)),
             ws="none",
             access_log=False,
             log_config=None,
@@ -237,6 +239,10 @@ class Server(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 cast("BoundedProtocol", connection).check(now)
+            was_busy, self._was_busy = self._was_busy, self.service.gate.num_inside > 0
+            if was_busy and not self._was_busy:  # it takes milliseconds, for which nobody waits
+                gc.collect()  # errors hold on to what they interrupted
+                return_freed_memory()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

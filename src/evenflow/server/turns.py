@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,25 +16,25 @@ _STARTS_PER_ROUND = 4
 
 
 class Turns:
-    """Middleware. `lane_of` names who shares a turn; the fewer a client can make up, the better."""
+    """Middleware. Those share a turn who own a connection: the fewer a client can make up, the better."""
 
-    def __init__(self, app: ASGIApp, lane_of: Callable[[Scope], str]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._lane_of = lane_of
         self._lanes: dict[str, deque[asyncio.Future[None]]] = {}  # the one whose turn it is comes first
         self._num_started = 0  # in this round
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            connection = scope["state"]["connection"]
             if self._lanes or self._num_started >= _STARTS_PER_ROUND:
                 turn = asyncio.get_running_loop().create_future()
-                self._lanes.setdefault(self._lane_of(scope), deque()).append(turn)
+                self._lanes.setdefault(connection.owner, deque()).append(turn)
                 await turn
-                if scope["state"]["connection"].has_left:
+                if connection.has_left:
                     return
             else:
                 self._count()
-            scope["state"]["connection"].start()
+            connection.start()
         await self._app(scope, receive, send)
 
     def _count(self) -> None:

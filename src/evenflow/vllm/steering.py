@@ -54,18 +54,10 @@ class VllmSteering:
         self._scheduler = scheduler
         self._request_settings = RequestSettings(settings.classes, logger)
         self._budget: int = scheduler.max_num_scheduled_tokens
-        model = scheduler.vllm_config.model_config
         is_chunked = scheduler.scheduler_config.enable_chunked_prefill
-        num_ranks = scheduler.parallel_config.tensor_parallel_size
-        device = current_platform.get_device_name()
         best_effort = BestEffort(logger)
-        quantization = {
-            "quantization": model.quantization,
-            "quantization_config": getattr(model.hf_config, "quantization_config", None),
-            "cache_itemsize": 1.0 if "fp8" in scheduler.cache_config.cache_dtype else 2.0,
-        }
-        figures = model.hf_text_config, device, num_ranks, model.dtype.itemsize
-        prior = best_effort.run("estimating step times", partial(prior_of, *figures, **quantization), Prior())
+        device = best_effort.run("naming the device", current_platform.get_device_name, "")
+        prior = best_effort.run("estimating step times", partial(_prior, scheduler.vllm_config, device), Prior())
         # vLLM ends chunks where it can cache the states of a model that has recurrent ones.
         self._block_rows: int = scheduler.cache_config.block_size if scheduler.need_mamba_block_aligned_split else 1
         graph_sizes = tuple(sorted(scheduler.vllm_config.compilation_config.cudagraph_capture_sizes or ()))
@@ -79,7 +71,7 @@ class VllmSteering:
             budget=self._budget,
             max_num_seqs=max_running(scheduler),
             step_times_path=best_effort.run(
-                "keeping step times", partial(_step_times_path, scheduler.vllm_config), None
+                "keeping step times", partial(_step_times_path, scheduler.vllm_config, device), None
             ),
             logger=logger,
             prior=prior.costs,
@@ -320,7 +312,20 @@ def _candidate(request: Any, start: int) -> Candidate:
     return Candidate(request.request_id, start, max(1, request.num_tokens - start), request.num_prompt_tokens)
 
 
-def _step_times_path(config: Any) -> Path:
+def _prior(config: Any, device: str) -> Prior:
+    model, num_ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    return prior_of(
+        model.hf_text_config,
+        device,
+        num_ranks,
+        model.dtype.itemsize,
+        quantization=model.quantization,
+        quantization_config=getattr(model.hf_config, "quantization_config", None),
+        cache_itemsize=1.0 if "fp8" in config.cache_config.cache_dtype else 2.0,
+    )
+
+
+def _step_times_path(config: Any, device: str) -> Path:
     """Where step times of this model, split over devices in this way, are stored. vLLM's own hashes cover the rest."""
     parts = (config.model_config.compute_hash(), config.parallel_config.compute_hash(), config.cache_config.cache_dtype)
-    return step_times_path("vllm", vllm.__version__, *parts, current_platform.get_device_name())
+    return step_times_path("vllm", vllm.__version__, *parts, device)

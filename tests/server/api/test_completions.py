@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evenflow.engine.client import Stream
 from evenflow.executors.fake import fake_continuation
 from tests.models import tiny_llama
 from tests.server.engines import VOCAB_SIZE
@@ -247,3 +248,13 @@ def check_offsets(text: str, logprobs: dict[str, Any]) -> None:
     for token, offset in zip(logprobs["tokens"], offsets, strict=True):
         if "\ufffd" not in token and token != "<|begin|>":
             assert text.startswith(token, offset)
+
+
+def test_tokens_that_nobody_sees_singly_are_not_merged(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each token of a choice that waited for its turn to be read copied all tokens before it."""
+    pushed = []
+    push = Stream.push
+    monkeypatch.setattr(Stream, "push", lambda self, delta: pushed.append(delta) or push(self, delta))
+    response = server.post("/v1/completions", {"prompt": "a", "n": 4, "max_tokens": 40, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 160
+    assert len(pushed) == 4

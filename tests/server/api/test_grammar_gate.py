@@ -111,6 +111,46 @@ def test_a_busy_machine_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     run(use)
 
 
+def test_nobody_waits_in_the_queue_of_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, who queued a grammar that others use, behind slow ones of its own, made them wait for all of these."""
+
+    async def use(gate: GrammarGate) -> None:
+        num_asked, released = 0, asyncio.Event()
+
+        async def ask(question: bytes) -> bytes:
+            nonlocal num_asked
+            num_asked += 1
+            if b"slow" in question:
+                await released.wait()
+            return b""
+
+        monkeypatch.setattr(gate._helper, "ask", ask)
+        common = Grammar.json_object()
+        held_up = [asyncio.create_task(gate.check(one, "attacker")) for one in (Grammar.regex("slow"), common)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await gate.check(common, "another client")
+        assert not held_up[1].done()
+        released.set()
+        await asyncio.gather(*held_up)
+        assert num_asked == 2, "what another client's turn has answered is not compiled again"
+        assert not gate._pending
+
+    run(use)
+
+
+def test_what_is_wrong_is_remembered_in_short() -> None:
+    """The library quotes the grammar: 4,096 wrong ones would be a gigabyte."""
+
+    async def use(gate: GrammarGate) -> None:
+        for text in ("(" + "x" * 90_000, "(" + "é" * 45_000):
+            with pytest.raises(InvalidRequest, match="the regex cannot be used"):
+                await gate.check(Grammar.regex(text))
+        assert all(len(problem) <= 1000 for problem in gate._known.values())
+
+    run(use)
+
+
 @pytest.mark.slow
 def test_one_clients_slow_grammars_are_checked_one_at_a_time_and_delay_no_other_client() -> None:
     async def use(gate: GrammarGate) -> None:

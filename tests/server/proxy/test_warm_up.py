@@ -153,6 +153,24 @@ def test_an_engine_without_completions_is_only_logged(log: pytest.LogCaptureFixt
     assert "/v1/completions returned status 404" in log.text
 
 
+@pytest.mark.parametrize("answered", [0, 2], ids=["never", "until the time is up"])
+def test_an_engine_that_does_not_answer_is_only_logged(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    """Before, the front waited for it for ever, and never served."""
+    monkeypatch.setattr(module, "TIME_LIMIT_S", 0.2)
+    monkeypatch.setattr(module, "ANSWER_LIMIT_S", 0.3)
+
+    class Silent(Endpoint):
+        async def handle(self, request: httpx.Request) -> httpx.Response:
+            if len(self.prompts) >= answered:
+                await asyncio.Event().wait()
+            return await super().handle(request)
+
+    asyncio.run(Silent().warm_up())
+    assert "The warm-up of the engine failed (no answer within 0.3 s)" in log.text
+
+
 def test_an_engine_that_is_gone_is_only_logged(log: pytest.LogCaptureFixture) -> None:
     async def warm() -> None:
         async with httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False) as http:

@@ -167,7 +167,7 @@ def _source(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case "lark":
                 return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-    except (ValueError, RecursionError) as error:  # not JSON, for example
+    except Exception as error:  # of many kinds: not JSON, too deep, the library's own
         raise InvalidRequest(f"the {grammar.kind} cannot be used: {error}") from error
 
 

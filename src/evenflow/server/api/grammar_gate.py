@@ -31,6 +31,7 @@ from evenflow.server.errors import overloaded
 
 _AT_ONCE = 2
 _MAX_WAITING = 64  # grammars of one client
+_MAX_PROBLEM_CHARACTERS = 1000  # the library quotes grammars, and what is wrong with thousands is remembered
 _MAX_KNOWN = 4096  # grammars whose result is remembered, good or bad
 _MAX_CPU_S = 0.75  # somewhat more than `Grammars` allows, for what it does besides
 _MAX_WALL_S = 20.0  # for a very busy machine
@@ -50,7 +51,7 @@ class GrammarGate:
         self._helper = HelperProcess("evenflow-grammar-gate", _run, vocabulary, num_logits)
         self._slots = FairSlots(_AT_ONCE, 1, _MAX_WAITING, "their grammars to be checked")
         self._known: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a grammar, by digest; "": nothing
-        self._pending: dict[bytes, asyncio.Task[str]] = {}
+        self._pending: dict[tuple[bytes, str], asyncio.Task[str]] = {}  # by client: nobody waits in another's queue
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
         """Raise InvalidRequest if a grammar cannot be used. Each is compiled once, whatever the result.
@@ -59,10 +60,10 @@ class GrammarGate:
         """
         digest = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
         if (problem := self._known.get(digest)) is None:
-            task = self._pending.get(digest)
+            task = self._pending.get((digest, client))
             if task is None:
-                task = self._pending[digest] = asyncio.create_task(self._compile(digest, grammar, client))
-                task.add_done_callback(lambda done: self._forget(digest, done))
+                task = self._pending[digest, client] = asyncio.create_task(self._compile(digest, grammar, client))
+                task.add_done_callback(lambda done: self._forget(digest, client, done))
             problem = await asyncio.shield(task)  # others may wait for it too
         else:
             self._known.move_to_end(digest)
@@ -73,13 +74,15 @@ class GrammarGate:
         """Fail the checks that wait, and later ones of grammars that are not known."""
         await self._helper.close()
 
-    def _forget(self, digest: bytes, done: asyncio.Task[str]) -> None:
-        del self._pending[digest]
+    def _forget(self, digest: bytes, client: str, done: asyncio.Task[str]) -> None:
+        del self._pending[digest, client]
         if not done.cancelled():
             done.exception()  # seen, even if all who waited have left
 
     async def _compile(self, digest: bytes, grammar: Grammar, client: str) -> str:
         async with self._slots.slot(client):
+            if (known := self._known.get(digest)) is not None:  # another client's turn came first
+                return known
             answer = await self._helper.ask(_encode(grammar))
         if answer == _UNDECIDED:
             raise overloaded("This machine is too busy to check the request's grammar now.")
@@ -179,7 +182,7 @@ def _compile_and_exit(grammars: Grammars, grammar: Grammar, writer: int, connect
             grammars.check(grammar)
         except InvalidRequest as error:
             problem = str(error)
-        os.write(writer, problem.encode(errors="replace")[:_RECEIVE_BYTES])
+        os.write(writer, problem[:_MAX_PROBLEM_CHARACTERS].encode(errors="replace"))
         exit_code = 0
     finally:
         os._exit(exit_code)

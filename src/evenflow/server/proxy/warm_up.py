@@ -11,19 +11,22 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from evenflow.errors import EndpointFailed
 
+Answer = TypeVar("Answer")
+
 logger = logging.getLogger("evenflow")
 
 REQUEST_ID = "evenflow-warm-up"  # part of each request's id, which marks it in the engine's reports
 TIME_LIMIT_S = 10.0
+ANSWER_LIMIT_S = 120.0  # of the first answer, which may compile kernels, and of the last one, behind what was cancelled
 # Decoding streams, and the prompts sent beside them in turn. Both grow slowly, so that a slow engine has seen some of
 # every kind when time is up. The numbers of streams are one below powers of two, the usual limits of engines, which
 # leaves a slot for the prompt.
@@ -50,7 +53,7 @@ async def warm_up(http: httpx.AsyncClient, name: str) -> None:
     started_at = time.monotonic()
     logger.info("Warming up %s: prompts beside streams, for at most %.0f s.", name, TIME_LIMIT_S)
     try:
-        await _run_until(started_at + TIME_LIMIT_S, await _connect(http))
+        await _run_until(started_at + TIME_LIMIT_S, await _answered(_connect(http)))
     except Exception as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         reason = str(cause) or type(cause).__name__
@@ -66,7 +69,16 @@ async def _run_until(limit: float, endpoint: _Endpoint) -> None:
     except TimeoutError:
         logger.info("The warm-up used its %.0f s; longer prompts beside more streams were not run.", TIME_LIMIT_S)
         # Answered once the engine has finished its current step and dropped cancelled requests.
-        await _check(await endpoint.complete(1, 1))
+        await _check(await _answered(endpoint.complete(1, 1)))
+
+
+async def _answered(answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """An engine that does not answer must not keep the front from serving."""
+    try:
+        async with asyncio.timeout(ANSWER_LIMIT_S):
+            return await answer
+    except TimeoutError:
+        raise EndpointFailed(f"no answer within {ANSWER_LIMIT_S:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)
