@@ -1,0 +1,123 @@
+"""Runs steps of every kind through SGLang's own loop before the first request.
+
+SGLang compiles several kernels when a step first needs them, such as the positions of decodes (by nvcc, in 5 s): all
+streams would wait meanwhile. Which kernels those are depends on the model, the settings and SGLang's version; here
+SGLang finds out by itself. Nothing remains of the requests: their ids are those of health checks, whose output SGLang
+drops, and the prefix cache is emptied.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from itertools import count, cycle
+from typing import Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from evenflow.sglang.steering import Decision, SglangSteering
+
+logger = logging.getLogger("sglang.evenflow")
+
+_SHORT, _LONG = 20, 4608  # tokens; the long prompt's last chunks have contexts that attention divides
+_CHUNKS = (48, 400, 2500)  # within SGLang's captured graphs, and beyond
+_OUTPUT = 24  # tokens of each stream, so that all of the chunks are beside them
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+)
+
+
+class _Rehearsal(SglangSteering):
+    """Chunks of every size in turn, the same on every rank."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._chunks = cycle(_CHUNKS)
+        self.num_steps = 0
+
+    def _decide(self, running_batch: Any) -> Decision:
+        if not self._has_prefill:
+            return Decision()
+        chunk = max(self._scheduler.page_size, min(next(self._chunks), self._scheduler.chunked_prefill_size))
+        return Decision(budget=chunk + len(running_batch.reqs))
+
+    def scheduled(self, batch: Any) -> None:
+        super().scheduled(batch)
+        self.num_steps += batch is not None
+
+
+def rehearse(scheduler: Any) -> None:
+    """Has SGLang serve a few requests of its own. It must be idle."""
+    started, steering = time.perf_counter(), _Rehearsal(scheduler)
+    before, scheduler.evenflow = scheduler.evenflow, steering
+    try:
+        for sampling in _SAMPLING:
+            _serve(scheduler, _script(scheduler, sampling))
+    finally:
+        scheduler.evenflow = before
+        _empty(scheduler)
+    seconds = time.perf_counter() - started
+    logger.info("evenflow: %d steps before the first request, in %.1f s", steering.num_steps, seconds)
+
+
+def _script(scheduler: Any, sampling: dict[str, Any]) -> Iterator[list[Any]]:
+    """What arrives at each turn of the loop: two streams, then a long prompt beside them."""
+    long = max(1, min(_LONG, scheduler.max_req_input_len - 1, scheduler.max_total_num_tokens // 2))
+    ids = (f"{HEALTH_CHECK_RID_PREFIX}_evenflow_{number}" for number in count())
+    yield [_request(next(ids), _SHORT, _OUTPUT, sampling)]
+    yield [_request(next(ids), _SHORT + 1, _OUTPUT, sampling)]
+    yield from ([] for _ in range(4))  # decodes alone
+    yield [_request(next(ids), long, 2, sampling)]
+
+
+def _request(request_id: str, num_tokens: int, max_tokens: int, sampling: dict[str, Any]) -> Any:
+    """As SGLang's tokenizer process sends it."""
+    params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True, **sampling)
+    params.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=request_id,
+        input_text="",
+        input_ids=array("q", [1 + position % 100 for position in range(num_tokens)]),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+def _serve(scheduler: Any, script: Iterator[list[Any]]) -> None:
+    """Run SGLang's loop until these requests have ended; what clients send meanwhile stays in the socket."""
+
+    def receive(_: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        arrived = next(script, None)
+        for request in arrived or ():
+            scheduler.handle_generate_request(request)  # the loop itself would drop a second health check
+        scheduler.gracefully_exit = arrived is None and scheduler.is_fully_idle()
+        return []
+
+    receiver = type(scheduler.request_receiver)
+    by_sglang, receiver.recv_requests = receiver.recv_requests, receive
+    try:
+        scheduler.run_event_loop()
+    finally:
+        receiver.recv_requests, scheduler.gracefully_exit = by_sglang, False
+
+
+def _empty(scheduler: Any) -> None:
+    """As it was before the first request, even if a step failed."""
+    scheduler.waiting_queue, scheduler.chunked_req, scheduler.last_batch = [], None, None
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    if hasattr(scheduler, "result_queue"):
+        scheduler.result_queue.clear()
+    scheduler.flush_cache()
