@@ -83,7 +83,7 @@ MODEL = Uses(
 PARALLEL = Uses(
     "sglang.srt.runtime_context:ParallelContext",
     attributes=("attn_dp_size", "tp_rank", "tp_size"),
-    also_in=("sglang.srt.arg_groups.fields.parallel",),
+    also_in=("sglang.srt.arg_groups.fields.parallel", "sglang.srt.server_args"),  # it answers settings too
 )
 GROUP = Uses("sglang.srt.distributed.parallel_state:GroupCoordinator", attributes=("rank", "ranks"))
 _GROUPS = ("disagg", "exec_", "memory", "model", "observability", "parallel", "schedule", "serving")  # since 0.5.20
