@@ -119,6 +119,7 @@ def mixed(sequences: list[tuple[int, int]]) -> Any:
     batch.req_pool_indices = torch.arange(len(starts))
     batch.out_cache_loc = batch.encoder_lens = batch.cross_attention_custom_mask = None
     batch.spec_info = batch.attn_cp_metadata = batch.kv_loc_plan = None
+    batch.out_cache_loc_is_physical = False
     return batch
 
 

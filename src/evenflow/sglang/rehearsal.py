@@ -2,8 +2,7 @@
 
 SGLang compiles several kernels when a step first needs them, such as the positions of decodes (by nvcc, in 5 s): all
 streams would wait meanwhile. Which kernels those are depends on the model, the settings and SGLang's version; here
-SGLang finds out by itself. Nothing remains of the requests: their ids are those of health checks, whose output SGLang
-drops, and the prefix cache is emptied.
+SGLang finds out by itself. Nothing remains of the requests: their tokens are not sent, and the prefix cache is emptied.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, cycle
 from typing import Any
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -24,9 +23,10 @@ from evenflow.sglang.steering import Decision, SglangSteering
 
 logger = logging.getLogger("sglang.evenflow")
 
-_SHORT, _LONG = 20, 4608  # tokens; the long prompt's last chunks have contexts that attention divides
+_SHORT, _LONG, _LAST = 20, 4608, 700  # tokens; attention divides a context as long as the second
 _CHUNKS = (48, 400, 2500)  # within SGLang's captured graphs, and beyond
-_OUTPUT = 24  # tokens of each stream, so that all of the chunks are beside them
+_OUTPUT = 24  # tokens of each stream, so that all chunks are beside some
+_MOST_TURNS = 1000  # of SGLang's loop, in which some hundred steps take place
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
@@ -67,18 +67,22 @@ def rehearse(scheduler: Any) -> None:
 
 
 def _script(scheduler: Any, sampling: dict[str, Any]) -> Iterator[list[Any]]:
-    """What arrives at each turn of the loop: two streams, then a long prompt beside them."""
-    long = max(1, min(_LONG, scheduler.max_req_input_len - 1, scheduler.max_total_num_tokens // 2))
-    ids = (f"{HEALTH_CHECK_RID_PREFIX}_evenflow_{number}" for number in count())
-    yield [_request(next(ids), _SHORT, _OUTPUT, sampling)]
-    yield [_request(next(ids), _SHORT + 1, _OUTPUT, sampling)]
+    """What arrives at each turn of the loop: two streams, a long prompt beside them, another beside the long context."""
+    longest = min(scheduler.max_req_input_len - 1, scheduler.max_total_num_tokens // 2)
+    ids = (f"evenflow-{number}" for number in count())
+    yield [_request(next(ids), _SHORT, sampling)]
+    yield [_request(next(ids), _SHORT + 1, sampling)]
     yield from ([] for _ in range(4))  # decodes alone
-    yield [_request(next(ids), long, 2, sampling)]
+    yield [_request(next(ids), max(1, min(_LONG, longest)), sampling)]
+    yield []
+    while scheduler.waiting_queue or scheduler.chunked_req is not None:
+        yield []
+    yield [_request(next(ids), max(1, min(_LAST, longest)), sampling)]
 
 
-def _request(request_id: str, num_tokens: int, max_tokens: int, sampling: dict[str, Any]) -> Any:
+def _request(request_id: str, num_tokens: int, sampling: dict[str, Any]) -> Any:
     """As SGLang's tokenizer process sends it."""
-    params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True, **sampling)
+    params = SamplingParams(max_new_tokens=_OUTPUT, ignore_eos=True, **sampling)
     params.normalize(None)
     return TokenizedGenerateReqInput(
         rid=request_id,
@@ -99,19 +103,40 @@ def _request(request_id: str, num_tokens: int, max_tokens: int, sampling: dict[s
 def _serve(scheduler: Any, script: Iterator[list[Any]]) -> None:
     """Run SGLang's loop until these requests have ended; what clients send meanwhile stays in the socket."""
 
-    def receive(_: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        arrived = next(script, None)
-        for request in arrived or ():
-            scheduler.handle_generate_request(request)  # the loop itself would drop a second health check
-        scheduler.gracefully_exit = arrived is None and scheduler.is_fully_idle()
-        return []
+    turns = iter(range(_MOST_TURNS))
 
-    receiver = type(scheduler.request_receiver)
-    by_sglang, receiver.recv_requests = receiver.recv_requests, receive
+    def receive(_: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if next(turns, None) is None:
+            raise TimeoutError(f"the requests did not end within {_MOST_TURNS} turns of SGLang's loop")
+        arrived = next(script, None)
+        scheduler.gracefully_exit = arrived is None and scheduler.is_fully_idle()
+        return arrived or []
+
+    def send(_: Any, *args: Any, **kwargs: Any) -> None:
+        return
+
     try:
-        scheduler.run_event_loop()
+        with (
+            _replaced(type(scheduler.request_receiver), "recv_requests", receive),
+            _replaced(type(scheduler.output_streamer), "stream_output", send),
+        ):
+            scheduler.run_event_loop()
     finally:
-        receiver.recv_requests, scheduler.gracefully_exit = by_sglang, False
+        scheduler.gracefully_exit = False
+
+
+@contextmanager
+def _replaced(kind: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """On the class: its instances may have no place for it."""
+    own = vars(kind).get(name)
+    setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, own)
 
 
 def _empty(scheduler: Any) -> None:

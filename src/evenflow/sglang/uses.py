@@ -19,8 +19,7 @@ SCHEDULER = Uses(
         "_add_request_to_queue": {"req"},
         "get_num_allocatable_reqs": {"running_bs"},
         "on_idle": set[str](),
-        "flush_cache": set[str](),  # this and the next three for the steps before the first request
-        "handle_generate_request": {"recv_req"},
+        "flush_cache": set[str](),  # this and the next two for the steps before the first request
         "is_fully_idle": set[str](),
         "run_event_loop": set[str](),
     },
@@ -29,8 +28,16 @@ SCHEDULER = Uses(
         *("enable_pdmux", "enable_priority_preemption", "enable_priority_scheduling", "forward_stream"),
         *("is_generation", "is_hybrid_swa", "is_mixed_chunk", "last_batch", "max_prefill_tokens", "max_req_input_len"),
         *("max_running_requests", "max_total_num_tokens", "min_free_slots_delayer", "model_config", "page_size"),
-        *("policy", "pool_stats_observer", "prefill_delayer", "request_receiver", "running_batch", "server_args"),
-        *("spec_algorithm", "tp_cpu_group", "tp_group", "tp_worker", "tree_cache", "truncation_align_size"),
+        *("output_streamer", "policy", "pool_stats_observer", "prefill_delayer", "request_receiver", "running_batch"),
+        *(
+            "server_args",
+            "spec_algorithm",
+            "tp_cpu_group",
+            "tp_group",
+            "tp_worker",
+            "tree_cache",
+            "truncation_align_size",
+        ),
         "waiting_queue",
     ),
 )
@@ -57,6 +64,10 @@ FORWARD_BATCH = Uses(
 RECEIVER = Uses(
     "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver",
     methods={"recv_requests": set[str]()},
+)
+STREAMER = Uses(
+    "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer",
+    methods={"stream_output": set[str]()},
 )
 SAMPLING = Uses("sglang.srt.sampling.sampling_params:SamplingParams", attributes=("custom_params", "max_new_tokens"))
 POLICY = Uses("sglang.srt.managers.schedule_policy", attributes=("match_kv_cache|match_prefix_for_req",))
@@ -121,7 +132,20 @@ FLASHINFER_UPDATER = Uses(
     ),
 )
 USES = (
-    *(SCHEDULER, REQUEST, BATCH, RESULT, MODE, FORWARD_BATCH, RECEIVER, SAMPLING, POLICY, PREFILL_ADDER, POOL_STATS),
+    *(
+        SCHEDULER,
+        REQUEST,
+        BATCH,
+        RESULT,
+        MODE,
+        FORWARD_BATCH,
+        RECEIVER,
+        STREAMER,
+        SAMPLING,
+        POLICY,
+        PREFILL_ADDER,
+        POOL_STATS,
+    ),
     *(LOGITS, RUNNER, MODEL, PARALLEL, GROUP, SETTINGS, GRAPHS, GRAPHS_OF_PHASE, HOOKS),
     *(FLASH_ATTENTION, FLASH_ATTENTION_MODULE, FLASHINFER, FLASHINFER_UPDATER),
 )
