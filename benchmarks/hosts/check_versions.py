@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ _WORKERS = 8  # that wait for the network
 Data = dict[str, dict[str, dict[str, Any]]]  # by package and version
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Host:
     package: HostPackage
     uses: Sequence[Uses]
@@ -53,14 +52,13 @@ class Host:
     def page(self) -> Path:
         return ROOT / "docs" / f"{self.name}.md"
 
-    @cached_property
     def adapter(self) -> list[ast.Module]:
         """Its modules, for what they import."""
         return [ast.parse(path.read_text()) for path in (ROOT / "src" / "evenflow" / self.name).glob("*.py")]
 
-    def missing(self, sources: Package) -> list[str]:
+    def missing(self, sources: Package, adapter: Sequence[ast.Module]) -> list[str]:
         found = {name for uses in self.uses for name in sources.missing(uses)}
-        for module in self.adapter:
+        for module in adapter:
             found.update(sources.missing_imports(module, self.name))
         return sorted(found)
 
@@ -76,17 +74,17 @@ def check(index: PackageIndex, ends_only: bool) -> Iterator[tuple[str, str, list
     """Each package, version and what it lacks."""
     wanted = []
     for host in HOSTS:
-        assert host.adapter  # parsed here, not in several threads
+        adapter = host.adapter()  # parsed here, not in several threads
         for package in host.package.packages:
             releases = {
                 version: link for version, link in index.releases(package).items() if numbers_of(version) >= host.oldest
             }
             kept = {min(releases, key=numbers_of), max(releases, key=numbers_of)} if ends_only else releases
-            wanted += [(host, package, version, releases[version]) for version in releases if version in kept]
+            wanted += [(host, adapter, package, version, releases[version]) for version in releases if version in kept]
 
-    def check_one(job: tuple[Host, str, str, Any]) -> tuple[str, str, list[str]]:
-        host, package, version, link = job
-        return package, version, host.missing(Package(index.open(link).read))
+    def check_one(job: tuple[Host, list[ast.Module], str, str, Any]) -> tuple[str, str, list[str]]:
+        host, adapter, package, version, link = job
+        return package, version, host.missing(Package(index.open(link).read), adapter)
 
     with ThreadPoolExecutor(_WORKERS) as pool:
         yield from pool.map(check_one, wanted)

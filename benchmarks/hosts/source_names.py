@@ -36,6 +36,7 @@ class Package:
 
     def __init__(self, read: Read) -> None:
         self._read = read
+        self._folders: set[str] = set()  # modules that are an __init__.py
         self.module = cache(self._parse)
         self.class_names = cache(self._class_names)
 
@@ -89,8 +90,8 @@ class Package:
         if tree is None:
             return None
         names = _top_level_names(tree)
-        for origin in _starred(tree):
-            names |= self._names(origin) or Names()
+        for origin, name in self._imported_from(tree, module):
+            names |= (self._names(origin) if name.name == "*" else None) or Names()
         return names
 
     def _of_all_classes(self, module: str) -> Names:
@@ -106,39 +107,36 @@ class Package:
             return None
         node = next((one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name), None)
         if node is None:
-            origin = _imported_from(tree, module).get(name)
-            return None if origin is None else self.class_names(*origin)
+            origins = ((origin, one.name) for origin, one in self._imported_from(tree, module) if _called(one) == name)
+            return next((self.class_names(*origin) for origin in origins), None)
         names = Names()
         for base in reversed(node.bases):
             inherited = self.class_names(module, base.id) if isinstance(base, ast.Name) else None
             names |= inherited or Names()
         return names | _own_names(node)
 
+    def _imported_from(self, tree: ast.Module, module: str) -> Iterator[tuple[str, ast.alias]]:
+        """Each imported name, and the module that has it."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                parts = module.split(".")
+                num_kept = len(parts) - node.level + (module in self._folders)
+                above = parts[:num_kept] if node.level else []
+                yield from ((".".join([*above, *filter(None, [node.module])]), alias) for alias in node.names)
+
     def _parse(self, module: str) -> ast.Module | None:
         path = module.replace(".", "/")
-        source = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
+        source = self._read(f"{path}.py")
+        if source is None and (source := self._read(f"{path}/__init__.py")) is not None:
+            self._folders.add(module)
         if source is None:
             return None
         with _PARSING:
             return ast.parse(source)
 
 
-def _imported_from(tree: ast.Module, module: str) -> dict[str, tuple[str, str]]:
-    """The module and the name there, of each imported name."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            above = ".".join(module.split(".")[: -node.level]) + "." if node.level else ""
-            for alias in node.names:
-                found[alias.asname or alias.name] = (f"{above}{node.module or ''}".strip("."), alias.name)
-    return found
-
-
-def _starred(tree: ast.Module) -> Iterator[str]:
-    """Modules of which all names are imported."""
-    for node in _statements(tree.body):
-        if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
-            yield node.module
+def _called(alias: ast.alias) -> str:
+    return alias.asname or alias.name
 
 
 def _top_level_names(tree: ast.Module) -> Names:

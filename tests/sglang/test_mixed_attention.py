@@ -177,6 +177,7 @@ def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, mo
         dict.fromkeys(("has_local_attention", "is_encoder_decoder", "use_mla", "fa_skip_kv_cache"), False),
         **dict.fromkeys(("use_sliding_window_kv_pool", "is_prefill_aware_swa", "kv_cache_is_mxfp8", "has_swa"), False),
         **dict.fromkeys(("full_cg_prefill_metadata", "forward_metadata_spec_decode_expand", "attention_chunk_size")),
+        **dict.fromkeys(("local_attn_builder", "_unified_dense", "_unified_hooks")),
         fa_impl_ver=3,
         num_kv_heads=KV_HEADS,
         num_splits=0,

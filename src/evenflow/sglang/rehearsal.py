@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, cycle
 from typing import Any
 
@@ -57,8 +58,9 @@ def rehearse(scheduler: Any) -> None:
     started, steering = time.perf_counter(), _Rehearsal(scheduler)
     before, scheduler.evenflow = scheduler.evenflow, steering
     try:
+        numbers = count(1)
         for sampling in _SAMPLING:
-            _serve(scheduler, _script(scheduler, sampling))
+            _serve(scheduler, _script(scheduler, (partial(_request, number, sampling) for number in numbers)))
     finally:
         scheduler.evenflow = before
         _empty(scheduler)
@@ -66,28 +68,27 @@ def rehearse(scheduler: Any) -> None:
     logger.info("evenflow: %d steps before the first request, in %.1f s", steering.num_steps, seconds)
 
 
-def _script(scheduler: Any, sampling: dict[str, Any]) -> Iterator[list[Any]]:
-    """What arrives at each turn of the loop: two streams, a long prompt beside them, another beside the long context."""
-    longest = min(scheduler.max_req_input_len - 1, scheduler.max_total_num_tokens // 2)
-    ids = (f"evenflow-{number}" for number in count())
-    yield [_request(next(ids), _SHORT, sampling)]
-    yield [_request(next(ids), _SHORT + 1, sampling)]
+def _script(scheduler: Any, requests: Iterator[Callable[[int], Any]]) -> Iterator[list[Any]]:
+    """What arrives at each turn: two streams, a long prompt beside them, and another beside the long context."""
+    longest = max(1, min(scheduler.max_req_input_len - 1, scheduler.max_total_num_tokens // 2))
+    yield [next(requests)(_SHORT)]
+    yield [next(requests)(_SHORT + 1)]
     yield from ([] for _ in range(4))  # decodes alone
-    yield [_request(next(ids), max(1, min(_LONG, longest)), sampling)]
+    yield [next(requests)(min(_LONG, longest))]
     yield []
     while scheduler.waiting_queue or scheduler.chunked_req is not None:
         yield []
-    yield [_request(next(ids), max(1, min(_LAST, longest)), sampling)]
+    yield [next(requests)(min(_LAST, longest))]
 
 
-def _request(request_id: str, num_tokens: int, sampling: dict[str, Any]) -> Any:
-    """As SGLang's tokenizer process sends it."""
+def _request(number: int, sampling: dict[str, Any], num_tokens: int) -> Any:
+    """As SGLang's tokenizer process sends it. None has a prefix of another."""
     params = SamplingParams(max_new_tokens=_OUTPUT, ignore_eos=True, **sampling)
     params.normalize(None)
     return TokenizedGenerateReqInput(
-        rid=request_id,
+        rid=f"evenflow-{number}",
         input_text="",
-        input_ids=array("q", [1 + position % 100 for position in range(num_tokens)]),
+        input_ids=array("q", [number, *(1 + position % 100 for position in range(1, num_tokens))]),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
