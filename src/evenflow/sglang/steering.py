@@ -465,7 +465,16 @@ def _prior(scheduler: Any, has_flashinfer: bool) -> Prior:
     kernel = WaveKernel.FLASHINFER if has_flashinfer else None
     if versions.setting("attention_backend") == "fa3":
         kernel = WaveKernel.FLASH_ATTENTION_3
-    return prior_of(model.hf_text_config, device, versions.tp_size(), model.dtype.itemsize, kernel=kernel)
+    return prior_of(
+        model.hf_text_config,
+        device,
+        versions.tp_size(),
+        model.dtype.itemsize,
+        quantization=model.quantization,
+        quantization_config=getattr(model.hf_config, "quantization_config", None),
+        cache_itemsize=1.0 if "fp8" in versions.setting("kv_cache_dtype") else 2.0,
+        kernel=kernel,
+    )
 
 
 def _step_time_key() -> tuple[str, ...]:

@@ -89,7 +89,7 @@ RUNNER = Uses(
 )
 MODEL = Uses(
     "sglang.srt.configs.model_config:ModelConfig",
-    attributes=("dtype", "hf_text_config", "hidden_size"),
+    attributes=("dtype", "hf_config", "hf_text_config", "hidden_size", "quantization"),
 )
 PARALLEL = Uses(
     "sglang.srt.runtime_context:ParallelContext",
