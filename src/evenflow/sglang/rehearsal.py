@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count, cycle
 from typing import Any
 
+import torch
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -142,6 +143,8 @@ def _replaced(kind: type, name: str, function: Callable[..., Any]) -> Iterator[N
 
 def _empty(scheduler: Any) -> None:
     """As it was before the first request, even if a step failed."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     scheduler.waiting_queue, scheduler.chunked_req, scheduler.last_batch = [], None, None
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
     if hasattr(scheduler, "result_queue"):
