@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def check(index: PackageIndex, ends_only: bool) -> Iterator[tuple[str, str, list
 
     def check_one(job: tuple[Host, list[ast.Module], str, str, Any]) -> tuple[str, str, list[str]]:
         host, adapter, package, version, link = job
-        return package, version, host.missing(Package(index.open(link).read), adapter)
+        with closing(index.open(link)) as files:
+            return package, version, host.missing(Package(files.read), adapter)
 
     with ThreadPoolExecutor(_WORKERS) as pool:
         yield from pool.map(check_one, wanted)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from zipfile import ZipFile
 
@@ -33,6 +34,9 @@ class WheelFiles:
         self._file.read(info.compress_size + _LOCAL_HEADER)
         return self._archive.read(info).decode()
 
+    def close(self) -> None:
+        self._file.close()
+
 
 class PackageIndex:
     def __init__(self, finder: Any, session: Any) -> None:
@@ -47,9 +51,15 @@ class PackageIndex:
     def open(self, link: Any) -> WheelFiles:
         if link.is_file:
             return WheelFiles(Path(link.file_path).open("rb"))
-        from pip._internal.network.lazy_wheel import LazyZipOverHTTP
+        from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
 
-        return WheelFiles(LazyZipOverHTTP(link.url_without_fragment, self._session))
+        try:
+            return WheelFiles(LazyZipOverHTTP(link.url_without_fragment, self._session))
+        except HTTPRangeRequestUnsupported:
+            whole = TemporaryFile()  # noqa: SIM115 - it is read later
+            for piece in self._session.get(link.url_without_fragment, stream=True).iter_content(1 << 20):
+                whole.write(piece)
+            return WheelFiles(whole)
 
 
 @contextmanager

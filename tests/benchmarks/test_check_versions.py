@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import zipfile
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,29 @@ def test_a_wheel_is_read_file_by_file() -> None:
     assert files.read("host/core/queue.py") is None
 
 
+class Session:
+    """Of an index that sends only whole files, two bytes at a time."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def head(self, url: str, **_: Any) -> Any:
+        headers = {"Content-Length": str(len(self.content)), "Accept-Ranges": "none"}
+        return SimpleNamespace(status_code=200, headers=headers, reason="OK", url=url, raise_for_status=lambda: None)
+
+    def get(self, url: str, **_: Any) -> Any:
+        return SimpleNamespace(iter_content=lambda size: (self.content[at : at + 2] for at in range(0, 10**4, 2)))
+
+
+def test_an_index_without_parts_of_files_is_read_too() -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("host/fields.py", SOURCES["host/fields.py"])
+    link = SimpleNamespace(is_file=False, url_without_fragment="https://index.example/host.whl")
+    with closing(PackageIndex(None, Session(content.getvalue())).open(link)) as files:
+        assert files.read("host/fields.py") == SOURCES["host/fields.py"]
+
+
 class Index(PackageIndex):
     """Of two releases, the second of which lacks a class."""
 
@@ -140,7 +164,7 @@ class Index(PackageIndex):
 
     def open(self, link: Any) -> Any:
         without = "" if link < 3 else "host/core/scheduler.py"
-        return SimpleNamespace(read=lambda path: None if path == without else SOURCES.get(path))
+        return SimpleNamespace(read=lambda path: None if path == without else SOURCES.get(path), close=lambda: None)
 
 
 @pytest.fixture
