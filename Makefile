@@ -9,10 +9,10 @@ BUILD_STAMP := $(BUILD_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
-SGLANG := $(VLLM_VENV)/sglang
+SGLANGS := $(VLLM_VENV)/sglang-oldest $(VLLM_VENV)/sglang-newest
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help install install-vllm test-vllm test-sglang demo serve test test-browser test-clients test-slow lint format docs pictures bench claims wheel clean
+.PHONY: help install install-vllm test-vllm test-sglang check-versions demo serve test test-browser test-clients test-slow lint format docs pictures bench claims wheel clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -71,13 +71,17 @@ $(VLLM_STAMP): .ci/vllm-wheel.txt .ci/vllm_requirements.py pyproject.toml
 test-vllm: $(VLLM_STAMP)  ## The plug-in on vLLM's own scheduler
 	OMP_NUM_THREADS=1 EVENFLOW_VLLM_PYTHON=$(CURDIR)/$(VLLM_BIN)/python $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
-$(SGLANG): $(VLLM_STAMP) .ci/sglang-wheel.txt
+$(SGLANGS): $(VLLM_VENV)/sglang-%: .ci/sglang-%.txt $(VLLM_STAMP)
 	rm -rf $@ $@-wheel
-	$(VLLM_BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $@-wheel -r .ci/sglang-wheel.txt
+	$(VLLM_BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $@-wheel -r $<
 	$(VLLM_BIN)/python -m zipfile -e $@-wheel/*.whl $@
 
-test-sglang: $(SGLANG)  ## The plug-in on SGLang's own scheduler, from its wheel in vLLM's environment
-	OMP_NUM_THREADS=1 EVENFLOW_SGLANG=$(CURDIR)/$(SGLANG) $(VLLM_BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
+test-sglang: $(SGLANGS)  ## The plug-in on SGLang's own scheduler, the oldest and the newest, from their wheels in vLLM's environment
+	for sglang in $(SGLANGS); do OMP_NUM_THREADS=1 EVENFLOW_SGLANG=$(CURDIR)/$$sglang \
+	  $(VLLM_BIN)/python -m pytest tests/sglang $(PYTEST_ARGS) || exit 1; done
+
+check-versions: $(STAMP)  ## Which releases of vLLM and SGLang have what the plug-ins need; VERSIONS_ARGS=--write updates the docs
+	$(BIN)/python benchmarks/hosts/check_versions.py $(VERSIONS_ARGS)
 
 lint: $(STAMP)  ## Lint and type-check only
 	$(BIN)/ruff check .

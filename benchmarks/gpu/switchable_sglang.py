@@ -40,7 +40,8 @@ def _after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _before_add(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.bench_switch.read_mode()
+    if hasattr(scheduler, "bench_switch"):  # not yet in the plug-in's own steps, before the first request
+        scheduler.bench_switch.read_mode()
 
 
 class Switch:

@@ -323,16 +323,17 @@ def test_only_a_context_beyond_a_processors_share_is_divided(flash: Any, monkeyp
     assert kernel.calls[3:] == [(18, 3, 0)]
 
 
-def test_flash_attention_is_sglangs_own_without_a_target_and_for_quantized_keys(flash: Any) -> None:
+def test_flash_attention_is_sglangs_own_without_a_target_and_where_one_call_is_needed(flash: Any) -> None:
     kernel, backend, batch = flash.flash_attn_with_kvcache, FlashBackend(), Batch([(40, 9), (17, 1)])
     scheduler = scheduler_of(backend)
     install_flash_attention(scheduler)
     backend.init_forward_metadata(batch)
     run_flash(flash, batch, k_descale=torch.ones(2, KV_HEADS))
+    run_flash(flash, batch, return_softmax_lse=True)
     scheduler.evenflow = None
     backend.init_forward_metadata(batch)
     run_flash(flash, batch)
-    assert [sequences for sequences, _, _ in kernel.calls] == [2, 2]
+    assert [sequences for sequences, _, _ in kernel.calls] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["has_local_attention", "is_encoder_decoder", "use_mla"])

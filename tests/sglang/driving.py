@@ -96,7 +96,7 @@ class Driver:
         arrivals = iter(script)
         idle_turns = 0
 
-        def receive(_: Any) -> list[Any]:
+        def receive(*_: Any, **__: Any) -> list[Any]:
             nonlocal idle_turns
             new = next(arrivals, None)
             idle_turns = idle_turns + 1 if new is None and scheduler.is_fully_idle() else 0
@@ -145,11 +145,24 @@ def make_driver(folder: Path, **settings: Any) -> Driver:
         max_total_tokens=20_000,
         **settings,
     )
-    driver = Driver(Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None))
+    ranks = publish(args)
+    driver = Driver(Scheduler(args, PortArgs.init_new(args), *ranks))
     steering.time = SimpleNamespace(time=lambda: driver.device.now)  # requests arrive by the same clock
     run = driver.scheduler.run_batch
     driver.scheduler.run_batch = lambda batch, *args, **kwargs: driver.run_batch(run, batch)
     return driver
+
+
+def publish(args: Any) -> tuple[Any, ...]:
+    """As SGLang's processes begin, in each version. Returns the ranks that its scheduler takes."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "SpawnRanks"):  # since 0.5.21
+        runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0, gpu_id=0))
+        return ()
+    if hasattr(runtime_context, "publish"):
+        runtime_context.publish(args, role="scheduler")
+    return (0, 0, 0, 0, 0, 0, None)
 
 
 def request(request_id: str, num_tokens: int, max_tokens: int, first_token: int = 0, **more: Any) -> Any:

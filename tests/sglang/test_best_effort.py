@@ -52,13 +52,16 @@ def test_what_fails_at_the_start(driver: Driver, logged: list[str], monkeypatch:
     check_serves(driver, logged)
 
 
-def test_a_warm_up_that_fails(driver: Driver, logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_ups_that_fail(driver: Driver, logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from evenflow.sglang import hooks
 
     monkeypatch.setattr(hooks, "warm_up_output_layer", broken)
+    monkeypatch.setattr(hooks, "rehearse", broken)
+    monkeypatch.setattr(driver.scheduler.tp_worker.model_runner, "device", "meta")
     hooks._after_init(None, driver.scheduler)
     end = "failed, serving goes on without it: RuntimeError: broken"
     assert f"evenflow: warming up the output layer {end}" in logged
+    assert f"evenflow: running steps before the first request {end}" in logged
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -52,12 +52,31 @@ class Places:
             places[start : start + length] = table[row, :length]
 
 
+class Translator:
+    """In place of what finds a batch's positions since 0.5.19, under several names; here a table has them."""
+
+    is_translating = reads_are_translated = False
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def index_table_for_batch(self, batch: Any) -> Any:
+        from sglang.srt.mem_cache.kv_index_translator import KVIndexTable
+
+        return KVIndexTable(self.table, batch.req_pool_indices, self.table.stride(0), 1, False, None)
+
+    def pack_read_stream(self, *_: Any, req_pool_indices: Any, seq_lens: Any, indptr: Any, out: Any, **__: Any) -> None:
+        Places.collect(self.table, req_pool_indices, seq_lens, indptr, None, out, 0)
+
+    fill_packed_read_stream = pack_read_stream
+
+
 @pytest.fixture
 def backend(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As its constructor leaves it, without a GPU's memory."""
     from sglang.srt.layers.attention import flashinfer_backend as module
 
-    monkeypatch.setattr(module, "create_flashinfer_kv_indices_triton", Places())
+    monkeypatch.setattr(module, "create_flashinfer_kv_indices_triton", Places(), raising=False)
     backend = object.__new__(module.FlashInferAttnBackend)
     vars(backend).update(
         dict.fromkeys(("use_sliding_window_kv_pool", "is_multimodal", "enable_mis", "enable_deterministic"), False),
@@ -99,7 +118,8 @@ def mixed(sequences: list[tuple[int, int]]) -> Any:
     batch.seq_lens_sum = int(batch.seq_lens.sum())
     batch.req_pool_indices = torch.arange(len(starts))
     batch.out_cache_loc = batch.encoder_lens = batch.cross_attention_custom_mask = None
-    batch.spec_info = batch.attn_cp_metadata = None
+    batch.spec_info = batch.attn_cp_metadata = batch.kv_loc_plan = None
+    batch.out_cache_loc_is_physical = False
     return batch
 
 
@@ -137,6 +157,7 @@ def test_sglangs_flashinfer_backend_gives_its_batches_to_it(backend: Any) -> Non
     batch = mixed([(40, 9), (17, 1), (3, 1)])
     backend.token_to_kv_pool = Pool(batch)
     backend.indices_updater_prefill.req_to_token = torch.stack(batch.table)
+    backend.kv_index_translator = Translator(torch.stack(batch.table))
     check_outputs(backend, batch)
 
 
@@ -156,6 +177,7 @@ def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, mo
         dict.fromkeys(("has_local_attention", "is_encoder_decoder", "use_mla", "fa_skip_kv_cache"), False),
         **dict.fromkeys(("use_sliding_window_kv_pool", "is_prefill_aware_swa", "kv_cache_is_mxfp8", "has_swa"), False),
         **dict.fromkeys(("full_cg_prefill_metadata", "forward_metadata_spec_decode_expand", "attention_chunk_size")),
+        **dict.fromkeys(("local_attn_builder", "_unified_dense", "_unified_hooks")),
         fa_impl_ver=3,
         num_kv_heads=KV_HEADS,
         num_splits=0,
@@ -163,6 +185,7 @@ def test_sglangs_flash_attention_backend_gives_its_batches_to_it(driver: Any, mo
         topk=0,
         attn_cp_size=1,
         kv_cache_dtype_str="auto",
+        kv_index_translator=Translator(torch.stack(batch.table)),
         max_context_len=64,
         token_to_kv_pool=Pool(batch),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.stack(batch.table)),

@@ -318,7 +318,7 @@ def test_every_rank_does_what_the_first_decides(driver: Driver, monkeypatch: pyt
         return data
 
     monkeypatch.setattr(steering, "broadcast_pyobj", send)
-    monkeypatch.setattr(driver.scheduler, "ps", SimpleNamespace(**{**vars_of(driver.scheduler.ps), "tp_size": 2}))
+    monkeypatch.setattr(steering.versions, "tp_size", lambda: 2)
     driver.steer("20ms")
     steps = driver.run(script())
     decided = iter(sent)
@@ -328,33 +328,92 @@ def test_every_rank_does_what_the_first_decides(driver: Driver, monkeypatch: pyt
     assert next(decided, None) is None
 
 
-def vars_of(state: Any) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in state.__dataclass_fields__}
-
-
 @pytest.mark.parametrize(
-    ("holder", "name", "value", "reason"),
+    ("of_scheduler", "name", "value", "reason"),
     [
-        ("", "spec_algorithm", SimpleNamespace(is_none=lambda: False), "speculative decoding"),
-        ("server_args", "pp_size", 2, "pipeline"),
-        ("server_args", "enable_dp_attention", True, "--enable-dp-attention"),
-        ("server_args", "disaggregation_mode", "prefill", "--disaggregation-mode"),
-        ("", "truncation_align_size", 4096, "--enable-deterministic-inference"),
+        (True, "spec_algorithm", SimpleNamespace(is_none=lambda: False), "speculative decoding"),
+        (True, "truncation_align_size", 4096, "--enable-deterministic-inference"),
+        (False, "pp_size", 2, "pipeline"),
+        (False, "enable_dp_attention", True, "--enable-dp-attention"),
+        (False, "disaggregation_mode", "prefill", "--disaggregation-mode"),
+        (False, "attention_backend", "dual_chunk_flash_attn", "attention backend"),
+        (False, "dsa_prefill_backend", "flashmla_sparse_q8", "--dsa-prefill-backend"),
+        (False, "enable_encoder_swa_bounded_replay", True, "--enable-encoder-swa-bounded-replay"),
+        (False, "enable_cp_tp_group_sharing", True, "--enable-cp-tp-group-sharing"),
     ],
 )
 def test_settings_that_cannot_be_steered_are_left_alone(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, logged: list[str], holder: str, name: str, value: Any, reason: str
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[str],
+    of_scheduler: bool,
+    name: str,
+    value: Any,
+    reason: str,
 ) -> None:
-    changed = getattr(driver.scheduler, holder) if holder else driver.scheduler
-    with monkeypatch.context() as patch:
-        patch.setitem(vars(changed), name, value)
-        driver.steer(None)
-        driver.scheduler.evenflow = None
-        from evenflow.sglang.steering import make_steering
+    from evenflow.sglang import versions
+    from evenflow.sglang.steering import make_steering
 
-        assert make_steering(driver.scheduler, Settings(PolicySpec.parse("target:20ms"), None, None)) is None
+    setting = versions.setting
+    if of_scheduler:
+        monkeypatch.setitem(vars(driver.scheduler), name, value)
+    else:
+        monkeypatch.setattr(versions, "setting", lambda wanted: value if wanted == name else setting(wanted))
+    assert make_steering(driver.scheduler, Settings(PolicySpec.parse("target:20ms"), None, None)) is None
     assert len(logged) == 1
     assert reason in logged[0]
+
+
+def test_piecewise_graphs_are_mixed_only_where_sglang_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenflow.sglang import steering, versions
+
+    setting, graphs = versions.setting, SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))
+    monkeypatch.setattr(versions, "setting", lambda name: graphs if name == "cuda_graph_config" else setting(name))
+    why: list[str | None] = []
+    for version in ("0.5.18", "0.5.19"):
+        monkeypatch.setattr(versions.sglang, "__version__", version)
+        why.append(steering._why_not(driver.scheduler))
+    assert why == [None, "--cuda-graph-backend-prefill is not `breakable`"]
+
+
+def test_settings_are_those_that_sglang_resolved(driver: Driver) -> None:
+    """The test names neither."""
+    from evenflow.sglang.versions import setting
+
+    assert setting("cuda_graph_config").decode.backend == "disabled"
+    assert setting("dtype") == "auto"
+    assert setting("no_such_argument") is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_intervals_between_prefills_do_not_hold_back_chunks(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """SGLang has them since 0.5.19."""
+    scheduler = driver.scheduler
+    if not hasattr(scheduler, "prefill_decode_interval"):
+        pytest.skip("this SGLang has no --prefill-decode-interval")
+    monkeypatch.setattr(scheduler, "prefill_decode_interval", 10)
+    monkeypatch.setattr(scheduler, "prefill_decode_interval_min_bs", 0, raising=False)
+    between: dict[str, int] = {}
+    for target in ("none", "20ms"):
+        driver.steer(target)
+        steps = driver.run(stall_script(), overlap=overlap)
+        first, second = [number for number, step in enumerate(steps) if "long" in step.chunks][:2]
+        between[target] = second - first - 1
+    assert between == {"none": 10, "20ms": 0}
+
+
+def test_few_free_slots_do_not_hold_back_prompts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    delayer = SimpleNamespace(should_delay=lambda *, running_bs, num_allocatable_reqs: running_bs > 0)
+    monkeypatch.setattr(driver.scheduler, "min_free_slots_delayer", delayer)
+    began: dict[str, bool] = {}
+    for target in ("none", "20ms"):
+        driver.steer(target)
+        steps = driver.run(stall_script())
+        began[target] = bool(steps_beside(steps, "long")[0].decodes)
+    assert began == {"none": False, "20ms": True}
+    assert driver.scheduler.min_free_slots_delayer is delayer
 
 
 def test_step_times_are_kept_when_idle(driver: Driver, tmp_path: Path) -> None:

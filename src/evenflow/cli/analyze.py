@@ -120,7 +120,7 @@ def _check(python: str, args: vllm_flags.EngineArgs, model: str | None, shape: M
 def _sglang_advice(model: str | None, settings: Mapping[str, Any]) -> SglangAdvice:
     unknown = sglang_flags.command_flags(settings).unknown
     return SglangAdvice(
-        version=sglang_flags.KNOWN_VERSION,
+        version=sglang_flags.NEWEST_VERSION,
         command=sglang_flags.command_line(_model_name(model), settings),
         target=how_to_target("sglang", _model_name(model)),
         notes=[f"{name} is left out: SGLang has no such setting" for name in unknown],

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -243,17 +244,18 @@ def _check_host(host: HostPackage, known: str, why_unknown: Callable[[str], str 
 
 
 def _check_hosts() -> list[Check]:
-    def why_no_known_vllm(version: str) -> str | None:
+    def why_unknown(check: Callable[[str], None], version: str) -> str | None:
         try:
-            vllm_flags.check_known(version)
+            check(version)
         except InvalidInput as error:
             return str(error)
         return None
 
-    oldest, known_sglang = ".".join(map(str, vllm_flags.OLDEST[:2])), sglang_flags.KNOWN_VERSION
+    vllm = f"knows {'.'.join(map(str, vllm_flags.OLDEST[:2]))} to {vllm_flags.NEWEST_VERSION}"
+    sglang = f"knows {sglang_flags.OLDEST_VERSION} to {sglang_flags.NEWEST_VERSION}"
     return [
-        _check_host(VLLM, f"knows {oldest} to {vllm_flags.NEWEST_VERSION}", why_no_known_vllm),
-        _check_host(SGLANG, f"is tested with {known_sglang}", lambda found: None if found == known_sglang else found),
+        _check_host(VLLM, vllm, partial(why_unknown, vllm_flags.check_known)),
+        _check_host(SGLANG, sglang, partial(why_unknown, sglang_flags.check_known)),
     ]
 
 

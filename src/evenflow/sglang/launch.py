@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from evenflow import __version__
-from evenflow.advisor.sglang_flags import PACKAGES, command_flags
+from evenflow.advisor.sglang_flags import NEWEST_VERSION, OLDEST_VERSION, PACKAGES, command_flags
 from evenflow.core.policies import PolicySpec
 from evenflow.errors import InvalidInput
 from evenflow.hosts.launch import (
@@ -28,7 +28,7 @@ SGLANG = HostPackage(
     "sglang",
     PACKAGES,
     install="install it by SGLang's own instructions",
-    tested_versions=("0.5.16",),
+    tested_versions=(f"{OLDEST_VERSION} to {NEWEST_VERSION}",),
     without_plugin=f"unset {TARGET_VARIABLE} to serve without a target",
 )
 

@@ -75,7 +75,8 @@ class MixedFlashAttention:
 
     def __call__(self, **given: Any) -> Any:
         batch = self._batch
-        if batch is None or given.get("k_descale") is not None:  # which has a value for each sequence
+        # Descaling has a value for each sequence; some models want the sums of their exponentials too.
+        if batch is None or given.get("k_descale") is not None or given.get("return_softmax_lse"):
             return self._of_sglang(**given)
         queries: Tensor = given.pop("q")
         table, lengths, starts = given.pop("page_table"), given.pop("cache_seqlens"), given.pop("cu_seqlens_q")

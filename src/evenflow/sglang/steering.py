@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import sglang
 import torch
-from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.utils import broadcast_pyobj
 
 from evenflow.best_effort import BestEffort
@@ -30,6 +29,7 @@ from evenflow.hosts.in_flight import InFlightStep
 from evenflow.hosts.prior import Prior, prior_of
 from evenflow.hosts.settings import RequestSettings, Settings
 from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
+from evenflow.sglang import versions
 from evenflow.sglang.mixed_attention import install_flash_attention, install_flashinfer
 from evenflow.step_time_store import step_times_path
 
@@ -38,10 +38,11 @@ Result = TypeVar("Result")
 logger = logging.getLogger("sglang.evenflow")
 
 _MAX_PREFILL_SEQUENCES = 16  # considered for one step
-_GRAPHS_OFF = "disabled"
+_GRAPHS_OFF, _PIECEWISE_GRAPHS = "disabled", "tc_piecewise"
+_UNMIXED_BACKENDS = ("dual_chunk_flash_attn", "flashmla_sparse_q8")
 
 
-class _Decision(NamedTuple):
+class Decision(NamedTuple):
     """How a step's prefill is limited. The same on every rank."""
 
     may_prefill: bool = True
@@ -74,9 +75,10 @@ class SglangSteering(ABC):
         scheduler = self._scheduler
         decision = self._decide(running_batch)
         self.limits_prefill = decision.budget is not None
-        before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
-        if decision.budget is not None:
+        before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk, scheduler.min_free_slots_delayer
+        if decision.budget is not None:  # which --min-free-slots-delay must not hold back
             scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = decision.budget, True
+            scheduler.min_free_slots_delayer = None
         if decision.order is not None:
             requests = {request.rid: request for request in scheduler.waiting_queue}
             scheduler.waiting_queue[:] = [requests[request_id] for request_id in decision.order]
@@ -84,7 +86,7 @@ class SglangSteering(ABC):
             with self._set_aside(decision.passing):
                 yield decision.may_prefill
         finally:
-            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = before
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk, scheduler.min_free_slots_delayer = before
 
     @contextmanager
     def _set_aside(self, passing: Sequence[str]) -> Iterator[None]:
@@ -102,11 +104,12 @@ class SglangSteering(ABC):
             scheduler.waiting_queue += [one for one in waiting if one.rid not in passing]
 
     @abstractmethod
-    def _decide(self, running_batch: Any) -> _Decision: ...
+    def _decide(self, running_batch: Any) -> Decision: ...
 
     def scheduled(self, batch: Any) -> None:
         """SGLang scheduled this batch; None: there is nothing to run."""
-        return
+        if self.limits_prefill:  # by --prefill-decode-interval the next steps would have none
+            self._scheduler._prefill_decode_interval_remaining = 0
 
     def launched(self) -> None:
         """SGLang has launched the batch that was scheduled last."""
@@ -130,18 +133,18 @@ class SglangSteering(ABC):
         """The same on every rank."""
         return bool(self._scheduler.waiting_queue) or self._scheduler.chunked_req is not None
 
-    def _share(self, decision: _Decision | None) -> _Decision:
+    def _share(self, decision: Decision | None) -> Decision:
         """The first rank's decision, on every rank."""
         group, data = self._scheduler.tp_group, [decision] if decision is not None else []
         (shared,) = broadcast_pyobj(data, group.rank, self._scheduler.tp_cpu_group, src=group.ranks[0])
-        return _Decision(*shared)
+        return Decision(*shared)
 
 
 class _Follower(SglangSteering):
     """Of a rank that does what the first one decides."""
 
-    def _decide(self, running_batch: Any) -> _Decision:
-        return self._share(None) if self._has_prefill else _Decision()
+    def _decide(self, running_batch: Any) -> Decision:
+        return self._share(None) if self._has_prefill else Decision()
 
 
 class _Leader(SglangSteering):
@@ -154,13 +157,13 @@ class _Leader(SglangSteering):
         host = Host(
             caps=ExecutorCaps(
                 max_prefill_sequences=_MAX_PREFILL_SEQUENCES,
-                row_buckets=_graph_sizes(scheduler.server_args),
+                row_buckets=_graph_sizes(),
                 attention_waves=prior.waves,
             ),
             budget=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
             max_num_seqs=scheduler.max_running_requests,
             step_times_path=self.best_effort.run(
-                "keeping step times", lambda: step_times_path("sglang", *_step_time_key(scheduler)), None
+                "keeping step times", lambda: step_times_path("sglang", *_step_time_key()), None
             ),
             logger=logger,
             prior=prior.costs,
@@ -168,7 +171,7 @@ class _Leader(SglangSteering):
         )
         self.core = Steering(host, settings)
         self._request_settings = RequestSettings(settings.classes, logger)
-        self._has_followers = scheduler.ps.tp_size > 1
+        self._has_followers = versions.tp_size() > 1
         self._next = InFlightStep()  # the one being scheduled
         self._open: dict[str, Any] = {}  # requests that SGLang has
         self._waiting: set[str] = set()  # of these, those that have not started
@@ -193,7 +196,7 @@ class _Leader(SglangSteering):
         if request.rid in self._open:
             return  # it ran before, and was retracted
         if self._steers:
-            match_prefix_for_req(self._scheduler.tree_cache, request, include_req=True)
+            versions.match_prefix(request, self._scheduler.tree_cache)
         self._open[request.rid] = request
         self.core.add(
             HostRequest(
@@ -201,7 +204,7 @@ class _Leader(SglangSteering):
                 arrival_time=time.time(),
                 num_prompt_tokens=len(request.origin_input_ids),
                 num_tokens=request.seqlen,
-                num_cached_tokens=min(len(request.prefix_indices), request.seqlen - 1),
+                num_cached_tokens=min(versions.num_computed(request), request.seqlen - 1),
                 max_tokens=request.sampling_params.max_new_tokens,
                 **self._request_settings.read(request.sampling_params.custom_params),
             )
@@ -221,16 +224,16 @@ class _Leader(SglangSteering):
                 self._open.pop(request_id, None)
             self._waiting &= queued
 
-    def _decide(self, running_batch: Any) -> _Decision:
+    def _decide(self, running_batch: Any) -> Decision:
         decoding = [request for request in running_batch.reqs if not request.finished()]
         self._next.decode_ids = {request.rid for request in decoding}
         steer = partial(self._steer, running_batch, decoding)  # if it fails, the other ranks still wait for a decision
-        decision = self.best_effort.run("the latency target", steer, _Decision())
+        decision = self.best_effort.run("the latency target", steer, Decision())
         return self._share(decision) if self._has_followers and self._has_prefill else decision
 
-    def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> _Decision:
+    def _steer(self, running_batch: Any, decoding: Sequence[Any]) -> Decision:
         if not self._steers:
-            return _Decision()
+            return Decision()
         order, is_held = self._order(), self._skipped_decodes and bool(decoding)
         requests = [] if is_held else list(self._prefills(running_batch, order))
         candidates = [_candidate(request) for request in requests]
@@ -252,7 +255,7 @@ class _Leader(SglangSteering):
         budget = max(num_tokens, self._scheduler.page_size) + len(running_batch.reqs)
         names = None if order is None else [request.rid for request in order]
         passing = tuple(request.rid for request in self._passing)
-        return _Decision(not is_held, budget, names, passing)
+        return Decision(not is_held, budget, names, passing)
 
     def _find_passing(self, waiting: Sequence[Any], num_tokens: int) -> list[Any]:
         """The waiting prompts that rank before the one begun and fit whole into a step of this much prefill."""
@@ -265,7 +268,7 @@ class _Leader(SglangSteering):
         for request in waiting:
             if self._places[request.rid] > self._places[begun.rid] or request.return_logprob:
                 break
-            match_prefix_for_req(scheduler.tree_cache, request, include_req=True)
+            versions.match_prefix(request, scheduler.tree_cache)
             num_tokens -= self._paged(_candidate(request).length)
             room -= request.seqlen + request.sampling_params.max_new_tokens
             if num_tokens < 0 or room < 0:
@@ -312,6 +315,7 @@ class _Leader(SglangSteering):
     # ---- after a step ----
 
     def scheduled(self, batch: Any) -> None:
+        super().scheduled(batch)
         if self._partial is not None and self._partial.finished():  # aborted: no batch will hold it again
             self._open.pop(self._partial.rid, None)
         self._partial = self._scheduler.chunked_req
@@ -403,24 +407,33 @@ def make_steering(scheduler: Any, settings: Settings) -> SglangSteering | None:
     if (reason := _why_not(scheduler)) is not None:
         logger.warning("evenflow: no latency target is kept and no steps are reported: %s", reason)
         return None
-    return _Leader(scheduler, settings) if scheduler.ps.tp_rank == 0 else _Follower(scheduler)
+    return _Leader(scheduler, settings) if versions.tp_rank() == 0 else _Follower(scheduler)
 
 
 def _why_not(scheduler: Any) -> str | None:
     """The setting under which SGLang cannot mix decodes into a prefill of any size."""
-    args = scheduler.server_args
+    setting = versions.setting
+    is_piecewise = setting("cuda_graph_config").prefill.backend == _PIECEWISE_GRAPHS
+    # SGLang itself refuses these together with --enable-mixed-chunk.
+    unmixed = ("enable_encoder_swa_bounded_replay", "enable_cp_tp_group_sharing", "enable_megamoe_for_layernorm_sp")
     reasons = (
         (not scheduler.is_generation, "this model generates no tokens"),
         (not scheduler.spec_algorithm.is_none(), "speculative decoding is on, which SGLang cannot mix with prefill"),
-        (args.pp_size > 1, "the model is split into pipeline stages (--pp-size)"),
-        (args.enable_dp_attention, "--enable-dp-attention is on: its ranks must schedule alike"),
-        (args.disaggregation_mode != "null", "prefill and decode run in different servers (--disaggregation-mode)"),
+        (setting("pp_size") > 1, "the model is split into pipeline stages (--pp-size)"),
+        (versions.has_dp_attention(), "--enable-dp-attention or --attn-dp-size is on: its ranks must schedule alike"),
+        (
+            setting("disaggregation_mode") != "null",
+            "prefill and decode run in different servers (--disaggregation-mode)",
+        ),
         (scheduler.enable_pdmux or scheduler.enable_overlap_mlx, "SGLang schedules in another way on this device"),
         (scheduler.dllm_config is not None, "this is a diffusion model"),
         (scheduler.enable_hisparse, "--enable-hisparse is on"),
         (scheduler.prefill_delayer is not None, "--enable-prefill-delayer is on"),
         (scheduler.truncation_align_size is not None, "--enable-deterministic-inference fixes the sizes of chunks"),
-        (args.attention_backend == "dual_chunk_flash_attn", "this attention backend cannot mix prefill and decodes"),
+        (setting("attention_backend") in _UNMIXED_BACKENDS, "this attention backend cannot mix prefill and decodes"),
+        (setting("dsa_prefill_backend") in _UNMIXED_BACKENDS, "--dsa-prefill-backend cannot mix prefill and decodes"),
+        (is_piecewise and not versions.mixes_piecewise_graphs(), "--cuda-graph-backend-prefill is not `breakable`"),
+        *((bool(setting(name)), f"--{name.replace('_', '-')} cannot mix prefill and decodes") for name in unmixed),
     )
     return next((reason for is_so, reason in reasons if is_so), None)
 
@@ -433,14 +446,15 @@ def _own_policy(scheduler: Any) -> PolicySpec | None:
 
 
 def _candidate(request: Any) -> Candidate:
-    start = len(request.prefix_indices)  # what is computed, or was found in the cache at the last look
+    start = versions.num_computed(request)
     num_prompt_tokens = len(request.origin_input_ids)
     return Candidate(request.rid, start, max(1, request.seqlen - start), num_prompt_tokens)
 
 
-def _graph_sizes(args: Any) -> tuple[int, ...]:
+def _graph_sizes() -> tuple[int, ...]:
     """Sizes of captured graphs: of decodes, and of steps with prefill where these are captured too."""
-    phases = (args.cuda_graph_config.decode, args.cuda_graph_config.prefill)
+    config = versions.setting("cuda_graph_config")
+    phases = (config.decode, config.prefill)
     return tuple(sorted({size for phase in phases if phase.backend != _GRAPHS_OFF for size in phase.bs or ()}))
 
 
@@ -449,14 +463,22 @@ def _prior(scheduler: Any, has_flashinfer: bool) -> Prior:
         return Prior()
     model, device = scheduler.model_config, torch.cuda.get_device_name()
     kernel = WaveKernel.FLASHINFER if has_flashinfer else None
-    if scheduler.server_args.attention_backend == "fa3":
+    if versions.setting("attention_backend") == "fa3":
         kernel = WaveKernel.FLASH_ATTENTION_3
-    return prior_of(model.hf_text_config, device, scheduler.ps.tp_size, model.dtype.itemsize, kernel=kernel)
+    return prior_of(
+        model.hf_text_config,
+        device,
+        versions.tp_size(),
+        model.dtype.itemsize,
+        quantization=model.quantization,
+        quantization_config=getattr(model.hf_config, "quantization_config", None),
+        cache_itemsize=1.0 if "fp8" in versions.setting("kv_cache_dtype") else 2.0,
+        kernel=kernel,
+    )
 
 
-def _step_time_key(scheduler: Any) -> tuple[str, ...]:
+def _step_time_key() -> tuple[str, ...]:
     """What the step times of this model on this device depend on."""
-    args = scheduler.server_args
-    settings = (args.model_path, args.dtype, args.quantization, args.kv_cache_dtype, args.attention_backend)
+    settings = ("model_path", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return (sglang.__version__, *map(str, settings), str(args.tp_size), device)
+    return (sglang.__version__, *(str(versions.setting(name)) for name in settings), device)
