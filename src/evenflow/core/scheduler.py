@@ -14,7 +14,7 @@ from itertools import chain, count, repeat
 
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
-from evenflow.core.outcome import Committed, InFlight
+from evenflow.core.outcome import Committed, InFlight, Repeat
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.planner import Planner
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
@@ -240,6 +240,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def plans_in_flight(self) -> list[StepPlan]:
+        """The oldest first."""
+        return [step.plan for step in self._in_flight]
+
+    @property
     def upper_seconds_in_flight(self) -> float:
         """Seconds that the steps in flight rarely exceed together; 0: nothing is known."""
         return sum([self.step_time.upper(step.shape) for step in self._in_flight])
@@ -448,6 +453,72 @@ class Scheduler:
         stops = request.tokens[-1] in request.stop_token_ids
         self._end(request, FinishReason.STOP if stops else FinishReason.LENGTH)
         outcome.finished.append(request)
+
+    # ---- many steps at once ----
+
+    def num_repeats(self) -> int:
+        """How many steps from here on give each stream one token and change nothing else, whatever they take.
+
+        For simulations, which then need not plan them one by one. Every stream ends by its length alone.
+        """
+        streams, pacing = self.seats.decoding, self.planner.pacing
+        if not streams or self.seats.prefilling or self.order or self.order.is_shared or self._expiring:
+            return 0
+        if self.tier is not None or self._recovery.suspects or (pacing is not None and pacing.is_paced):
+            return 0
+        if len(self._in_flight) + 1 != self.caps.max_steps_in_flight or self.pool.num_settling:
+            return 0
+        if any(len(step.sequences) != len(streams) or step.plan.chunks for step in self._in_flight):
+            return 0
+        left = min([one.max_known_tokens - one.num_scheduled for one in streams.values()]) - 2
+        blocks = self.pool.num_free // len(streams) - 1  # a stream may need one for its first token
+        return max(0, min(left, blocks * self.block_size))
+
+    def repeat(self, repeats: Sequence[Repeat], token: int) -> None:
+        """Plan and commit steps that give each stream this token: at most `num_repeats` of them."""
+        streams, count = list(self.seats.decoding.values()), len(repeats)
+        oldest = sum([one.num_committed for one in streams]) + len(streams)  # context of the next step to commit
+        for request in streams:
+            before = request.num_committed
+            request.num_scheduled += count
+            request.num_committed += count
+            request.tokens += [token] * count
+            if missing := max(0, self.seats.num_blocks(request.num_scheduled) - len(request.block_ids)):
+                self.seats.append_blocks(request, missing)
+            if request.num_committed // self.block_size > before // self.block_size:
+                self.prefix_cache.publish(request, before)
+        planned = [*(step.planned_at for step in self._in_flight), *(one.planned_at for one in repeats)]
+        for number, one in enumerate(repeats):
+            shape = self.caps.step_shape(num_decodes=len(streams), decode_context=oldest + number * len(streams))
+            if self._in_flight:  # else the next plan tells the policy as much
+                ahead = oldest + (number + len(self._in_flight)) * len(streams)
+                self.planner.plan_decodes(one.planned_at, len(streams), ahead, len(self._in_flight), self.overhead)
+            self.planner.observe((shape,), one.seconds)
+            self._overheads.append(max(0.0, one.committed_at - max(planned[number], self._committed_at) - one.seconds))
+            self._committed_at = one.committed_at
+        self.planner.emitted(streams, self._committed_at)
+        self.planner.charge([], [], [], len(streams), sum([one.seconds for one in repeats]))
+        self._steps_without_prefill = 0
+        self._next_step_id += count
+        self._in_flight = deque(map(self._repeated, self._in_flight, planned[count:], repeat(count)))
+        self.seats.newest_step = self._in_flight[-1].plan.step_id if self._in_flight else None
+
+    def _repeated(self, step: InFlight, planned_at: float, count: int) -> InFlight:
+        """The step that is in flight in this one's place, so many steps later."""
+        columns = step.plan.decodes
+        plan = StepPlan(
+            step_id=step.plan.step_id + count,
+            released_slots=(),
+            admissions=(),
+            block_changes=(),
+            decodes=replace(columns, positions=tuple([position + count for position in columns.positions])),
+            chunks=(),
+            padded_rows=step.plan.padded_rows,
+        )
+        shape = plan.shape(self.caps)
+        return replace(
+            step, plan=plan, shape=shape, predicted_seconds=self.step_time.predict(shape), planned_at=planned_at
+        )
 
     # ---- leaving a slot ----
 

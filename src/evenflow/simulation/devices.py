@@ -86,19 +86,22 @@ class ModelDevice:
     seconds: Callable[[StepWork], float]
     noise: Callable[[float, float], float] = lambda seconds, at: seconds  # of a step's seconds from a time on
     num_layers: int = 1
+    launches: Callable[[StepWork], float] = lambda work: 0.0  # host seconds of a launch
+    prefill_noise: Callable[[float, float], float] | None = None  # of steps with prefill; None: as others have
 
     def launch_seconds(self, work: StepWork) -> float:
-        return 0.0
+        return self.launches(work)
 
     def run(self, work: StepWork, at: float) -> Ran:
+        noise = self.prefill_noise if work.chunks and self.prefill_noise is not None else self.noise
         if work.most_seconds is None:
-            return Ran(self.noise(self.seconds(work), at))
+            return Ran(noise(self.seconds(work), at))
         clock, share = VirtualClock(at), 1 / self.num_layers
         lengths = [length for _, length in work.chunks]
         shedder = Shedder(work.num_decodes, lengths, self.num_layers, at + work.most_seconds, clock)
         for layer in range(1, self.num_layers + 1):
             chunks = tuple((start, length) for (start, _), length in zip(work.chunks, shedder.lengths, strict=True))
-            clock.now += self.noise(share * self.seconds(replace(work, chunks=chunks)), clock.now)
+            clock.now += noise(share * self.seconds(replace(work, chunks=chunks)), clock.now)
             if layer < self.num_layers:
                 shedder.after_layer(layer)
         return Ran(clock.now - at, shedder.shed())
