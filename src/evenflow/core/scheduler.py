@@ -28,7 +28,7 @@ from evenflow.core.room import Room
 from evenflow.core.seats import Seats
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, check_weights
 from evenflow.core.service_order import ServiceOrder
-from evenflow.core.step_time import StepTimeModel
+from evenflow.core.step_time import NUM_REMEMBERED, StepTimeModel
 from evenflow.core.tier import Tier, TierConfig
 from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
@@ -99,7 +99,7 @@ class Scheduler:
             caps=self.caps,
             stream_price=prices.streams,
         )
-        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds of steps, less the run itself
+        self._overheads: deque[float] = deque(maxlen=NUM_REMEMBERED)  # recent seconds of steps, less the run itself
         self._committed_at = -math.inf
         self._in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
@@ -488,20 +488,30 @@ class Scheduler:
             if request.num_committed // self.block_size > before // self.block_size:
                 self.prefix_cache.publish(request, before)
         planned = [*(step.planned_at for step in self._in_flight), *(one.planned_at for one in repeats)]
-        for number, one in enumerate(repeats):
+        for number in range(self._first_that_matters(oldest, len(streams), count), count):
+            one = repeats[number]
             shape = self.caps.step_shape(num_decodes=len(streams), decode_context=oldest + number * len(streams))
-            if self._in_flight:  # else the next plan tells the policy as much
+            if self.policy.heeds_decodes:
                 ahead = oldest + (number + len(self._in_flight)) * len(streams)
                 self.planner.plan_decodes(one.planned_at, len(streams), ahead, len(self._in_flight), self.overhead)
             self.planner.observe((shape,), one.seconds)
-            self._overheads.append(max(0.0, one.committed_at - max(planned[number], self._committed_at) - one.seconds))
-            self._committed_at = one.committed_at
+            began = max(planned[number], repeats[number - 1].committed_at if number else self._committed_at)
+            self._overheads.append(max(0.0, one.committed_at - began - one.seconds))
+        self._committed_at = repeats[-1].committed_at
         self.planner.emitted(streams, self._committed_at)
         self.planner.charge([], [], [], len(streams), sum([one.seconds for one in repeats]))
         self._steps_without_prefill = 0
         self._next_step_id += count
         self._in_flight = deque(map(self._repeated, self._in_flight, planned[count:], repeat(count)))
         self.seats.newest_step = self._in_flight[-1].plan.step_id if self._in_flight else None
+
+    def _first_that_matters(self, context: int, num_streams: int, count: int) -> int:
+        """Of this many steps without prefill, the first that the policy and the step times learn from."""
+        if self.policy.heeds_decodes:
+            return 0
+        contexts = context, context + (count - 1) * num_streams
+        first, last = (self.caps.step_shape(num_decodes=num_streams, decode_context=one) for one in contexts)
+        return 0 if self.step_time.learns_between(first, last) else max(0, count - NUM_REMEMBERED)
 
     def _repeated(self, step: InFlight, planned_at: float, count: int) -> InFlight:
         """The step that is in flight in this one's place, so many steps later."""

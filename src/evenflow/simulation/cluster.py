@@ -86,10 +86,12 @@ class Cluster:
         self._open_sessions: dict[str, str] = {}  # by request id
         self._num_arrived = 0
         self.moment_s = max(load.seconds, 1.0) / _NUM_MOMENTS
-        # Steps of one account need no prices: with several, their order would depend on each step's charge.
-        is_fast = fast_forward and len(load.accounts) == 1
+        self._classes = {one.name for one in setup.classes}
+        # With several accounts their order depends on each step's charge.
+        accounts = {(one.tenant, self._class_of(one)) for one in load.requests}
+        is_fast = fast_forward and len(accounts) == 1
         self._nodes = [_Node(self, number, seed, is_fast=is_fast) for number in range(setup.num_replicas)]
-        self._loop = Loop(self._next_arrival())
+        self._loop = Loop(self._next_arrival(), load.until)
 
     def run(self) -> Observed:
         self._loop.run()
@@ -98,9 +100,9 @@ class Cluster:
     def quiet_until(self) -> float:
         """When the next message may come for a replica that is about to plan a step."""
         if len(self._nodes) == 1 or self._follow_ups:
-            return self._loop.next_at
-        is_over = self._num_arrived == len(self._arrivals)
-        return float("inf") if is_over else self._arrivals[self._num_arrived].arrival_s or 0.0
+            return min(self._loop.next_at, self._loop.until)
+        following = self._arrivals[self._num_arrived : self._num_arrived + 1]
+        return min([self._loop.until, *(one.arrival_s or 0.0 for one in following)])
 
     def _next_arrival(self) -> list[Timed]:
         if self._num_arrived == len(self._arrivals):
@@ -132,8 +134,12 @@ class Cluster:
             block_hashes=hash_blocks(tokens, block_size) if self.setup.enable_prefix_caching else [],
             arrival_time=now,
             tenant=one.tenant,
-            service_class=one.service_class,
+            service_class=self._class_of(one),
         )
+
+    def _class_of(self, one: LoadRequest) -> str:
+        """The default if a trace names one that this server does not have."""
+        return one.service_class if one.service_class in self._classes else ""
 
     def ended(self, request_id: str, now: float) -> list[Timed]:
         """The next request of its session, if it has one."""

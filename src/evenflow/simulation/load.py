@@ -54,15 +54,12 @@ class Load:
     name: str
     requests: Sequence[LoadRequest]
     left_out: Mapping[str, int] = field(default_factory=dict)  # records that could not be used, by reason
+    until: float = math.inf  # then it is cut off
 
     @property
     def seconds(self) -> float:
         """Until the last arrival that is known beforehand."""
         return max((one.arrival_s or 0.0 for one in self.requests), default=0.0)
-
-    @property
-    def accounts(self) -> set[tuple[str, str]]:
-        return {(one.tenant, one.service_class) for one in self.requests}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,6 @@ class LoadSettings:
     speed: float = 1.0
     rate: float | None = None  # requests a second, at random instead of the trace's times
     burstiness: float = 1.0  # of drawn arrivals: squared coefficient of variation of the pauses; 1: Poisson
-    max_output: int | None = None
     default_output: int | None = None  # of requests that do not say
 
 
@@ -93,8 +89,6 @@ def read_load(path: Path, settings: LoadSettings, seed: int = 0) -> Load:
     if not requests:
         why = "; ".join(f"{count:,} x {what}" for what, count in left_out.most_common(3)) or "it is empty"
         raise InvalidInput(f"Got {str(path)!r} but it holds no request that can be simulated: {why}.")
-    if settings.max_output is not None:
-        requests = [replace(one, num_output_tokens=min(one.num_output_tokens, settings.max_output)) for one in requests]
     return Load(path.name, _timed(requests, settings, str(path), seed), dict(left_out))
 
 

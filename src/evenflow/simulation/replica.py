@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from evenflow.core.outcome import Repeat
@@ -129,7 +128,7 @@ class Replica(Generic[Outcome]):
                 self._in_flight, self._free_at = deque(before), free_at
                 break
             repeats.append(Repeat(now, ran.seconds, committed_at))
-            work = replace(work, decode_context=work.decode_context + work.num_decodes)
+            work = StepWork(work.num_decodes, work.decode_context + work.num_decodes, ())
             now = committed_at
         if repeats:
             self.now = now

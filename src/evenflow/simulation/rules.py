@@ -22,6 +22,7 @@ class Vllm(Policy):
 
     def __init__(self, budget: int, interval: int = 1) -> None:
         super().__init__(budget)
+        self.heeds_decodes = interval > 1
         self._interval = interval
         self._step = 0
 
@@ -36,6 +37,7 @@ class Sglang(Policy):
 
     def __init__(self, budget: int, interval: int = 0) -> None:
         super().__init__(budget)
+        self.heeds_decodes = interval > 0
         self._interval = interval
         self._steps_left = 0  # in which prompts wait
 
