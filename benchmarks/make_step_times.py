@@ -20,10 +20,11 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent / "gpu")]
 from recorded_device import RECORDINGS, WAITED_US, caps_of, work_of_step
 from step_recording import RecordedLoad, Recording, read_recording
 
+from evenflow.core.least_squares import fit_nonnegative
 from evenflow.core.plan import ExecutorCaps
 from evenflow.simulation.dense_fit import DenseFit
 from evenflow.simulation.devices import StepWork
-from evenflow.simulation.step_times import HostTimes, Largest, Slowness, StepTimes
+from evenflow.simulation.step_times import HostTimes, Largest, Launches, Slowness, StepTimes
 
 FOLDER = Path(__file__).parents[1] / "src/evenflow/simulation/step_times"
 _NUM_OTHERS = 12  # costs fitted to drawn loads
@@ -94,14 +95,24 @@ def _slowness(fit: DenseFit, by_load: Sequence[Sequence[Timed]], *, has_prefill:
 
 def _host_times(recording: Recording, loads: Sequence[RecordedLoad], caps: ExecutorCaps) -> HostTimes:
     steps = [step for load in loads for step in load.steps]
-    launches: tuple[list[float], ...] = ([], [], [])
+    launches: tuple[list[tuple[int, float]], ...] = ([], [], [])  # with the streams of the step
     for step in steps:
         kind = 2 if step.num_rows > caps.row_buckets[-1] else int(bool(step.chunks))
-        launches[kind].append((step.sampled_us - step.scheduled_us) / 1e6)
-    decodes, mixed, launched = (median(one or [0.0]) for one in launches)
+        launches[kind].append((step.num_decodes, (step.sampled_us - step.scheduled_us) / 1e6))
+    decodes, mixed, launched = map(_launches, launches)
     outputs = [(step.seen_us - step.gpu_end_us) / 1e6 for step in steps if step.seen_us > step.gpu_end_us]
     schedules = [(step.scheduled_us - step.schedule_us) / 1e6 for step in steps]
     return HostTimes(median(schedules), median(outputs or [0.0]), (decodes, mixed, launched))
+
+
+def _launches(found: Sequence[tuple[int, float]]) -> Launches:
+    """Without those that took more than twice the median: CUDA loaded kernels, once for a process."""
+    most = 2 * median(seconds for _, seconds in found)
+    found = [one for one in found if one[1] <= most]
+    columns = [[1 / seconds for _, seconds in found], [streams / seconds for streams, seconds in found]]
+    step_s, stream_s = fit_nonnegative(columns, [1.0] * len(found), [0.0, 0.0], 1e-6)
+    slowness = [seconds / (step_s + stream_s * streams) for streams, seconds in found]
+    return Launches(step_s, stream_s, Slowness([seconds for _, seconds in found], slowness))
 
 
 def main() -> None:
@@ -113,7 +124,7 @@ def main() -> None:
         FOLDER.mkdir(exist_ok=True)
         times = step_times_of(recording, recording.loads, name, about)
         times.write(path := FOLDER / f"{name}.json.gz")
-        print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB, {times.host}, {times.largest}")
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB, {times.largest}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class RecordedDevice:
                 return self._fit.seconds(work) * self._rng.choice(near)
         return self._fit.seconds(work)
 
-    def launch_seconds(self, work: StepWork) -> float:
+    def launch_seconds(self, work: StepWork, at: float) -> float:
         """How long the host launches it, which overlaps with the step before."""
         return self._rng.choice(self._launches[self._kind(work)])
 

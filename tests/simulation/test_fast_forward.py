@@ -16,7 +16,7 @@ from evenflow.simulation.devices import Ran, StepWork
 from evenflow.simulation.load import Load, LoadRequest
 from evenflow.simulation.observing import Observed, Targets
 from evenflow.simulation.own_engine import OwnEngine
-from evenflow.simulation.step_times import HostTimes, StepTimes
+from evenflow.simulation.step_times import NO_LAUNCHES, HostTimes, Launches, StepTimes
 
 TARGETS = Targets(0.02, 0.5)
 Plan = tuple[float, int, tuple[tuple[str, int, int], ...]]
@@ -29,7 +29,7 @@ def step_times(depth: int) -> StepTimes:
     def seconds(work: StepWork) -> float:
         return 0.004 + 2e-5 * work.num_rows + 1e-8 * work.decode_context
 
-    host = HostTimes(0.0003, 0.0006, (0.001, 0.002, 0.0))
+    host = HostTimes(0.0003, 0.0006, (Launches(0.001, 0.0), Launches(0.002, 0.0), NO_LAUNCHES))
     return StepTimes(name="test", about="", caps=caps, host=host, estimate=seconds)
 
 

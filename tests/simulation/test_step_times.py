@@ -60,7 +60,7 @@ def test_a_run_has_its_own_costs_and_moment() -> None:
 def test_launches_are_the_hosts() -> None:
     times = found("h200-llama-8b-vllm")
     decodes, mixed, launched = (
-        times.device(0).launch_seconds(work) for work in (DECODES, MIXED, StepWork(0, 0, ((0, 4000),)))
+        times.device(0).launch_seconds(work, 0.0) for work in (DECODES, MIXED, StepWork(0, 0, ((0, 4000),)))
     )
     assert 0 < decodes < mixed < launched
 

@@ -97,7 +97,7 @@ class Replica(Generic[Outcome]):
 
     def _launch(self, work: StepWork, at: float) -> float:
         """Returns when the host has launched the step. Its first operations run as soon as the device is free."""
-        begin, launched = max(self._free_at, at), at + self._device.launch_seconds(work)
+        begin, launched = max(self._free_at, at), at + self._device.launch_seconds(work, at)
         ran = self._device.run(work, begin)
         self._free_at = max(begin + ran.seconds, launched)
         self._in_flight.append((ran._replace(seconds=max(ran.seconds, launched - begin)), self._free_at))

@@ -33,12 +33,63 @@ _GPU_STEPS_IN_FLIGHT, _MANY_CHUNKS = 2, 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Slowness:
+    """Recorded steps in their order: how long each was, and how many times what its costs say."""
+
+    seconds: Sequence[float]
+    factors: Sequence[float]
+
+    def noise(self, rng: random.Random) -> BlockNoise:
+        """From a random moment on."""
+        return BlockNoise(self.seconds, self.factors, rng.uniform(0.0, sum(self.seconds)))
+
+    def as_json(self) -> dict[str, list[int]]:
+        return {
+            "us": [round(1e6 * seconds) for seconds in self.seconds],
+            "permille": [round(1000 * factor) for factor in self.factors],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Slowness:
+        return cls([us / 1e6 for us in content["us"]], [permille / 1000 for permille in content["permille"]])
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Host seconds to launch steps of one kind."""
+
+    step_s: float
+    stream_s: float  # for each stream that decodes
+    slowness: Slowness | None = None
+
+    def seconds(self, rng: random.Random) -> Callable[[StepWork, float], float]:
+        """In one run: of a step from a time on."""
+        step, stream = self.step_s, self.stream_s
+        if self.slowness is None:
+            return lambda work, at: step + stream * work.num_decodes
+        noise = self.slowness.noise(rng)
+        return lambda work, at: (step + stream * work.num_decodes) * noise.at(at)
+
+    def as_json(self) -> list[Any]:
+        return [self.step_s, self.stream_s, None if self.slowness is None else self.slowness.as_json()]
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> Launches:
+        step, stream, slowness = content
+        return cls(float(step), float(stream), None if slowness is None else Slowness.from_json(slowness))
+
+
+NO_LAUNCHES = Launches(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class HostTimes:
     """What a step costs the host, in seconds."""
 
     schedule_s: float = 0.0
     output_s: float = 0.0  # from the device's end until the tokens are out
-    launch_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # decodes only, with prefill, op by op
+    # Of steps that only decode, with prefill, and with more rows than any graph.
+    launches: tuple[Launches, Launches, Launches] = (NO_LAUNCHES, NO_LAUNCHES, NO_LAUNCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +127,6 @@ class Largest:
 Seconds = Callable[[StepWork], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Slowness:
-    """Recorded steps in their order: how long each was, and how many times what its costs say."""
-
-    seconds: Sequence[float]
-    factors: Sequence[float]
-
-    def noise(self, rng: random.Random) -> BlockNoise:
-        """From a random moment on."""
-        return BlockNoise(self.seconds, self.factors, rng.uniform(0.0, sum(self.seconds)))
-
-    def as_json(self) -> dict[str, list[int]]:
-        return {
-            "us": [round(1e6 * seconds) for seconds in self.seconds],
-            "permille": [round(1000 * factor) for factor in self.factors],
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Slowness:
-        return cls([us / 1e6 for us in content["us"]], [permille / 1000 for permille in content["permille"]])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """A device: what its steps take, and how sure that is."""
@@ -122,7 +151,7 @@ class StepTimes:
         """The device in one run: with costs and a moment of the recording drawn by this seed."""
         rng = random.Random(f"device {seed}")
         seconds = self._seconds(rng)
-        launches = _launches(self.caps, self.host)
+        launches = _launches(self.caps, self.host, rng)
         if self.noise is None:
             return ModelDevice(seconds, num_layers=self.num_layers, launches=launches)
         decodes, mixed = self.noise
@@ -144,7 +173,7 @@ class StepTimes:
             "name": self.name,
             "about": self.about,
             "caps": caps,
-            "host": asdict(self.host),
+            "host": [self.host.schedule_s, self.host.output_s, *(one.as_json() for one in self.host.launches)],
             "num_layers": self.num_layers,
             "block_size": self.block_size,
             "num_blocks": self.num_blocks,
@@ -160,7 +189,9 @@ class StepTimes:
     def from_json(cls, content: Any) -> StepTimes:
         if not isinstance(content, Mapping) or content.get("version") != VERSION:
             raise ValueError(f"not step times of version {VERSION}")
-        caps, host, noise = content["caps"], content["host"], content["noise"]
+        caps, noise = content["caps"], content["noise"]
+        schedule_s, output_s, *launches = content["host"]
+        decodes, mixed, launched = map(Launches.from_json, launches)
         waves = caps["attention_waves"]
         costs = [[float(cost) for cost in one] for one in content["costs"]]
         if not costs or any(len(one) != NUM_FIGURES for one in costs):
@@ -173,7 +204,7 @@ class StepTimes:
             name=str(content["name"]),
             about=str(content["about"]),
             caps=ExecutorCaps(**found),
-            host=HostTimes(host["schedule_s"], host["output_s"], tuple(host["launch_s"])),
+            host=HostTimes(float(schedule_s), float(output_s), (decodes, mixed, launched)),
             num_layers=content["num_layers"],
             block_size=content["block_size"],
             num_blocks=content["num_blocks"],
@@ -183,10 +214,10 @@ class StepTimes:
         )
 
 
-def _launches(caps: ExecutorCaps, host: HostTimes) -> Seconds:
+def _launches(caps: ExecutorCaps, host: HostTimes, rng: random.Random) -> Callable[[StepWork, float], float]:
     most = caps.row_buckets[-1] if caps.row_buckets else math.inf
-    decodes, mixed, launched = host.launch_s
-    return lambda work: launched if work.num_rows > most else mixed if work.chunks else decodes
+    decodes, mixed, launched = (one.seconds(rng) for one in host.launches)
+    return lambda work, at: (launched if work.num_rows > most else mixed if work.chunks else decodes)(work, at)
 
 
 def shipped() -> list[str]:
