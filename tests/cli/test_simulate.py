@@ -94,7 +94,7 @@ def test_pictures(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (("nowhere.csv", *DEVICE), "no such file"),
         (("EMPTY", *DEVICE), "it is empty"),
-        (("COLUMNS", *DEVICE), "no field prompt"),
+        (("COLUMNS", *DEVICE), "no field such as"),
         (("TRACE", "--device", "TPU", "--kv-tokens", 1000), "'TPU' but it is unknown"),
         (("TRACE", "--device", "h200-llama-8b-vllm"), "--kv-tokens"),
         (("TRACE", *DEVICE, "--model", "default"), "--model with --device"),

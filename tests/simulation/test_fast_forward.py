@@ -16,21 +16,25 @@ from evenflow.simulation.devices import Ran, StepWork
 from evenflow.simulation.load import Load, LoadRequest
 from evenflow.simulation.observing import Observed, Targets
 from evenflow.simulation.own_engine import OwnEngine
-from evenflow.simulation.step_times import NO_LAUNCHES, HostTimes, Launches, StepTimes
+from evenflow.simulation.step_times import NO_LAUNCHES, HostTimes, Launches, Slowness, StepTimes
 
 TARGETS = Targets(0.02, 0.5)
 Plan = tuple[float, int, tuple[tuple[str, int, int], ...]]
 
 
-def step_times(depth: int) -> StepTimes:
-    """Steps of some milliseconds, with a pause now and then."""
+def step_times(depth: int, *, has_pauses: bool = False) -> StepTimes:
+    """Steps of some milliseconds, with a pause now and then if it has them."""
     caps = ExecutorCaps(max_steps_in_flight=depth)
 
     def seconds(work: StepWork) -> float:
         return 0.004 + 2e-5 * work.num_rows + 1e-8 * work.decode_context
 
     host = HostTimes(0.0003, 0.0006, (Launches(0.001, 0.0), Launches(0.002, 0.0), NO_LAUNCHES))
-    return StepTimes(name="test", about="", caps=caps, host=host, estimate=seconds)
+    times = StepTimes(name="test", about="", caps=caps, host=host, estimate=seconds)
+    if has_pauses:
+        pauses = Slowness([0.3, 0.02, 0.4, 0.05], [1.0, 8.0, 1.1, 1.6])
+        times = replace(times, noise=(pauses, Slowness([0.3, 0.1], [1.0, 2.0])))
+    return times
 
 
 def load(num_requests: int, seed: int = 0, rate: float = 4.0) -> Load:
@@ -67,7 +71,10 @@ def run(what: Load, setup: Setup, monkeypatch: pytest.MonkeyPatch, *, fast: bool
 @pytest.mark.parametrize("policy", ["fixed:256", "target:20ms", "alternate:128", "adaptive", "unchunked"])
 def test_results_are_the_same(policy: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(
-        step_times=step_times(depth), policy=PolicySpec.parse(policy).bounded(512), num_blocks=400, targets=TARGETS
+        step_times=step_times(depth, has_pauses=True),
+        policy=PolicySpec.parse(policy).bounded(512),
+        num_blocks=400,
+        targets=TARGETS,
     )
     what = load(40)
     seen, plans, num_planned = run(what, setup, monkeypatch, fast=True)

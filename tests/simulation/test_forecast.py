@@ -107,5 +107,5 @@ def test_what_does_not_fit_is_refused_and_counted() -> None:
 def test_a_class_that_the_server_does_not_have_is_the_default() -> None:
     what = Load("log", [LoadRequest("r", ((2, 20),), 5, 0.0, service_class="gold")])
     assert forecast(lambda seed: what, SETUP, num_runs=1).num_done == 1
-    classes = (ServiceClass("gold", 0, 0.5), ServiceClass("rest", 1, 0.5))
+    classes = (ServiceClass(name="gold", rank=0, share=0.5), ServiceClass(name="rest", rank=1, share=0.5))
     assert forecast(lambda seed: what, replace(SETUP, classes=classes), num_runs=1).num_done == 1

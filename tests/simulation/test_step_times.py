@@ -15,7 +15,7 @@ from evenflow.simulation.devices import StepWork
 from evenflow.simulation.step_times import Largest, StepTimes, estimated, find_step_times, shipped
 
 LLAMA_8B = ModelWork(
-    num_layers=32, num_weights=7_500_000_000, weight_bytes=15e9, attention_width=4096, cache_bytes=131_072
+    num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4 * 32 * 4096, cache_bytes=131_072
 )
 DECODES = StepWork(64, 64 * 1100, ())
 MIXED = StepWork(64, 64 * 1100, ((8000, 448),))

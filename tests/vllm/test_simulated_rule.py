@@ -63,8 +63,8 @@ def planned_by_us(arrivals: list[Arrival], budget: int, max_num_seqs: int) -> li
         [plan] = engine.scheduler.plans_in_flight
         chunks = {chunk.request_id: chunk.length for chunk in plan.chunks}
         steps.append((chunks, set(plan.decodes.request_ids)))
-        # What the fake runner of the other side counts as attention: the positions before each row's chunk.
-        attention = sum(start * length for start, length in work.chunks) + sum(plan.decodes.positions)
+        # What the fake runner of the other side counts as attention: the positions up to each chunk's end.
+        attention = sum((start + length) * length for start, length in work.chunks) + work.decode_context
         seconds = h200_like(work.num_rows, attention, work.num_decodes)
         now += seconds
         engine.commit(Ran(seconds), now)

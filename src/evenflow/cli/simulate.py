@@ -135,9 +135,9 @@ def _work_of(shape: ModelShape) -> ModelWork:
     weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
     return ModelWork(
         num_layers=shape.num_layers,
-        num_weights=weights,
+        row_flops=2 * weights,
         weight_bytes=weights * shape.value_bytes,
-        attention_width=shape.num_heads * shape.head_dim,
+        position_flops=4 * shape.num_layers * shape.num_heads * shape.head_dim,
         cache_bytes=shape.kv_bytes_per_token,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from evenflow.core.outcome import Committed
+from evenflow.core.outcome import Committed, Repeat
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
@@ -192,12 +192,13 @@ class _Node:
         self._look(now)
         return [timed for request in outcome.finished for timed in self._cluster.ended(request.id, now)]
 
-    def _repeated(self, requests: list[Request], times: list[float]) -> None:
-        self._num_steps += len(times)
-        self._observed.repeated(requests, times, self._num_steps)
-        context = sum([one.num_known for one in requests])
-        self._check(StepWork(len(requests), context, ()), len(requests) * len(times))
-        self._look(times[-1])
+    def _repeated(self, requests: list[Request], first: StepWork, repeats: list[Repeat]) -> None:
+        self._num_steps += len(repeats)
+        num_streams = len(requests)
+        self._observed.repeated(requests, repeats, self._num_steps, self._device.seconds(first))
+        context = first.decode_context + (len(repeats) - 1) * num_streams
+        self._check(StepWork(num_streams, context, ()), num_streams * len(repeats))
+        self._look(repeats[-1].committed_at)
 
     def _check(self, work: StepWork, num_tokens: int) -> None:
         if self._largest is not None and (what := self._largest.beyond(work)) is not None:

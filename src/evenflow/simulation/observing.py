@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from evenflow.core.outcome import Committed
+from evenflow.core.outcome import Committed, Repeat
 from evenflow.core.plan import StepPlan
 from evenflow.core.request import Request
 from evenflow.simulation.load import LoadRequest
@@ -132,15 +132,15 @@ class Observed:
         for request in outcome.finished:
             self._end(request, now)
 
-    def repeated(self, requests: Sequence[Request], times: Sequence[float], step: int) -> None:
+    def repeated(self, requests: Sequence[Request], repeats: Sequence[Repeat], step: int, usual_seconds: float) -> None:
         """Steps that gave each of these one token; `step` is the last one."""
-        streams = [self._streams[request.id] for request in requests]
-        for before, stream in ((stream.last_at, stream) for stream in streams):
-            self._late(times[0] - before, (stream,))
-            self.gaps.add(times[0] - before, times[0])
-        for before, now in pairwise(times):
+        streams, times = [self._streams[request.id] for request in requests], [one.committed_at for one in repeats]
+        for stream in streams:
+            self._late(times[0] - stream.last_at, (stream,), repeats[0].seconds, usual_seconds)
+            self.gaps.add(times[0] - stream.last_at, times[0])
+        for (before, now), one in zip(pairwise(times), repeats[1:], strict=True):
             self.gaps.add(now - before, now, len(streams))
-            self._late(now - before, streams)
+            self._late(now - before, streams, one.seconds, usual_seconds)
         for stream in streams:
             stream.num_tokens += len(times)
             stream.last_at, stream.last_step, stream.was_preempted = times[-1], step, False
@@ -148,11 +148,13 @@ class Observed:
         self.num_tokens += len(times) * len(streams)
         self.seconds = max(self.seconds, times[-1])
 
-    def _late(self, gap: float, streams: Iterable[_Stream]) -> None:
+    def _late(self, gap: float, streams: Iterable[_Stream], seconds: float, usual_seconds: float) -> None:
+        """Of a step that only decodes, and that no stream was left out of."""
         if self.targets.tbt is not None and gap > self.targets.tbt:
+            is_slow = usual_seconds <= self.targets.tbt and seconds > _SLOW * usual_seconds
             for stream in streams:
                 stream.num_late += 1
-                self.causes[Cause.STREAMS] += 1
+                self.causes[Cause.SLOW_DEVICE if is_slow else Cause.STREAMS] += 1
 
     def _end(self, request: Request, now: float) -> None:
         stream = self._streams.pop(request.id)

@@ -48,7 +48,7 @@ class FastForward(NamedTuple):
 
     engine: SteadyEngine[object]
     quiet_until: Callable[[], float]  # no message comes before
-    on_repeat: Callable[[list[Request], list[float]], None]  # streams, and when each of them got tokens
+    on_repeat: Callable[[list[Request], StepWork, list[Repeat]], None]  # the streams, and the first step's work
 
 
 class Replica(Generic[Outcome]):
@@ -117,7 +117,8 @@ class Replica(Generic[Outcome]):
         """Run steps in which nothing happens but tokens. Returns when the host has committed the last one."""
         if (steady := fast.engine.steady()) is None:
             return now
-        (work, most), until = steady, fast.quiet_until()
+        (first, most), until = steady, fast.quiet_until()
+        work = first
         repeats: list[Repeat] = []
         while len(repeats) < most:
             before, free_at = [*self._in_flight], self._free_at
@@ -132,5 +133,5 @@ class Replica(Generic[Outcome]):
             now = committed_at
         if repeats:
             self.now = now
-            fast.on_repeat(fast.engine.repeat(repeats), [one.committed_at for one in repeats])
+            fast.on_repeat(fast.engine.repeat(repeats), first, repeats)
         return now

@@ -27,8 +27,7 @@ from evenflow.simulation.devices import BlockNoise, ModelDevice, StepWork
 VERSION = 1
 _FOLDER = "step_times"
 _BEYOND = 1.25  # times what was recorded
-# Of a roofline: real steps are within about this factor of it, nine times of ten.
-_ROOFLINE_FACTOR = 1.5
+_ROOFLINE_FACTOR = 1.5  # see `estimate_factor`
 _GPU_STEPS_IN_FLIGHT, _MANY_CHUNKS = 2, 1024
 
 
@@ -142,6 +141,7 @@ class StepTimes:
     costs: Sequence[Sequence[float]] = ()  # the best first, then others
     noise: tuple[Slowness, Slowness] | None = None  # of steps without prefill, and with it
     estimate: Seconds | None = None  # instead of costs
+    estimate_factor: float = 1.0  # that real steps are within of it, nine times of ten
 
     @property
     def is_estimate(self) -> bool:
@@ -160,7 +160,7 @@ class StepTimes:
     def _seconds(self, rng: random.Random) -> Seconds:
         if self.estimate is None:
             return DenseFit(self.caps, rng.choice(self.costs[1:] or self.costs)).seconds
-        estimate, factor = self.estimate, math.exp(rng.gauss(0.0, math.log(_ROOFLINE_FACTOR) / 1.645))
+        estimate, factor = self.estimate, math.exp(rng.gauss(0.0, math.log(self.estimate_factor) / 1.645))
         return lambda work: factor * estimate(work)
 
     # ---- files ----
@@ -255,4 +255,5 @@ def estimated(gpu: str, work: ModelWork, heads: tuple[int, int], model: str) -> 
         f"within about {_ROOFLINE_FACTOR:g} times of it, and pauses are missing",
         caps=caps,
         estimate=lambda work: costs.seconds(figures_of(work.shape(caps))),
+        estimate_factor=_ROOFLINE_FACTOR,
     )
