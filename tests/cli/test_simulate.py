@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from evenflow.core import policies
+from evenflow.core.policies import policy_kinds
 from tests.cli.running import run_cli
 
 DEVICE = ("--device", "h200-llama-8b-vllm", "--kv-tokens", 200_000, "--runs", 2)
 DRAWN = ("--rate", 8, "--prompt-tokens", "600:0.8", "--output-tokens", "40", "--requests", 12)
-
-
-@pytest.fixture(autouse=True)
-def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules of other engines stay in this test's process."""
-    monkeypatch.setattr(policies, "_KINDS", dict(policies._KINDS))
 
 
 @pytest.fixture
@@ -122,3 +116,10 @@ def test_bad_input_is_one_line(
     assert finished.out == ""
     [line] = finished.err.splitlines()
     assert message in line
+
+
+def test_the_rules_of_others_are_the_simulators_alone(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(policy_kinds())
+    assert run_cli(capsys, "simulate", trace, *DEVICE, "--policy", "sglang:2048").code == 0
+    assert list(policy_kinds()) == before
+    assert run_cli(capsys, "serve", "--policy", "sglang:2048").code == 2

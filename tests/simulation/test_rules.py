@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from evenflow.core import policies
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec, policy_kinds
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.simulation.devices import Ran
 from evenflow.simulation.own_engine import OwnEngine
-from evenflow.simulation.rules import register_rules
+from evenflow.simulation.rules import other_rules
 
 LOAD = (("a", 30, 9), ("b", 250, 2), ("c", 80, 2))  # prompt and answer
 Step = tuple[int, dict[str, int]]  # decodes, and the chunks of prompts
@@ -19,9 +18,9 @@ Step = tuple[int, dict[str, int]]  # decodes, and the chunks of prompts
 
 def trace(policy: str, budget: int = 100, answer_of_a: int = 9) -> list[Step]:
     """`b` and `c` arrive when `a` has a token."""
-    register_rules()
-    spec = PolicySpec.parse(policy).bounded(budget)
-    engine = OwnEngine(Scheduler(SchedulerConfig(num_blocks=1000, policy=spec), ExecutorCaps()))
+    with other_rules():
+        spec = PolicySpec.parse(policy).bounded(budget)
+        engine = OwnEngine(Scheduler(SchedulerConfig(num_blocks=1000, policy=spec), ExecutorCaps()))
     steps: list[Step] = []
     for number, (name, prompt, answer) in enumerate(LOAD):
         sampling = SamplingParams(max_tokens=answer if number else answer_of_a, ignore_eos=True)
@@ -42,12 +41,6 @@ def run(engine: OwnEngine, steps: list[Step], count: int) -> None:
         [plan] = engine.scheduler.plans_in_flight
         steps.append((work.num_decodes, {chunk.request_id: chunk.length for chunk in plan.chunks}))
         engine.commit(Ran(0.010 if not work.chunks else 0.050), float(len(steps)))
-
-
-@pytest.fixture(autouse=True)
-def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is registered here stays here."""
-    monkeypatch.setattr(policies, "_KINDS", dict(policies._KINDS))
 
 
 def test_vllm_decodes_first_and_fills_the_budget_in_order() -> None:
@@ -107,7 +100,9 @@ def test_a_share_of_the_time() -> None:
     assert sum(chunks.get("b", 0) for _, chunks in steps) == 250
 
 
-def test_they_are_registered_once_and_not_by_default() -> None:
-    register_rules()
-    register_rules()
-    assert [kind.name for kind in policy_kinds()].count("vllm") == 1
+def test_they_are_there_only_while_the_block_runs() -> None:
+    before = list(policy_kinds())
+    with pytest.raises(KeyError), other_rules():
+        assert PolicySpec.parse("vllm:100").kind.name == "vllm"
+        raise KeyError
+    assert list(policy_kinds()) == before

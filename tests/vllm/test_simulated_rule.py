@@ -6,14 +6,13 @@ import random
 
 import pytest
 
-from evenflow.core import policies
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.simulation.devices import Ran
 from evenflow.simulation.own_engine import OwnEngine
-from evenflow.simulation.rules import register_rules
+from evenflow.simulation.rules import other_rules
 from tests.vllm.driving import Driver, h200_like, make_request, make_scheduler
 
 Arrival = tuple[float, str, int, int]  # when, who, the lengths of its prompt and its answer
@@ -73,11 +72,11 @@ def planned_by_us(arrivals: list[Arrival], budget: int, max_num_seqs: int) -> li
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 128), (2048, 8), (8192, 128)])
-def test_plans_are_the_same(seed: int, budget: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_KINDS", dict(policies._KINDS))
-    register_rules()
+def test_plans_are_the_same(seed: int, budget: int, max_num_seqs: int) -> None:
     arrivals = load(seed)
-    theirs, ours = (plan(arrivals, budget, max_num_seqs) for plan in (planned_by_vllm, planned_by_us))
+    with other_rules():
+        ours = planned_by_us(arrivals, budget, max_num_seqs)
+    theirs = planned_by_vllm(arrivals, budget, max_num_seqs)
     assert len(theirs) > 200
     for number, (expected, found) in enumerate(zip(theirs, ours, strict=True)):
         assert found == expected, f"step {number}"

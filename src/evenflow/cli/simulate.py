@@ -26,7 +26,7 @@ from evenflow.simulation.forecast import Forecast, forecast
 from evenflow.simulation.load import Lengths, Load, LoadSettings, Synthetic, read_load
 from evenflow.simulation.observing import Targets
 from evenflow.simulation.routing import ROUTERS, router_of
-from evenflow.simulation.rules import DEFAULT_BUDGET, register_rules
+from evenflow.simulation.rules import DEFAULT_BUDGET, other_rules
 from evenflow.simulation.step_times import StepTimes, estimated, find_step_times, shipped
 
 _DEFAULT_POLICY = f"vllm:{DEFAULT_BUDGET}"
@@ -99,6 +99,11 @@ def simulate(
 
     Serves it in virtual time, by the scheduler that serves it for real, on a device whose step times were recorded.
     """
+    with other_rules():
+        _simulate(trace, load, server, study)
+
+
+def _simulate(trace: Path | None, load: LoadOptions, server: ServerOptions, study: StudyOptions) -> None:
     # Everything that can be wrong is checked before anything slow.
     device = _device(server)
     targets = Targets(None if study.tbt_target is None else parse_target(study.tbt_target), study.ttft_target)
@@ -143,7 +148,6 @@ def _work_of(shape: ModelShape) -> ModelWork:
 
 
 def _policies(server: ServerOptions, tbt_target: str | None) -> list[PolicySpec]:
-    register_rules()
     usual = [_DEFAULT_POLICY] + ([f"target:{tbt_target}"] if tbt_target is not None else [])
     texts = usual if server.policy is None else split_policies(server.policy)
     policies = [PolicySpec.parse(text).bounded(server.max_num_batched_tokens) for text in texts]

@@ -6,8 +6,11 @@ that shows: a decode is never left out because prompts that were admitted before
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from evenflow.core.plan import ChunkReason, StepShape
-from evenflow.core.policies import policy_kinds, register_policy
+from evenflow.core.policies import forget_policy, register_policy
 from evenflow.core.policy import Argument, Policy, PolicyKind, Quota, Quotas, StepView, share_out
 
 DEFAULT_BUDGET = 8192  # of vLLM's server and SGLang's chunked_prefill_size, on large GPUs
@@ -119,9 +122,12 @@ def _kinds() -> tuple[PolicyKind, ...]:
     )
 
 
-def register_rules() -> None:
-    """Let users choose them by name, in this process."""
-    known = {kind.name for kind in policy_kinds()}
-    for kind in _kinds():
-        if kind.name not in known:
-            register_policy(kind)
+@contextmanager
+def other_rules() -> Iterator[None]:
+    """Let users choose them by name while the block runs."""
+    registered = [register_policy(kind) for kind in _kinds()]
+    try:
+        yield
+    finally:
+        for kind in registered:
+            forget_policy(kind)
