@@ -100,6 +100,9 @@ def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
     path = written(tmp_path / "b.jsonl", {"timestamp": 1, "input_length": 5, "output_length": 0}, {"other": 1})
     with pytest.raises(InvalidInput, match="0 tokens"):
         read_load(path, ANY)
+    path = written(tmp_path / "d.jsonl", {"timestamp": 1, "input_length": 10**12, "output_length": 2})
+    with pytest.raises(InvalidInput, match="more than 4,194,304 tokens"):
+        read_load(path, ANY)
     path = written(tmp_path / "c.jsonl", {"prompt_tokens": 5, "output_tokens": 2})
     with pytest.raises(InvalidInput, match="--rate"):
         read_load(path, ANY)
@@ -112,7 +115,7 @@ def test_drawn_arrivals_have_their_rate_and_burstiness(burstiness: float) -> Non
         num_requests=4000,
         rate=5.0,
         burstiness=burstiness,
-        lengths=(Lengths(median=800, spread=1.0), Lengths(median=100)),
+        lengths=lambda rng: (Lengths(median=800, spread=1.0).draw(rng), Lengths(median=100).draw(rng)),
     )
     load = drawn.draw(1)
     times = [one.arrival_s or 0.0 for one in load.requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -178,6 +179,9 @@ def _setup(device: StepTimes, policy: PolicySpec, server: ServerOptions, targets
 
 def _loads(trace: Path | None, load: LoadOptions) -> Callable[[int], Load]:
     """The load of each seed: a replayed trace is the same for all, unless its times are drawn."""
+    for name, value in (("speed", load.speed), ("rate", load.rate), ("burstiness", load.burstiness)):
+        if value is not None and not math.isfinite(value):
+            raise InvalidInput(f"Got --{name} {value} but expected a number.")
     if trace is not None and load.fit is not None:
         raise InvalidInput("Got a trace and --fit: give the trace to replay, or the one to draw requests like.")
     if trace is None and load.fit is None:
@@ -203,13 +207,14 @@ def _loads(trace: Path | None, load: LoadOptions) -> Callable[[int], Load]:
 def _drawn(load: LoadOptions) -> Callable[[int], Load]:
     if load.rate is None or load.prompt_tokens is None or load.output_tokens is None:
         raise InvalidInput("Got no trace: give one, or --fit, or all of --rate, --prompt-tokens and --output-tokens.")
-    lengths = Lengths.parse(load.prompt_tokens, "--prompt-tokens"), Lengths.parse(load.output_tokens, "--output-tokens")
+    prompt = Lengths.parse(load.prompt_tokens, "--prompt-tokens")
+    output = Lengths.parse(load.output_tokens, "--output-tokens")
     drawn = Synthetic(
         name=f"drawn: {load.rate:g} requests/s, prompts {load.prompt_tokens}, answers {load.output_tokens}",
         num_requests=load.requests or _DRAWN_REQUESTS,
         rate=load.speed * load.rate,
         burstiness=load.burstiness,
-        lengths=lengths,
+        lengths=lambda rng: (prompt.draw(rng), output.draw(rng)),
     )
     return drawn.draw
 

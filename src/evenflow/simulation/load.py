@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice, pairwise, repeat
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 from evenflow.advisor.token_counts import EstimatedTokens
 from evenflow.errors import InvalidInput
@@ -23,6 +22,7 @@ from evenflow.workload.reading import ReadTally, read_inputs
 
 ANSWER_TOKEN = 1  # every token that a simulated engine samples
 _ESTIMATED = EstimatedTokens()
+_MAX_TOKENS = 1 << 22  # of a prompt and its answer: no model takes more
 _UNIQUE, _BLOCKS = 1 << 30, 2  # first ids: of prompts that share nothing, and of blocks
 
 
@@ -83,6 +83,8 @@ def read_load(path: Path, settings: LoadSettings, seed: int = 0) -> Load:
         for one in _requests_of(item, number, tokens, settings.default_output):
             if one.num_output_tokens < 1:
                 left_out["an answer of 0 tokens"] += 1
+            elif one.num_prompt_tokens + one.num_output_tokens > _MAX_TOKENS:
+                left_out[f"a request of more than {_MAX_TOKENS:,} tokens"] += 1
             else:
                 requests.append(one)
     left_out.update(tally.unusable)
@@ -220,13 +222,13 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic:
-    """How to draw a load: arrivals of a gamma process, lengths from two distributions or in pairs from a trace."""
+    """How to draw a load: its arrivals are a gamma process."""
 
     name: str
     num_requests: int
     rate: float
-    burstiness: float = 1.0
-    lengths: tuple[Lengths, Lengths] | Sequence[tuple[int, int]] = ()  # of prompts and answers
+    burstiness: float
+    lengths: Callable[[random.Random], tuple[int, int]]  # of a prompt and its answer
 
     @classmethod
     def fitted(cls, load: Load, num_requests: int | None = None, rate: float | None = None) -> Synthetic:
@@ -236,12 +238,13 @@ class Synthetic:
         mean = fmean(pauses) if pauses else 0.0
         if not mean:
             raise InvalidInput(f"Got {load.name!r} to fit but its requests do not arrive one after the other.")
+        pairs = [(one.num_prompt_tokens, one.num_output_tokens) for one in load.requests]
         return cls(
             name=f"like {load.name}",
             num_requests=num_requests or len(load.requests),
             rate=rate or 1 / mean,
             burstiness=max(0.01, (pstdev(pauses) / mean) ** 2),
-            lengths=[(one.num_prompt_tokens, one.num_output_tokens) for one in load.requests],
+            lengths=lambda rng: rng.choice(pairs),
         )
 
     def draw(self, seed: int) -> Load:
@@ -249,18 +252,9 @@ class Synthetic:
         times, tokens = _arrivals(rng, self.rate, self.burstiness), _Tokens()
         requests = []
         for number in range(self.num_requests):
-            prompt, output = self._draw_lengths(rng)
+            prompt, output = self.lengths(rng)
             requests.append(LoadRequest(f"r{number}", ((tokens.unique(), prompt),), output, next(times)))
         return Load(self.name, requests)
-
-    def _draw_lengths(self, rng: random.Random) -> tuple[int, int]:
-        if isinstance(self.lengths, tuple) and isinstance(self.lengths[0], Lengths):
-            prompt, output = self.lengths
-            assert isinstance(prompt, Lengths)
-            assert isinstance(output, Lengths)
-            return prompt.draw(rng), output.draw(rng)
-        pair: Any = rng.choice(self.lengths)
-        return pair[0], pair[1]
 
 
 def _arrivals(rng: random.Random, rate: float, burstiness: float) -> Iterator[float]:
