@@ -11,7 +11,7 @@ import pytest
 from evenflow.core.outcome import Committed, Repeat
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
-from evenflow.simulation.cluster import Cluster, Setup, _Node
+from evenflow.simulation.cluster import Cluster, Setup, _Node, taught
 from evenflow.simulation.devices import Ran, StepWork
 from evenflow.simulation.load import Load, LoadRequest
 from evenflow.simulation.observing import Observed, Targets
@@ -132,7 +132,8 @@ def test_sessions_are_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scheduler_repeats_what_it_would_have_planned() -> None:
     """Blocks, tokens and published prefixes are those of steps that were planned."""
     setup = Setup(step_times=step_times(1), policy=PolicySpec.parse("fixed:256"), num_blocks=100)
-    engines = [OwnEngine(setup.scheduler(setup.step_times.device(0))) for _ in range(2)]
+    known = [taught(setup.step_times.device(0), setup.step_times.caps, 256) for _ in range(2)]
+    engines = [OwnEngine(setup.scheduler(one)) for one in known]
     for engine in engines:
         for one in load(3).requests:
             engine.scheduler.add(Cluster(load(0), setup, 0)._request(replace(one, num_output_tokens=200), 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,7 +48,7 @@ class Setup:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     targets: Targets = NO_TARGETS
 
-    def scheduler(self, device: ModelDevice) -> Scheduler:
+    def scheduler(self, step_time: StepTimeModel) -> Scheduler:
         times = self.step_times
         config = SchedulerConfig(
             num_blocks=self.num_blocks,
@@ -59,10 +60,10 @@ class Setup:
             classes=self.classes,
             tenant_weights=self.tenant_weights,
         )
-        return Scheduler(config, times.caps, step_time=_taught(device, times.caps, self.policy.budget))
+        return Scheduler(config, times.caps, step_time=step_time)
 
 
-def _taught(device: ModelDevice, caps: ExecutorCaps, budget: int) -> StepTimeModel:
+def taught(device: ModelDevice, caps: ExecutorCaps, budget: int) -> StepTimeModel:
     """What a server that has run before knows of its steps."""
     model, at = StepTimeModel(), 0.0
     for streams in _KNOWN_STREAMS:
@@ -90,7 +91,10 @@ class Cluster:
         # With several accounts their order depends on each step's charge.
         accounts = {(one.tenant, self._class_of(one)) for one in load.requests}
         is_fast = fast_forward and len(accounts) == 1
-        self._nodes = [_Node(self, number, seed, is_fast=is_fast) for number in range(setup.num_replicas)]
+        devices = [setup.step_times.device(1000 * seed + number) for number in range(setup.num_replicas)]
+        known = taught(devices[0], setup.step_times.caps, setup.policy.budget)
+        self._nodes = [_Node(self, number, device, known, is_fast=is_fast) for number, device in enumerate(devices)]
+        self._schedulers = [node.scheduler for node in self._nodes]
         self._loop = Loop(self._next_arrival(), load.until)
 
     def run(self) -> Observed:
@@ -119,7 +123,7 @@ class Cluster:
         if one.session:
             self._open_sessions[one.id] = one.session
         request = self._request(one, now)
-        node = self._nodes[self._router(request, [node.scheduler for node in self._nodes])]
+        node = self._nodes[self._router(request, self._schedulers)]
         return list(node.replica.receive(partial(node.take_in, one, request), now))
 
     def _request(self, one: LoadRequest, now: float) -> Request:
@@ -156,14 +160,16 @@ class Cluster:
 class _Node:
     """A replica, with what is counted of it."""
 
-    def __init__(self, cluster: Cluster, number: int, seed: int, *, is_fast: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, number: int, device: ModelDevice, known: StepTimeModel, *, is_fast: bool
+    ) -> None:
         setup = cluster.setup
         self._cluster, self._number, self._observed = cluster, number, cluster.observed
-        self._device = setup.step_times.device(1000 * seed + number)
+        self._device = device
         self._largest = setup.step_times.largest
         self._num_steps = 0
         self._next_moment = 0.0
-        self.scheduler = setup.scheduler(self._device)
+        self.scheduler = setup.scheduler(deepcopy(known))  # each goes on learning by itself
         engine, host = OwnEngine(self.scheduler), setup.step_times.host
         forward = FastForward(engine, cluster.quiet_until, self._repeated) if is_fast else None
         self.replica = Replica(

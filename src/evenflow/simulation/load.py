@@ -217,7 +217,7 @@ class Lengths:
         return found
 
     def draw(self, rng: random.Random) -> int:
-        return max(1, round(self.median * math.exp(rng.gauss(0.0, self.spread))))
+        return max(1, min(_MAX_TOKENS // 2, round(self.median * math.exp(rng.gauss(0.0, self.spread)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
