@@ -28,7 +28,7 @@ from evenflow.simulation.load import Lengths, Load, LoadSettings, Synthetic, rea
 from evenflow.simulation.observing import Targets
 from evenflow.simulation.routing import ROUTERS, router_of
 from evenflow.simulation.rules import DEFAULT_BUDGET, other_rules
-from evenflow.simulation.step_times import StepTimes, estimated, find_step_times, shipped
+from evenflow.simulation.step_times import StepTimes, estimated, find_step_times
 
 _DEFAULT_POLICY = f"vllm:{DEFAULT_BUDGET}"
 _DRAWN_REQUESTS = 500
@@ -53,14 +53,13 @@ class LoadOptions:
 class ServerOptions:
     """What serves it."""
 
-    device: str = option(f"{', '.join(shipped())}, a file of step times, or a GPU's name for an estimate.")
+    device: str = option("A recorded device (docs/simulate.md), a file of step times, or a GPU to estimate.")
     model: str | None = option(
         "The model of an estimate.", metavar="MODEL", show_default="Llama-3.1-8B's shape", autocompletion=complete_model
     )
     kv_tokens: int | None = option("Tokens that the KV cache holds, as the engine logs it.", min=16)
     policy: str | None = option(
-        "Policies to compare, as engines take them, and vllm:N, vllm-interval:N, sglang:N, sglang-mixed:N, "
-        "sglang-interval:N, prefill-share:PERCENT.",
+        "Policies to compare: evenflow's, and rules of vLLM and SGLang such as vllm:8192 (docs/simulate.md).",
         metavar="POLICY,...",
         show_default=f"{_DEFAULT_POLICY}, and target:T with --tbt-target T",
     )
