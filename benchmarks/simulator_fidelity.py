@@ -1,6 +1,6 @@
-"""How near the simulator comes to recorded loads that its step times were not fitted on: writes a page's table.
+"""How near the simulator comes to recorded loads that its step times were not fitted on: writes it into docs/simulate.md.
 
-    python benchmarks/simulator_fidelity.py > docs/assets/simulator_fidelity.md
+    python benchmarks/simulator_fidelity.py
 
 Each recording is split by seed: fitted on half of its loads, then the other half is simulated from what its clients
 were to send, with the token budgets that the engine had at each moment, and compared with what the engine did.
@@ -35,7 +35,10 @@ from evenflow.simulation.step_times import StepTimes
 _NUM_RUNS = 5
 _NUM_BLOCKS = 100_000  # 1.6 million tokens: no load came near its memory's end
 _PERCENTS = (50, 90, 99)
+_NUM_MISSES = 5
 _POLICY = "recorded-budgets"
+PAGE = Path(__file__).parents[1] / "docs/simulate.md"
+_BEGIN, _END = "<!-- fidelity: made by benchmarks/simulator_fidelity.py -->", "<!-- end of fidelity -->"
 
 
 class RecordedBudgets(Policy):
@@ -139,9 +142,20 @@ def compare(recorded: RecordedLoad, device: StepTimes) -> Iterator[Compared]:
 
 def table(name: str, found: Sequence[Compared]) -> str:
     lines = [
-        f"### {name}",
+        f"**{name}**, the worst misses:",
         "",
-        "| gaps | loads | error, median | error, nine of ten within | within the 90% interval | its width, median |",
+        "| load | gaps | measured | predicted, with 90% interval | error |",
+        "|---|---|---|---|---|",
+    ]
+    for one in sorted(found, key=lambda one: -abs(one.error))[:_NUM_MISSES]:
+        value, low, high = (1000 * (v or 0.0) for v in (one.predicted.value, one.predicted.low, one.predicted.high))
+        predicted = f"{value:.1f} ms ({low:.1f} to {high:.1f})"
+        lines.append(
+            f"| seed {one.seed} | p{one.percent} | {1000 * one.measured:.1f} ms | {predicted} | {one.error:+.0%} |"
+        )
+    lines += [
+        "",
+        "| gaps | loads | median error | 90% of errors within | within the 90% interval | its median width |",
         "|---|---|---|---|---|---|",
     ]
     for percent in _PERCENTS:
@@ -153,29 +167,27 @@ def table(name: str, found: Sequence[Compared]) -> str:
             f"| p{percent} | {len(of)} | {median(errors):.1%} | {errors[int(0.9 * len(errors))]:.1%} | "
             f"{covered} ({covered / len(of):.0%}) | {width:.0%} |"
         )
-    worst = sorted(found, key=lambda one: -abs(one.error))[:5]
-    lines += ["", "The worst misses:", "", "| load | | measured | predicted |", "|---|---|---|---|"]
-    for one in worst:
-        value, low, high = (1000 * (v or 0.0) for v in (one.predicted.value, one.predicted.low, one.predicted.high))
-        predicted = f"{value:.1f} ms ({low:.1f} to {high:.1f}), {one.error:+.0%}"
-        lines.append(f"| seed {one.seed} | p{one.percent} | {1000 * one.measured:.1f} ms | {predicted} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", choices=FILES, default=list(FILES))
-    parser.add_argument("--loads", type=int, default=None, help="only this many of each half")
+    parser.add_argument("--loads", type=int, default=None, help="only this many of each half; then prints only")
     options = parser.parse_args()
-    for name in options.names:
-        file, about = FILES[name]
+    tables = []
+    for name, (file, about) in FILES.items():
         recording = read_recording(RECORDINGS / f"{file}.jsonl.gz")
         usable = [load for load in recording.loads if not load.header["is_cold"]]
         device = step_times_of(recording, usable[::2], name, about)
         if not recording.header["capture_sizes"]:
             device = replace(device, caps=replace(device.caps, sheds_rows=False))
         others = usable[1::2][: options.loads]
-        print(table(name, [one for load in others for one in compare(load, device)]), end="\n\n", flush=True)
+        tables.append(table(name, [one for load in others for one in compare(load, device)]))
+        print(tables[-1], end="\n\n", flush=True)
+    if options.loads is None:
+        before, rest = PAGE.read_text().split(_BEGIN)
+        _, after = rest.split(_END)
+        PAGE.write_text(before + _BEGIN + "\n" + "\n\n".join(tables) + "\n" + _END + after)
 
 
 if __name__ == "__main__":
