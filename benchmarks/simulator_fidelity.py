@@ -1,4 +1,4 @@
-"""How near the simulator comes to recorded loads that its step times were not fitted on: writes it into docs/simulate.md.
+"""How near the simulator comes to recorded loads that nothing was fitted on: writes it into docs/simulate.md.
 
     python benchmarks/simulator_fidelity.py
 
