@@ -13,6 +13,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,8 @@ from recorded_device import RECORDINGS
 from step_recording import RecordedLoad, read_recording
 
 from evenflow.core.plan import ChunkReason
-from evenflow.core.policies import PolicySpec, register_policy
-from evenflow.core.policy import Argument, Policy, PolicyKind, Quotas, StepView, share_out
+from evenflow.core.policies import PolicySpec, forget_policy, register_policy
+from evenflow.core.policy import Policy, PolicyKind, Quotas, StepView, share_out
 from evenflow.simulation.cluster import Cluster, Setup
 from evenflow.simulation.load import Load, LoadRequest
 from evenflow.simulation.samples import Histogram, Interval, Samples, bin_of, intervals, percentile
@@ -53,14 +54,17 @@ class RecordedBudgets(Policy):
         return Quotas(True, tuple(share_out(view, budget - view.num_decodes, ChunkReason.BUDGET)))
 
 
-_current: list[RecordedLoad] = []
-
-
-def _build(spec: PolicySpec) -> Policy:
-    [load] = _current
+@contextmanager
+def budgets_of(load: RecordedLoad) -> Iterator[PolicySpec]:
+    """A policy with the budgets of this load, while the block runs."""
     began = _began_us(load)
     known = [step for step in load.steps if step.budget]
-    return RecordedBudgets([(step.schedule_us - began) / 1e6 for step in known], [step.budget for step in known])
+    times, budgets = [(step.schedule_us - began) / 1e6 for step in known], [step.budget for step in known]
+    kind = register_policy(PolicyKind(name=_POLICY, examples={}, build=lambda spec: RecordedBudgets(times, budgets)))
+    try:
+        yield PolicySpec.parse(_POLICY)
+    finally:
+        forget_policy(kind)
 
 
 def _began_us(load: RecordedLoad) -> float:
@@ -124,15 +128,10 @@ class Compared:
 
 
 def compare(recorded: RecordedLoad, device: StepTimes) -> Iterator[Compared]:
-    _current[:] = [recorded]
     load = requests_of(recorded)
-    setup = Setup(
-        step_times=device,
-        policy=PolicySpec.parse(_POLICY),
-        num_blocks=_NUM_BLOCKS,
-        enable_prefix_caching=False,
-    )
-    runs: list[Samples] = [Cluster(load, setup, seed).run().gaps for seed in range(_NUM_RUNS)]
+    with budgets_of(recorded) as policy:
+        setup = Setup(step_times=device, policy=policy, num_blocks=_NUM_BLOCKS, enable_prefix_caching=False)
+        runs: list[Samples] = [Cluster(load, setup, seed).run().gaps for seed in range(_NUM_RUNS)]
     figures = {str(percent): lambda gaps, percent=percent: percentile(gaps, percent) for percent in _PERCENTS}
     measured = measured_gaps(recorded)
     for name, predicted in intervals(runs, figures).items():

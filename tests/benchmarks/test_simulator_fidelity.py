@@ -59,7 +59,7 @@ def test_gaps_are_those_between_steps() -> None:
 def test_clients_are_sessions_that_last_as_long_as_their_load() -> None:
     load = requests_of(recorded(LOAD))
     assert load.until == 0.5
-    chat = [one for one in load.requests if one.session == "0"]
+    chat = sorted((one for one in load.requests if one.session == "0"), key=lambda one: int(one.id.partition(".")[2]))
     assert [(one.num_prompt_tokens, one.num_output_tokens) for one in chat[:3]] == [(10, 4), (20, 6), (10, 4)]
     assert sum(0.002 * one.num_output_tokens + one.delay_s for one in chat) >= 0.5
     assert {one.arrival_s for one in load.requests} == {0.0, 0.2, None}
