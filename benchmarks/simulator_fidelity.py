@@ -75,9 +75,6 @@ def _began_us(load: RecordedLoad) -> float:
     return load.steps[0].schedule_us - 1e6 * min(float(client["start_s"]) for client in clients)
 
 
-register_policy(PolicyKind(name=_POLICY, argument=Argument.NOTHING, examples={}, build=_build))
-
-
 def requests_of(recorded: RecordedLoad) -> Load:
     """What the clients send: each of them is a session."""
     load = load_from_json(recorded.header["load"])
