@@ -252,7 +252,7 @@ def estimated(gpu: str, work: ModelWork, heads: tuple[int, int], model: str) -> 
     return StepTimes(
         name=gpu,
         about=f"an ESTIMATE: a roofline of {model} from {gpu}'s data sheet, nothing was measured; real steps are "
-        f"within about {_ROOFLINE_FACTOR:g} times of it, and pauses are missing",
+        f"within about {_ROOFLINE_FACTOR:g} times of it; pauses and the host's time are missing",
         caps=caps,
         estimate=lambda work: costs.seconds(figures_of(work.shape(caps))),
         estimate_factor=_ROOFLINE_FACTOR,
