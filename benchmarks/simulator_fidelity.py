@@ -20,6 +20,7 @@ from statistics import median
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parent / "gpu")]
 
+from cpu_random_loads import FEWER_CHATS, FEWER_TOKENS
 from make_step_times import FILES, step_times_of
 from random_loads import load_from_json
 from recorded_device import RECORDINGS
@@ -78,6 +79,8 @@ def _began_us(load: RecordedLoad) -> float:
 def requests_of(recorded: RecordedLoad) -> Load:
     """What the clients send: each of them is a session."""
     load = load_from_json(recorded.header["load"])
+    if "reference_us" not in recorded.header:  # the CPU's: as drawn, and sent with fewer chats and tokens
+        load = load.scaled(FEWER_CHATS, FEWER_TOKENS)
     found = list[LoadRequest]()
     for number, client in enumerate((*load.chats, *load.long_prompts)):
         # No turn is answered in less than a step of 2 ms for each token.

@@ -101,7 +101,7 @@ def test_pictures(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (DEVICE, "Got no trace"),
         ((*DRAWN[:-2], "--prompt-tokens", "many", *DEVICE), "expected a median"),
         (("TRACE", *DEVICE, "--runs", 0), "--runs"),
-        (("TRACE", *DEVICE, "--rate", "nan"), "nan"),
+        (("TRACE", *DEVICE, "--rate", "nan"), "--rate"),
         (("TRACE",), "--device"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenflow.workload.inputs import TraceRequest
 from evenflow.workload.reading import ReadTally, read_inputs
+from evenflow.workload.results import block_of
 
 
 def requests_of(path: Path, content: Any) -> tuple[list[TraceRequest], ReadTally]:
@@ -62,11 +63,12 @@ def test_an_agents_conversation(tmp_path: Path) -> None:
     found, _ = requests_of(tmp_path / "weka.json", trace)
     root: dict[str, Any] = {"session": "one", "block_tokens": 64}
     assert found == [
-        TraceRequest(100, 5, 3.0, ("one:1", "one:2"), **root),
-        TraceRequest(150, 6, None, ("one:1", "one:2", "one:3"), delay_s=5.0, **root),
+        TraceRequest(100, 5, 3.0, (block_of("one", 1), block_of("one", 2)), **root),
+        TraceRequest(150, 6, None, (block_of("one", 1), block_of("one", 2), block_of("one", 3)), delay_s=5.0, **root),
         TraceRequest(200, 7, None, (), delay_s=1.5, **root),
-        TraceRequest(70, 2, 21.0, ("one:1", "one:9"), session="one/a1", block_tokens=64),
+        TraceRequest(70, 2, 21.0, (block_of("one", 1), block_of("one", 9)), session="one/a1", block_tokens=64),
     ]
+    assert block_of("one", 1) != block_of("two", 1) != block_of("", 1) == 1
     absolute = trace | {"requests": [agent | {"requests": [{"t": 21.0, "in": 70, "out": 2, "hash_ids": []}]}]}
     found, _ = requests_of(tmp_path / "absolute.json", absolute)
     assert [one.arrival_s for one in found] == [21.0]

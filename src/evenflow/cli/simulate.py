@@ -28,7 +28,7 @@ from evenflow.simulation.load import Lengths, Load, LoadSettings, Synthetic, rea
 from evenflow.simulation.observing import Targets
 from evenflow.simulation.routing import ROUTERS, router_of
 from evenflow.simulation.rules import DEFAULT_BUDGET, other_rules
-from evenflow.simulation.step_times import StepTimes, estimated, find_step_times
+from evenflow.simulation.step_times import StepTimes, estimated, find_step_times, shipped
 
 _DEFAULT_POLICY = f"vllm:{DEFAULT_BUDGET}"
 _DRAWN_REQUESTS = 500
@@ -53,7 +53,7 @@ class LoadOptions:
 class ServerOptions:
     """What serves it."""
 
-    device: str = option("A recorded device (docs/simulate.md), a file of step times, or a GPU to estimate.")
+    device: str | None = option("A recorded device (docs/simulate.md), a file of step times, or a GPU to estimate.")
     model: str | None = option(
         "The model of an estimate.", metavar="MODEL", show_default="Llama-3.1-8B's shape", autocompletion=complete_model
     )
@@ -125,6 +125,8 @@ def _simulate(trace: Path | None, load: LoadOptions, server: ServerOptions, stud
 
 
 def _device(server: ServerOptions) -> StepTimes:
+    if server.device is None:
+        raise InvalidInput(f"Got no --device: give {', '.join(shipped())}, a file of step times, or a GPU's name.")
     if (known := find_step_times(server.device)) is not None:
         if server.model is not None:
             raise InvalidInput(f"Got --model with --device {server.device!r}, which has a model: leave it out.")

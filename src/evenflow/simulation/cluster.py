@@ -199,11 +199,13 @@ class _Node:
         return [timed for request in outcome.finished for timed in self._cluster.ended(request.id, now)]
 
     def _repeated(self, requests: list[Request], first: StepWork, repeats: list[Repeat]) -> None:
+        def work(number: int) -> StepWork:
+            return StepWork(len(requests), first.decode_context + number * len(requests), ())
+
+        step = self._num_steps + 1
         self._num_steps += len(repeats)
-        num_streams = len(requests)
-        self._observed.repeated(requests, repeats, self._num_steps, self._device.seconds(first))
-        context = first.decode_context + (len(repeats) - 1) * num_streams
-        self._check(StepWork(num_streams, context, ()), num_streams * len(repeats))
+        self._observed.repeated(requests, repeats, step, lambda number: self._device.seconds(work(number)))
+        self._check(work(len(repeats) - 1), len(requests) * len(repeats))
         self._look(repeats[-1].committed_at)
 
     def _check(self, work: StepWork, num_tokens: int) -> None:

@@ -129,13 +129,13 @@ class _Tokens:
     """Token ids of contents."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int | str, int] = {}
+        self._blocks: dict[int, int] = {}
         self._unique = count(_UNIQUE)
 
     def unique(self) -> int:
         return next(self._unique)
 
-    def of_block(self, block: int | str) -> int:
+    def of_block(self, block: int) -> int:
         return self._blocks.setdefault(block, _BLOCKS + len(self._blocks))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 from evenflow.core.outcome import Committed, Repeat
@@ -109,7 +109,7 @@ class Observed:
     def committed(self, outcome: Committed, now: float, step: int, usual_seconds: Callable[[], float]) -> None:
         """`step` counts the replica's own; `usual_seconds` are what this one should take."""
         self.num_steps += 1
-        target = self.targets.tbt
+        has_prefill = bool(outcome.plan.chunks)
         common: Counter[float] = Counter()  # most streams of a step have the same gap
         for request, _, tokens in outcome.emissions:
             if not tokens:
@@ -123,38 +123,63 @@ class Observed:
             else:
                 gap = now - stream.last_at
                 common[gap] += 1
-                if target is not None and gap > target:
-                    stream.num_late += 1
-                    self.causes[_cause(stream, outcome, step, target, usual_seconds)] += 1
+                self._judge(stream, gap, step, outcome.result.seconds, usual_seconds, has_prefill=has_prefill)
             stream.last_at, stream.last_step, stream.was_preempted = now, step, False
         for gap, count in common.items():
             self.gaps.add(gap, now, count)
         for request in outcome.finished:
             self._end(request, now)
 
-    def repeated(self, requests: Sequence[Request], repeats: Sequence[Repeat], step: int, usual_seconds: float) -> None:
-        """Steps that gave each of these one token; `step` is the last one."""
-        streams, times = [self._streams[request.id] for request in requests], [one.committed_at for one in repeats]
+    def repeated(
+        self, requests: Sequence[Request], repeats: Sequence[Repeat], step: int, usual_seconds: Callable[[int], float]
+    ) -> None:
+        """Steps that gave each of these one token, from this one of the replica's on. `usual_seconds`: as above."""
+        streams = [self._streams[request.id] for request in requests]
+        now = repeats[0].committed_at
         for stream in streams:
-            self._late(times[0] - stream.last_at, (stream,), repeats[0].seconds, usual_seconds)
-            self.gaps.add(times[0] - stream.last_at, times[0])
-        for (before, now), one in zip(pairwise(times), repeats[1:], strict=True):
-            self.gaps.add(now - before, now, len(streams))
-            self._late(now - before, streams, one.seconds, usual_seconds)
+            gap = now - stream.last_at
+            self.gaps.add(gap, now)
+            self._judge(stream, gap, step, repeats[0].seconds, partial(usual_seconds, 0), has_prefill=False)
+            stream.was_preempted = False
+        for number, one in enumerate(repeats[1:], 1):
+            gap, now = one.committed_at - now, one.committed_at
+            self.gaps.add(gap, now, len(streams))
+            if self.targets.tbt is not None and gap > self.targets.tbt:
+                for stream in streams:
+                    stream.last_step = step + number - 1
+                    usual = partial(usual_seconds, number)
+                    self._judge(stream, gap, step + number, one.seconds, usual, has_prefill=False)
         for stream in streams:
-            stream.num_tokens += len(times)
-            stream.last_at, stream.last_step, stream.was_preempted = times[-1], step, False
-        self.num_steps += len(times)
-        self.num_tokens += len(times) * len(streams)
-        self.seconds = max(self.seconds, times[-1])
+            stream.num_tokens += len(repeats)
+            stream.last_at, stream.last_step = now, step + len(repeats) - 1
+        self.num_steps += len(repeats)
+        self.num_tokens += len(repeats) * len(streams)
+        self.seconds = max(self.seconds, now)
 
-    def _late(self, gap: float, streams: Iterable[_Stream], seconds: float, usual_seconds: float) -> None:
-        """Of a step that only decodes, and that no stream was left out of."""
-        if self.targets.tbt is not None and gap > self.targets.tbt:
-            is_slow = usual_seconds <= self.targets.tbt and seconds > _SLOW * usual_seconds
-            for stream in streams:
-                stream.num_late += 1
-                self.causes[Cause.SLOW_DEVICE if is_slow else Cause.STREAMS] += 1
+    def _judge(
+        self,
+        stream: _Stream,
+        gap: float,
+        step: int,
+        seconds: float,
+        usual_seconds: Callable[[], float],
+        *,
+        has_prefill: bool,
+    ) -> None:
+        """Is the gap that this step ended over the target, and why?"""
+        target = self.targets.tbt
+        if target is None or gap <= target:
+            return
+        stream.num_late += 1
+        if stream.was_preempted:
+            cause = Cause.PREEMPTED
+        elif step - stream.last_step > 1:
+            cause = Cause.LEFT_OUT
+        elif (usual := usual_seconds()) <= target and seconds > _SLOW * usual:
+            cause = Cause.SLOW_DEVICE
+        else:
+            cause = Cause.PREFILL if has_prefill else Cause.STREAMS
+        self.causes[cause] += 1
 
     def _end(self, request: Request, now: float) -> None:
         stream = self._streams.pop(request.id)
@@ -165,14 +190,3 @@ class Observed:
         waited = stream.first_at - stream.arrived_at
         is_good = self.targets.ttft is None or waited <= self.targets.ttft
         self.num_good += is_good and stream.num_late <= _MAX_LATE_SHARE * (stream.num_tokens - 1)
-
-
-def _cause(stream: _Stream, outcome: Committed, step: int, target: float, usual_seconds: Callable[[], float]) -> Cause:
-    if stream.was_preempted:
-        return Cause.PREEMPTED
-    if step - stream.last_step > 1:
-        return Cause.LEFT_OUT
-    usual = usual_seconds()
-    if usual <= target and outcome.result.seconds > _SLOW * usual:
-        return Cause.SLOW_DEVICE
-    return Cause.PREFILL if outcome.plan.chunks else Cause.STREAMS

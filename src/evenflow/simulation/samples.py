@@ -1,5 +1,5 @@
-"""Samples in cells of time, as histograms: percentiles and shares of all of them, with intervals that resample whole
-cells and whole runs. Samples of one step or one moment stay together; drawn one by one they would pretend to be sure.
+"""Samples in cells of time, as histograms: percentiles of all of them, and the interval that those of a single run fall
+in, nine times of ten. Whole cells and whole runs are resampled. Samples drawn one by one would pretend to be sure.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Figure = Callable[[Histogram], float | None]
 
 
 def intervals(runs: Sequence[Samples], figures: Mapping[str, Figure], seed: int = 0) -> dict[str, Interval]:
-    """Each figure of all runs together. Runs are resampled, and cells of time within each."""
+    """Each figure of all runs together, and where that of a single run falls: one is drawn, and cells of time in it."""
     rng = random.Random(seed)
     totals: Histogram = Counter()
     for run in runs:
@@ -91,23 +91,19 @@ def intervals(runs: Sequence[Samples], figures: Mapping[str, Figure], seed: int 
     drawn: dict[str, list[float]] = {name: [] for name in figures}
     for _ in range(_RESAMPLES if cells else 0):
         sample: Histogram = Counter()
-        for of_run in rng.choices(cells, k=len(cells)):
-            for cell, times in Counter(rng.choices(range(len(of_run)), k=len(of_run))).items():
-                for number, count in of_run[cell].items():
-                    sample[number] += times * count
+        of_run = rng.choice(cells)
+        for cell, times in Counter(rng.choices(range(len(of_run)), k=len(of_run))).items():
+            for number, count in of_run[cell].items():
+                sample[number] += times * count
         for name, figure in figures.items():
             if (value := figure(sample)) is not None:
                 drawn[name].append(value)
     return {name: _interval(figure(totals), sorted(drawn[name])) for name, figure in figures.items()}
 
 
-def spread_of(values: Sequence[float], seed: int = 0) -> Interval:
-    """The mean of a figure that each run has one of."""
-    if not values:
-        return UNKNOWN
-    rng = random.Random(seed)
-    means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(_RESAMPLES))
-    return _interval(sum(values) / len(values), means)
+def spread_of(values: Sequence[float]) -> Interval:
+    """The mean of a figure that each run has one of, and where single runs fall."""
+    return _interval(sum(values) / len(values), sorted(values)) if values else UNKNOWN
 
 
 def _interval(value: float | None, drawn: Sequence[float]) -> Interval:

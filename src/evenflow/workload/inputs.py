@@ -60,7 +60,7 @@ class TraceRequest:
     num_prompt_tokens: int
     num_output_tokens: int | None = None
     arrival_s: float | None = None
-    block_ids: tuple[int | str, ...] = ()
+    block_ids: tuple[int, ...] = ()
     block_tokens: int = BLOCK_TOKENS
     session: str = ""  # requests of one session follow each other; "": it has none
     delay_s: float | None = None  # from the answer to the session's last request until this one; None: it has a time
@@ -151,7 +151,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _traced(record: Mapping[str, Any], num_tokens: int) -> TraceRequest:
     block_ids = record.get(_BLOCK_IDS)
-    if not isinstance(block_ids, list) or not all(type(block_id) in (int, str) for block_id in block_ids):
+    if not isinstance(block_ids, list) or not all(type(block_id) is int for block_id in block_ids):
         block_ids = []
     delay = record.get(_DELAY)
     return TraceRequest(

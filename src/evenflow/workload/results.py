@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from evenflow.workload.inputs import UnusableRecordError
@@ -93,10 +94,17 @@ def _weka(record: Record) -> Iterator[Record]:
                 "timestamp": 1000 * (offset + one["t"]) if before is None else None,
                 "delay": None if before is None else 1000 * _pause(before, one),
                 "session_id": session,
-                "hash_ids": [f"{scope}:{block}" for block in blocks] if isinstance(blocks, list) else [],
+                "hash_ids": [block_of(scope, block) for block in blocks] if isinstance(blocks, list) else [],
                 "block_tokens": block_tokens,
             }
             before = one
+
+
+def block_of(scope: str, block: Any) -> int:
+    """An id for a block of one conversation, or of all without a scope."""
+    if not scope and type(block) is int:
+        return block
+    return int.from_bytes(blake2b(f"{scope}:{block}".encode(), digest_size=7).digest())
 
 
 def _base(agent: Record) -> float:
