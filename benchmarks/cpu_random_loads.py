@@ -37,7 +37,7 @@ from evenflow.errors import EngineFailed
 from evenflow.simulation.loop import Loop, Timed
 
 BUDGETS = (24, 48, 96, 192, 384)
-_FEWER_CHATS, _FEWER_TOKENS = 8, 16
+FEWER_CHATS, FEWER_TOKENS = 8, 16
 
 
 class EngineRun:
@@ -125,7 +125,7 @@ def load_of(seed: int, options: argparse.Namespace) -> Load:
 
 
 def cpu_load(seed: int, seconds: float, prefill_rate: float) -> Load:
-    return random_load(seed, seconds, _FEWER_TOKENS * prefill_rate).scaled(_FEWER_CHATS, _FEWER_TOKENS)
+    return random_load(seed, seconds, FEWER_TOKENS * prefill_rate).scaled(FEWER_CHATS, FEWER_TOKENS)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from functools import cache
 
 from outcomes import Stream
 from random_loads import Load
-from recorded_device import RECORDINGS, DenseFit, caps_of, work_of_step
+from recorded_device import RECORDINGS, caps_of, work_of_step
 from step_recording import read_recording
 from virtual_run import Tokens, VirtualRun
 
@@ -24,6 +24,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
 from evenflow.engine.calibration import Calibration
+from evenflow.simulation.dense_fit import DenseFit
 from evenflow.simulation.devices import BlockNoise, Device, ModelDevice
 from evenflow.simulation.own_engine import OwnEngine, result_of, work_of
 
@@ -41,7 +42,7 @@ class RecordedCpu:
         works = [work_of_step(step) for step in steps]
         seconds = [(step.gpu_end_us - step.gpu_begin_us) / 1e6 for step in steps]
         self.caps = caps_of(recording)
-        self._fit = DenseFit(self.caps, works, seconds)
+        self._fit = DenseFit.fitted(self.caps, works, seconds)
         # As if each step had begun when the one before ended.
         slowness = [taken / self._fit.seconds(work) for work, taken in zip(works, seconds, strict=True)]
         self.noise = BlockNoise(seconds, slowness)

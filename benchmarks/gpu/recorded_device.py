@@ -12,23 +12,21 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 from step_recording import Recording, Step, read_recording
 
-from evenflow.core.least_squares import fit_nonnegative
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
+from evenflow.simulation.dense_fit import DenseFit
 from evenflow.simulation.devices import Ran, StepWork
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
-_KNEES = (32, 64, 128, 256, 512, 1024)  # row counts from which a row may cost more
 _FEWEST_NEIGHBOURS = 4
-_WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
-_MAX_FITTED = 6000
+WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
 _MODEL = ModelWork(  # Llama 3.1 8B, which every recording of a GPU is of
     num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4.0 * 32 * 4096, cache_bytes=131_072
 )
@@ -50,51 +48,6 @@ def prior_of(recording: Recording) -> StepCosts | None:
     return roofline(_MODEL, known, caps_of(recording).attention_waves) if known else None
 
 
-class DenseFit:
-    """What a step of any shape takes, by costs of all its figures that were fitted to recorded steps."""
-
-    def __init__(self, caps: ExecutorCaps, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
-        self._caps = caps
-        self._costs = self._fitted(works, seconds)
-
-    def seconds(self, work: StepWork) -> float:
-        return sum(cost * figure for cost, figure in zip(self._costs, self._figures(work), strict=True))
-
-    def _figures(self, work: StepWork) -> list[float]:
-        shape = work.shape(self._caps)
-        return [
-            1.0,
-            float(bool(work.chunks)),
-            float(shape.is_launched),
-            *(float(max(0, shape.padded_rows - knee)) for knee in _KNEES),
-            float(shape.prefill_attention),
-            float(shape.wave_attention),
-            float(sum(start + length for start, length in work.chunks)),
-            float(len(work.chunks)),
-            float(work.num_decodes),
-            float(work.decode_context),
-            float(work.decode_context) if work.chunks else 0.0,
-        ]
-
-    def _fitted(self, works: Sequence[StepWork], seconds: Sequence[float]) -> list[float]:
-        """By relative error. Outliers get less weight in each further round."""
-        every = max(1, len(works) // _MAX_FITTED)
-        rows = [
-            [figure / taken for figure in self._figures(work)]
-            for work, taken in zip(works[::every], seconds[::every], strict=True)
-        ]
-        weights = [1.0] * len(rows)
-        costs: list[float] = []
-        for _ in range(3):
-            weighted = ([figure * weight for figure in row] for row, weight in zip(rows, weights, strict=True))
-            columns = list(zip(*weighted, strict=True))
-            costs = fit_nonnegative(columns, weights, [0.0] * len(columns), 1e-6)
-            misfits = [abs(sum(map(float.__mul__, costs, row)) - 1) for row in rows]
-            tolerance = 3 * median(misfits)
-            weights = [1.0 if misfit < tolerance else math.sqrt(tolerance / misfit) for misfit in misfits]
-        return costs
-
-
 class RecordedDevice:
     """Seconds of the device and of the host for a step, from a recording."""
 
@@ -110,14 +63,14 @@ class RecordedDevice:
             for before, step, after in zip(load.steps, load.steps[1:], load.steps[2:], strict=False):
                 work = work_of_step(step)
                 self._launches[self._kind(work)].append((step.sampled_us - step.scheduled_us) / 1e6)
-                if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > _WAITED_US:
+                if before.seen_us - step.sampled_us > 0 and step.seen_us - after.sampled_us > WAITED_US:
                     works.append(work)
                     seconds.append((step.gpu_end_us - max(before.gpu_end_us, step.gpu_begin_us)) / 1e6)
         for (_, is_launched), launches in self._launches.items():
             if is_launched:
                 most = 2 * median(launches)
                 launches[:] = [taken for taken in launches if taken <= most]
-        self._fit = DenseFit(self.caps, works, seconds)
+        self._fit = DenseFit.fitted(self.caps, works, seconds)
         for work, taken in zip(works, seconds, strict=True):
             ratio = taken / self._fit.seconds(work)
             for grain, ratios in zip(_GRAINS, self._ratios, strict=True):
@@ -142,7 +95,7 @@ class RecordedDevice:
                 return self._fit.seconds(work) * self._rng.choice(near)
         return self._fit.seconds(work)
 
-    def launch_seconds(self, work: StepWork) -> float:
+    def launch_seconds(self, work: StepWork, at: float) -> float:
         """How long the host launches it, which overlaps with the step before."""
         return self._rng.choice(self._launches[self._kind(work)])
 

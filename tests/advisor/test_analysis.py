@@ -88,6 +88,16 @@ def test_prefixes_are_found_only_where_they_lead() -> None:
     assert (found.uncached.min, found.uncached.max) == (1, 1500)
 
 
+def test_blocks_of_agents_are_shorter() -> None:
+    tally = PrefixTally()
+    tally.add((1, 2), 120, 64)
+    tally.add((1, 2, 3), 180, 64)
+    figures = tally.figures()
+    assert figures is not None
+    assert figures.block_tokens == 64
+    assert figures.hit_rate == pytest.approx(128 / 300)
+
+
 def test_without_block_ids_nothing_is_said_of_prefixes() -> None:
     assert traced(1000).datasets[0].prefixes is None
 

@@ -43,14 +43,14 @@ def test_a_recorded_shape_takes_what_was_recorded() -> None:
     for _ in range(5):
         assert device.device_seconds(decodes) == pytest.approx(0.005)
         assert device.device_seconds(mixed) == pytest.approx(0.020)
-        assert device.launch_seconds(mixed) == pytest.approx(0.001)
+        assert device.launch_seconds(mixed, 0.0) == pytest.approx(0.001)
 
 
 def test_launches_that_loaded_kernels_are_left_out_where_there_is_no_graph() -> None:
     device = RecordedDevice(recorded_steps(loading=20))
     decodes, mixed = StepWork(8, 8_000, ()), StepWork(8, 8_000, ((4_000, 512),))
-    assert {round(1000 * device.launch_seconds(decodes)) for _ in range(300)} == {1, 3}
-    assert {round(1000 * device.launch_seconds(mixed)) for _ in range(300)} == {1}
+    assert {round(1000 * device.launch_seconds(decodes, 0.0)) for _ in range(300)} == {1, 3}
+    assert {round(1000 * device.launch_seconds(mixed, 0.0)) for _ in range(300)} == {1}
 
 
 def test_another_shape_takes_what_its_neighbours_suggest() -> None:

@@ -20,6 +20,11 @@ from tests.docs.pages import ROOT, blocks
 from tests.gguf_files import write_gguf
 from tests.models import CHAT_TEMPLATE, byte_level_tokenizer, reference_model, tiny_hf_folder
 
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 00:00:00.0,900,20
+2024-05-10 00:00:01.5,300,10
+2024-05-10 00:00:02.0,400,5
+"""
 CONTEXT = 16384  # the tiny tokenizer makes four times as many tokens of a text as a large one
 PORTS = ("8000", "8001", "8002", "8080", "4318")
 
@@ -38,6 +43,7 @@ SHORTER = {
     "serve": "--threads 1 --kv-cache-memory 256MiB",
     "ab": "--requests 2 --pairs 2 --max-tokens 4 --rate 50",
     "eval": "-n 2",
+    "simulate": "--runs 1 --requests 8",
     "bench stall": "--repeat 1 --chats 2 --chat-tokens 8 --long-prompts 1 --long-tokens 300 --threads 1",
     "bench agents fixed:2048 target:250ms --trace": "--repeat 1 --scale 0.01 --requests 2",
     "bench agents": "--repeat 1 --misses 1 --agents 1 --scale 0.01 --think 10ms --miss-pause 10ms",
@@ -118,7 +124,7 @@ def make_files(folder: Path) -> None:
     prompts = [{"prompt": "What is a token? " * count} for count in (1, 2, 40)]
     for name in ("prompts.jsonl", "code.jsonl"):
         (folder / name).write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    (folder / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.0,900,20\n")
+    (folder / "trace.csv").write_text(TRACE)
     trace = [{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 1]}] * 2
     (folder / "mooncake.jsonl").write_text("".join(json.dumps(request) + "\n" for request in trace))
     (folder / "texts").mkdir()

@@ -44,7 +44,7 @@ def rows(work: StepWork) -> float:
 
 def test_a_step_takes_what_the_model_says() -> None:
     assert ModelDevice(rows).run(WORK, 3.0) == Ran(0.164, {})
-    assert ModelDevice(rows).launch_seconds(WORK) == 0.0
+    assert ModelDevice(rows).launch_seconds(WORK, 0.0) == 0.0
 
 
 def test_a_step_in_time_sheds_nothing() -> None:

@@ -47,7 +47,7 @@ class Rows:
         self.launch_s = launch_s
         self.begins: list[float] = []
 
-    def launch_seconds(self, work: StepWork) -> float:
+    def launch_seconds(self, work: StepWork, at: float) -> float:
         return self.launch_s
 
     def run(self, work: StepWork, at: float) -> Ran:

@@ -14,12 +14,11 @@ from evenflow.advisor.token_counts import EstimatedTokens, TokenCounter
 from evenflow.advisor.vllm_flags import NEWEST_VERSION
 from evenflow.counts import counted
 from evenflow.errors import InvalidInput
-from evenflow.workload.inputs import Input, TraceRequest
+from evenflow.workload.inputs import BLOCK_TOKENS, Input, TraceRequest
 
 THRESHOLDS = (1000, 2048, 4096, 8192, 16384, 32768)
 LONG_CHARACTERS = 8000
 PRESET_TOKENS = {"code": 4000, "document": 12000, "retrieval": 24000, "evaluation": 47}
-_BLOCK_TOKENS = 512  # per block id in Mooncake's traces, the only ones with ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +145,13 @@ class PrefixTally:
         self._num_blocks = 0
         self._num_tokens = 0
         self._uncached = Lengths()
+        self._block_tokens = BLOCK_TOKENS
 
-    def add(self, block_ids: Sequence[int], num_tokens: int) -> None:
+    def add(self, block_ids: Sequence[int], num_tokens: int, block_tokens: int = BLOCK_TOKENS) -> None:
         num_leading = next((i for i, block_id in enumerate(block_ids) if block_id not in self._seen), len(block_ids))
         # A prompt's last token is always computed: the first output token is sampled from its logits.
-        num_hit = min(num_leading * _BLOCK_TOKENS, num_tokens - 1)
+        num_hit = min(num_leading * block_tokens, num_tokens - 1)
+        self._block_tokens = block_tokens
         self._seen.update(block_ids)
         self._num_blocks += len(block_ids)
         self._num_tokens += num_tokens
@@ -162,7 +163,7 @@ class PrefixTally:
             return None
         uncached = self._uncached.figures()
         hit_rate = (self._num_tokens - uncached.total) / self._num_tokens
-        return PrefixFigures(_BLOCK_TOKENS, self._num_blocks, len(self._seen), hit_rate, uncached)
+        return PrefixFigures(self._block_tokens, self._num_blocks, len(self._seen), hit_rate, uncached)
 
 
 class DatasetTally:
@@ -189,7 +190,7 @@ class DatasetTally:
             self._tokens[self._counter.count(item)] += 1
             return
         self._tokens[item.num_prompt_tokens] += 1
-        self._prefixes.add(item.block_ids, item.num_prompt_tokens)
+        self._prefixes.add(item.block_ids, item.num_prompt_tokens, item.block_tokens)
         if item.num_output_tokens is not None:
             self._output_tokens[item.num_output_tokens] += 1
         if item.arrival_s is not None:

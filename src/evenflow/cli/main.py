@@ -34,12 +34,16 @@ from evenflow.cli.output import log_warnings_only
 from evenflow.cli.pull import pull
 from evenflow.cli.serve import serve
 from evenflow.cli.settings import add_variables, source_of
+from evenflow.cli.simulate import simulate
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (generate, chat, demo, serve, config, audit, analyze, explain, pull, doctor):
     app.command(cls=PanelCommand)(command)
 app.command(cls=PanelCommand, epilog="Example: evenflow ab fixed:512 target:200ms")(ab)
+app.command(cls=PanelCommand, epilog="Example: evenflow simulate trace.csv --device x86-smollm2 --kv-tokens 60000")(
+    simulate
+)
 app.command("eval", cls=PanelCommand)(evaluate)
 app.add_typer(bench)
 app.add_typer(models)

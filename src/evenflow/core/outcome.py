@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from evenflow.core.deadlines import LateToken
 from evenflow.core.plan import StepPlan, StepResult, StepShape
@@ -38,3 +39,11 @@ class InFlight:
     planned_at: float
     sequences: list[Request]  # decodes, then chunks, as in the plan
     heads: list[list[Request]]  # of lines that prompts of this step may have overtaken
+
+
+class Repeat(NamedTuple):
+    """A step that gives each stream one token, as a simulation timed it."""
+
+    planned_at: float
+    seconds: float  # as in `StepResult`
+    committed_at: float

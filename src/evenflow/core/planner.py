@@ -147,6 +147,32 @@ class Planner(Generic[RequestType]):
             caps=self.prices.caps,
             turn=self.order.length_of_turn([(self.requests[one.request_id], one.start) for one in prompts]),
         )
+        return self._planned(view)
+
+    def plan_decodes(
+        self, now: float, num_decodes: int, decode_context: int, num_in_flight: int, overhead: float
+    ) -> None:
+        """Tell the policy of a step that no prompt waits for."""
+        self._planned(
+            StepView(
+                now=now,
+                num_in_flight=num_in_flight,
+                num_decodes=num_decodes,
+                decode_context=decode_context,
+                earliest_deadline=None,
+                tightest_target=None,
+                overhead=overhead,
+                step_time=self.step_time,
+                max_num_seqs=self._max_num_seqs,
+                candidates=(),
+                free_tokens=0,
+                long_prefill_token_threshold=0,
+                caps=self.prices.caps,
+                turn=0,
+            )
+        )
+
+    def _planned(self, view: StepView) -> Quotas:
         quotas = self.policy.plan(view)
         if self.pacing is not None:
             self.pacing = replace(self.pacing, feasible=self._num_stages * self.policy.shortest_step)

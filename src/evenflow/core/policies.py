@@ -30,6 +30,11 @@ def register_policy(kind: PolicyKind) -> PolicyKind:
     return kind
 
 
+def forget_policy(kind: PolicyKind) -> None:
+    """Undo `register_policy`."""
+    del _KINDS[kind.name]
+
+
 for _kind in (UNCHUNKED, ALTERNATE, FIXED, LOAD, ADAPTIVE, PROMPT_LENGTH, TARGET):
     register_policy(_kind)
 

@@ -91,6 +91,9 @@ class Quotas(NamedTuple):
 class Policy(ABC):
     """Plans one step at a time. Its state comes only from `plan` and `observe`."""
 
+    # Does it look at steps without candidates? Else a simulation need not show it all of them.
+    heeds_decodes = True
+
     def __init__(self, max_step_tokens: int) -> None:
         # Upper bound of a step's tokens. Decodes alone may exceed it, and so may the prefill floor.
         self.max_step_tokens = max_step_tokens

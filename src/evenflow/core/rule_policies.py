@@ -25,6 +25,8 @@ _ADAPTIVE_BASE_CHUNK, _ADAPTIVE_TIME_S = 128, 0.05
 class Unchunked(Policy):
     """Whole prompts, as many as fit in the budget and at least one."""
 
+    heeds_decodes = False
+
     def plan(self, view: StepView) -> Quotas:
         quotas: list[Quota] = []
         budget = self.max_step_tokens - view.num_decodes
@@ -70,6 +72,8 @@ ALTERNATE = PolicyKind(
 
 class Budgeted(Policy):
     """Decodes first; chunks share the rest of the budget, by the subclass's rule."""
+
+    heeds_decodes = False
 
     def __init__(self, max_step_tokens: int) -> None:
         super().__init__(max_step_tokens)
@@ -125,6 +129,8 @@ LOAD = PolicyKind(
 
 class Adaptive(Budgeted):
     """One chunk size a step: halved under decode pressure, doubled while recent steps are faster than the target."""
+
+    heeds_decodes = True
 
     def __init__(self, max_step_tokens: int, latency_target: float) -> None:
         super().__init__(max_step_tokens)

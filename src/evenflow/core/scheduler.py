@@ -14,7 +14,7 @@ from itertools import chain, count, repeat
 
 from evenflow.core.block_moves import BlockMover
 from evenflow.core.blocks import BlockPool
-from evenflow.core.outcome import Committed, InFlight
+from evenflow.core.outcome import Committed, InFlight, Repeat
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.planner import Planner
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
@@ -28,7 +28,7 @@ from evenflow.core.room import Room
 from evenflow.core.seats import Seats
 from evenflow.core.service_classes import DEFAULT_CLASSES, Classes, ServiceClass, check_weights
 from evenflow.core.service_order import ServiceOrder
-from evenflow.core.step_time import StepTimeModel
+from evenflow.core.step_time import NUM_REMEMBERED, StepTimeModel
 from evenflow.core.tier import Tier, TierConfig
 from evenflow.errors import DeadlineExceeded, InvalidRequest, LateRequest
 
@@ -99,7 +99,7 @@ class Scheduler:
             caps=self.caps,
             stream_price=prices.streams,
         )
-        self._overheads: deque[float] = deque(maxlen=16)  # recent seconds of steps, less the run itself
+        self._overheads: deque[float] = deque(maxlen=NUM_REMEMBERED)  # recent seconds of steps, less the run itself
         self._committed_at = -math.inf
         self._in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
@@ -238,6 +238,11 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def plans_in_flight(self) -> list[StepPlan]:
+        """The oldest first."""
+        return [step.plan for step in self._in_flight]
 
     @property
     def upper_seconds_in_flight(self) -> float:
@@ -448,6 +453,82 @@ class Scheduler:
         stops = request.tokens[-1] in request.stop_token_ids
         self._end(request, FinishReason.STOP if stops else FinishReason.LENGTH)
         outcome.finished.append(request)
+
+    # ---- many steps at once ----
+
+    def num_repeats(self) -> int:
+        """How many steps from here on give each stream one token and change nothing else, whatever they take.
+
+        For simulations, which then need not plan them one by one. Every stream ends by its length alone.
+        """
+        streams, pacing = self.seats.decoding, self.planner.pacing
+        if not streams or self.seats.prefilling or self.order or self.order.is_shared or self._expiring:
+            return 0
+        if self.tier is not None or self._recovery.suspects or (pacing is not None and pacing.is_paced):
+            return 0
+        if len(self._in_flight) + 1 != self.caps.max_steps_in_flight or self.pool.num_settling:
+            return 0
+        if any(len(step.sequences) != len(streams) or step.plan.chunks for step in self._in_flight):
+            return 0
+        left = min([one.max_known_tokens - one.num_scheduled for one in streams.values()]) - 2
+        blocks = self.pool.num_free // len(streams) - 1  # a stream may need one for its first token
+        return max(0, min(left, blocks * self.block_size))
+
+    def repeat(self, repeats: Sequence[Repeat], token: int) -> None:
+        """Plan and commit steps that give each stream this token: at most `num_repeats` of them."""
+        streams, count = list(self.seats.decoding.values()), len(repeats)
+        oldest = sum([one.num_committed for one in streams]) + len(streams)  # context of the next step to commit
+        for request in streams:
+            before = request.num_committed
+            request.num_scheduled += count
+            request.num_committed += count
+            request.tokens += [token] * count
+            if missing := max(0, self.seats.num_blocks(request.num_scheduled) - len(request.block_ids)):
+                self.seats.append_blocks(request, missing)
+            if request.num_committed // self.block_size > before // self.block_size:
+                self.prefix_cache.publish(request, before)
+        planned = [*(step.planned_at for step in self._in_flight), *(one.planned_at for one in repeats)]
+        for number in range(self._first_that_matters(oldest, len(streams), count), count):
+            one = repeats[number]
+            shape = self.caps.step_shape(num_decodes=len(streams), decode_context=oldest + number * len(streams))
+            if self.policy.heeds_decodes:
+                ahead = oldest + (number + len(self._in_flight)) * len(streams)
+                self.planner.plan_decodes(one.planned_at, len(streams), ahead, len(self._in_flight), self.overhead)
+            self.planner.observe((shape,), one.seconds)
+            began = max(planned[number], repeats[number - 1].committed_at if number else self._committed_at)
+            self._overheads.append(max(0.0, one.committed_at - began - one.seconds))
+        self._committed_at = repeats[-1].committed_at
+        self.planner.emitted(streams, self._committed_at)
+        self.planner.charge([], [], [], len(streams), sum([one.seconds for one in repeats]))
+        self._steps_without_prefill = 0
+        self._next_step_id += count
+        self._in_flight = deque(map(self._repeated, self._in_flight, planned[count:], repeat(count)))
+        self.seats.newest_step = self._in_flight[-1].plan.step_id if self._in_flight else None
+
+    def _first_that_matters(self, context: int, num_streams: int, count: int) -> int:
+        """Of this many steps without prefill, the first that the policy and the step times learn from."""
+        if self.policy.heeds_decodes:
+            return 0
+        contexts = context, context + (count - 1) * num_streams
+        first, last = (self.caps.step_shape(num_decodes=num_streams, decode_context=one) for one in contexts)
+        return 0 if self.step_time.learns_between(first, last) else max(0, count - NUM_REMEMBERED)
+
+    def _repeated(self, step: InFlight, planned_at: float, count: int) -> InFlight:
+        """The step that is in flight in this one's place, so many steps later."""
+        columns = step.plan.decodes
+        plan = StepPlan(
+            step_id=step.plan.step_id + count,
+            released_slots=(),
+            admissions=(),
+            block_changes=(),
+            decodes=replace(columns, positions=tuple([position + count for position in columns.positions])),
+            chunks=(),
+            padded_rows=step.plan.padded_rows,
+        )
+        shape = plan.shape(self.caps)
+        return replace(
+            step, plan=plan, shape=shape, predicted_seconds=self.step_time.predict(shape), planned_at=planned_at
+        )
 
     # ---- leaving a slot ----
 

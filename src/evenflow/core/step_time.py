@@ -23,6 +23,7 @@ _VERSION = 8
 _MAX_SAMPLES = 128  # and errors
 _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
+NUM_REMEMBERED = 16  # of steps without prefill and alike, one after the other: those before leave no trace
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
 _QUANTILE = 0.98  # of errors, that the margin covers
 # No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
@@ -38,6 +39,10 @@ def _kind(sample: Sample) -> tuple[int, ...]:
     steps, _, rows, attention, logits, context, _, _ = map(sum, zip(*sample.steps, strict=True))
     bits = rows.bit_length(), attention.bit_length() // 2, logits.bit_length(), context.bit_length() // 2
     return steps, *bits
+
+
+def _alone(shape: StepShape) -> Sample:
+    return Sample((figures_of(shape),), 1.0)
 
 
 class StepTimeModel:
@@ -118,6 +123,10 @@ class StepTimeModel:
         if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + len(self._errors) // 4):  # the first at every step
             self._fit()
         self._update_speeds()
+
+    def learns_between(self, first: StepShape, last: StepShape) -> bool:
+        """Of steps without prefill from the first to the last shape, do any but the last few leave a trace?"""
+        return self._num_fits < _STEPS_BETWEEN_FITS or _kind(_alone(first)) != _kind(_alone(last))
 
     def observe_launch(self, shape: StepShape, seconds: float) -> None:
         """The host took this long to launch a step. Meanwhile it hands out no tokens."""

@@ -44,8 +44,8 @@ class Ran(NamedTuple):
 
 
 class Device(Protocol):
-    def launch_seconds(self, work: StepWork) -> float:
-        """Host time to launch a step. The device runs meanwhile."""
+    def launch_seconds(self, work: StepWork, at: float) -> float:
+        """Host time to launch a step from this time on. The device runs meanwhile."""
 
     def run(self, work: StepWork, at: float) -> Ran:
         """Run a step from this time on."""
@@ -67,6 +67,10 @@ class BlockNoise:
     def period(self) -> float:
         return self._ends[-1]
 
+    def at(self, at: float) -> float:
+        """The slowness at a moment."""
+        return self.slowness[bisect_right(self._ends, (self.start + at) % self.period)]
+
     def __call__(self, seconds: float, at: float) -> float:
         moment, taken = (self.start + at) % self.period, 0.0
         block = bisect_right(self._ends, moment)
@@ -86,19 +90,22 @@ class ModelDevice:
     seconds: Callable[[StepWork], float]
     noise: Callable[[float, float], float] = lambda seconds, at: seconds  # of a step's seconds from a time on
     num_layers: int = 1
+    launches: Callable[[StepWork, float], float] = lambda work, at: 0.0  # host seconds of a launch from a time on
+    prefill_noise: Callable[[float, float], float] | None = None  # of steps with prefill; None: as others have
 
-    def launch_seconds(self, work: StepWork) -> float:
-        return 0.0
+    def launch_seconds(self, work: StepWork, at: float) -> float:
+        return self.launches(work, at)
 
     def run(self, work: StepWork, at: float) -> Ran:
+        noise = self.prefill_noise if work.chunks and self.prefill_noise is not None else self.noise
         if work.most_seconds is None:
-            return Ran(self.noise(self.seconds(work), at))
+            return Ran(noise(self.seconds(work), at))
         clock, share = VirtualClock(at), 1 / self.num_layers
         lengths = [length for _, length in work.chunks]
         shedder = Shedder(work.num_decodes, lengths, self.num_layers, at + work.most_seconds, clock)
         for layer in range(1, self.num_layers + 1):
             chunks = tuple((start, length) for (start, _), length in zip(work.chunks, shedder.lengths, strict=True))
-            clock.now += self.noise(share * self.seconds(replace(work, chunks=chunks)), clock.now)
+            clock.now += noise(share * self.seconds(replace(work, chunks=chunks)), clock.now)
             if layer < self.num_layers:
                 shedder.after_layer(layer)
         return Ran(clock.now - at, shedder.shed())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from evenflow.core.outcome import Committed
+from evenflow.core.outcome import Committed, Repeat
 from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.request import Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import EngineFailed, InvalidConfig
 from evenflow.simulation.devices import Ran, StepWork
@@ -38,6 +40,20 @@ class OwnEngine:
 
     def commit(self, ran: Ran, now: float) -> Committed:
         return self.scheduler.commit(result_of(self._plans.popleft(), ran), now)
+
+    def steady(self) -> tuple[StepWork, int] | None:
+        """The next step, if each stream gets a token in it and so many more steps that nothing else happens in."""
+        if not (most := self.scheduler.num_repeats()):
+            return None
+        streams = self.scheduler.seats.decoding.values()
+        return StepWork(len(streams), sum([one.num_scheduled for one in streams]) + len(streams), ()), most
+
+    def repeat(self, repeats: Sequence[Repeat]) -> list[Request]:
+        """Such steps ran. Returns the streams."""
+        streams = list(self.scheduler.seats.decoding.values())
+        self.scheduler.repeat(repeats, *_TOKEN)
+        self._plans = deque(self.scheduler.plans_in_flight)
+        return streams
 
 
 def work_of(plan: StepPlan) -> StepWork:

@@ -14,13 +14,23 @@ _CHATS = ("messages", "conversations", "conversation")
 _SYSTEM = ("system_prompt", "system")
 PROMPT_FIELDS = ("prompt", *_CHATS, *_PARTS, "query", "text")
 USUAL_FIELDS = "prompt, messages, conversations, instruction, context, input, question or text"
-_PROMPT_TOKENS = ("ContextTokens", "input_length", "num_prompt_tokens", "prompt_tokens", "input_tokens")
-_OUTPUT_TOKENS = ("GeneratedTokens", "output_length", "num_output_tokens", "completion_tokens", "output_tokens")
-_ARRIVAL = ("TIMESTAMP", "timestamp", "arrival_s")
+_PROMPT_TOKENS = (
+    *("ContextTokens", "input_length", "Request tokens"),  # Azure, Mooncake, BurstGPT
+    *("num_prompt_tokens", "prompt_tokens", "input_tokens"),
+)
+_OUTPUT_TOKENS = (
+    *("GeneratedTokens", "output_length", "Response tokens"),
+    *("num_output_tokens", "completion_tokens", "output_tokens"),
+)
+# The last two: guidellm's, and that of our own request log.
+_ARRIVAL = ("TIMESTAMP", "timestamp", "Timestamp", "arrival_s", "request_start_time", "time")
+_BLOCK_IDS = "hash_ids"  # Mooncake's field
+_SESSION, _DELAY = "session_id", "delay"  # of a conversation in aiperf's form of Mooncake's format
+_MILLISECONDS = ("input_length", "session_id", _BLOCK_IDS)  # records with these have times in milliseconds
+BLOCK_TOKENS = 512  # of a Mooncake block, unless a record says otherwise
 _SEPARATOR = "\n\n"  # between the fields of one prompt
-_BLOCK_IDS = "hash_ids"  # Mooncake's field; its timestamps are in milliseconds
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
-KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS))
+KNOWN_FIELDS = frozenset((*PROMPT_FIELDS, *_PROMPT_TOKENS, *_OUTPUT_TOKENS, *_ARRIVAL, _BLOCK_IDS, _SESSION, _DELAY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class ChatInput:
 
     messages: Sequence[Mapping[str, Any]]
     fields: tuple[str, ...] = field(default=(), compare=False)
+    answer: str = field(default="", compare=False)  # as recorded
 
     @property
     def text(self) -> str:
@@ -50,6 +61,11 @@ class TraceRequest:
     num_output_tokens: int | None = None
     arrival_s: float | None = None
     block_ids: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
+    session: str = ""  # requests of one session follow each other; "": it has none
+    delay_s: float | None = None  # from the answer to the session's last request until this one; None: it has a time
+    tenant: str = ""
+    service_class: str = ""
     fields: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -116,9 +132,10 @@ def _prompt(value: Any, field: str) -> Input:
         return TraceRequest(len(value), fields=(field,))
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         messages = [_message(item) for item in value]
+        answer: list[str] = []
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
-            messages.pop()  # the answer
-        return ChatInput(messages, (field,))
+            answer.insert(0, messages.pop()["content"])
+        return ChatInput(messages, (field,), "\n".join(answer))
     raise UnusableRecordError(f"{field} is neither a text, token ids nor messages")
 
 
@@ -136,8 +153,18 @@ def _traced(record: Mapping[str, Any], num_tokens: int) -> TraceRequest:
     block_ids = record.get(_BLOCK_IDS)
     if not isinstance(block_ids, list) or not all(type(block_id) is int for block_id in block_ids):
         block_ids = []
-    num_output_tokens = _count(record, _OUTPUT_TOKENS, at_least=0)
-    return TraceRequest(num_tokens, num_output_tokens, _arrival(record), tuple(block_ids))
+    delay = record.get(_DELAY)
+    return TraceRequest(
+        num_tokens,
+        _count(record, _OUTPUT_TOKENS, at_least=0),
+        _arrival(record),
+        tuple(block_ids),
+        block_tokens=_count(record, ("block_tokens",), at_least=1) or BLOCK_TOKENS,
+        session=str(record.get(_SESSION) or ""),
+        delay_s=max(0.0, delay / 1000) if isinstance(delay, int | float) and math.isfinite(delay) else None,
+        tenant=str(record.get("tenant") or ""),
+        service_class=str(record.get("service_class") or ""),
+    )
 
 
 def _count(record: Mapping[str, Any], names: Sequence[str], at_least: int) -> int | None:
@@ -156,11 +183,18 @@ def _count(record: Mapping[str, Any], names: Sequence[str], at_least: int) -> in
 
 def _arrival(record: Mapping[str, Any]) -> float | None:
     stamp = next((record[name] for name in _ARRIVAL if record.get(name) is not None), None)
-    if isinstance(stamp, int | float):
-        seconds = stamp / 1000 if _BLOCK_IDS in record else float(stamp)
-        return seconds if math.isfinite(seconds) else None
+    try:
+        seconds = float(stamp) if isinstance(stamp, int | float | str) else math.nan
+    except ValueError:
+        return _seconds_of_date(str(stamp))
+    if not math.isfinite(seconds):
+        return None
+    return seconds / 1000 if any(name in record for name in _MILLISECONDS) else seconds
+
+
+def _seconds_of_date(stamp: str) -> float | None:
     try:
         # Azure writes seven decimals of a second; Python reads six.
-        return datetime.fromisoformat(str(stamp)[:26]).timestamp()
+        return datetime.fromisoformat(stamp[:26]).timestamp()
     except ValueError:
         return None

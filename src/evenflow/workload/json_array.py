@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from evenflow.workload.results import holds_requests
+
 _SPACE = re.compile(r"[ \t\r\n]*")
 _READ_CHARACTERS = 1 << 20
 _MAX_ELEMENT_CHARACTERS = 1 << 28  # a longer one is broken
@@ -24,7 +26,7 @@ def iterate_json(text: TextIO) -> Iterator[Any]:
 def _records_in(content: Any) -> Iterator[Any]:
     """The records in an object: its list of records, as beside a version number, or the object itself."""
     lists: list[list[Any]] = []
-    if isinstance(content, dict) and "messages" not in content:
+    if isinstance(content, dict) and "messages" not in content and not holds_requests(content):
         lists = [value for value in content.values() if isinstance(value, list)]
     objects = [value for value in lists if value and all(isinstance(item, dict) for item in value)]
     yield from max(objects, key=len, default=[content])

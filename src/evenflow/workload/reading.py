@@ -20,6 +20,7 @@ from typing import Any
 from evenflow.errors import InvalidInput, MissingDependency
 from evenflow.workload.inputs import KNOWN_FIELDS, USUAL_FIELDS, Input, TextInput, UnusableRecordError, input_of
 from evenflow.workload.json_array import iterate_json
+from evenflow.workload.results import requests_in
 
 _MAX_TEXT_BYTES = 1 << 28  # a text is one prompt, read whole; far above any context
 _MAX_CSV_CELL = (1 << 31) - 1
@@ -98,7 +99,7 @@ def _read_records(file: Path, suffix: str, prompt_field: str | None, tally: Read
 
 def usable_inputs(records: Iterable[Any], prompt_field: str | None, tally: ReadTally) -> Iterator[Input]:
     """The inputs of records; the tally gets the others, and the names of fields that no input uses."""
-    for record in records:
+    for record in _each(records, tally) if prompt_field is None else records:
         try:
             item = input_of(record, prompt_field)
         except UnusableRecordError as error:
@@ -107,6 +108,15 @@ def usable_inputs(records: Iterable[Any], prompt_field: str | None, tally: ReadT
         if item.fields and len(tally.other_fields) < _MAX_OTHER_FIELDS:
             tally.other_fields.update({str(name) for name in record} - {name.partition(".")[0] for name in item.fields})
         yield item
+
+
+def _each(records: Iterable[Any], tally: ReadTally) -> Iterator[Any]:
+    """One record for each request: another tool's result may hold many."""
+    for record in records:
+        try:
+            yield from requests_in(record)
+        except UnusableRecordError as error:
+            tally.unusable[str(error)] += 1
 
 
 def _records(file: Path, suffix: str, prompt_field: str | None, tally: ReadTally) -> Iterator[Any]:
