@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import anyio.to_thread
 import pytest
+from starlette.types import ASGIApp
 
 from evenflow.server import connections, held, serving, turns
 from evenflow.server.connections import BoundedProtocol
@@ -117,6 +118,14 @@ def test_new_clients_are_served_while_others_hold_unfinished_requests(monkeypatc
 def test_those_that_wait_for_their_turn_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "MAX_WAITING", 20)
     monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 0)  # none starts
+    made = []
+
+    class KnownTurns(turns.Turns):
+        def __init__(self, app: ASGIApp) -> None:
+            super().__init__(app)
+            made.append(self)
+
+    monkeypatch.setattr(serving, "Turns", KnownTurns)
     request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with scripted_server() as server:
         opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(30)]
@@ -129,7 +138,7 @@ def test_those_that_wait_for_their_turn_are_bounded_too(monkeypatch: pytest.Monk
         for connection in opened:
             connection.close()
         monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 4)
-        loop.call_soon_threadsafe(server.server.config.app._next_round)
+        loop.call_soon_threadsafe(made[0]._next_round)
         server.until(lambda: not server.server.server_state.tasks)
 
 
