@@ -150,7 +150,7 @@ def test_no_request_begins_on_a_thread(server: RunningServer, monkeypatch: pytes
         raise AssertionError("a thread was asked for")
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", fail)
-    key = {"authorization": "Bearer a key"}
+    key = {"authorization": "Bearer a-key"}
     for path in ("/health", "/ready", "/version", "/openapi.json", "/", "/live/main.js", "/v1/models", "/metrics"):
         assert server.get(path, headers=key).status_code == 200, path
     assert server.get("/v1/models").status_code == 401
@@ -395,14 +395,14 @@ class CountedName(str):
 def test_a_body_is_its_keys_before_the_key_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it counted for the address until the request began: without a key, others there had it refused."""
     monkeypatch.setattr(held, "MAX_HELD_BYTES", 600_000)
-    with scripted_server(settings={"api_keys": ["a key"]}) as server:
+    with scripted_server(settings={"api_keys": ["a-key"]}) as server:
         of_all = server.server.config.http_protocol_class.held
         opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(12)]
         for connection in opened:
             connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 30_000)
         server.until(lambda: of_all._bytes.total > 12 * 46_000)
         body = {"prompt": "a", "max_tokens": 1, "user": "b" * 70_000}
-        assert server.post("/v1/completions", body, headers={"authorization": "Bearer a key"}).status_code == 200
+        assert server.post("/v1/completions", body, headers={"authorization": "Bearer a-key"}).status_code == 200
         for connection in opened:
             connection.close()
 
