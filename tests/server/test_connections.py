@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import anyio.to_thread
 import pytest
+from starlette.types import ASGIApp
 
 from evenflow.server import connections, held, serving, turns
 from evenflow.server.connections import BoundedProtocol
@@ -117,6 +118,14 @@ def test_new_clients_are_served_while_others_hold_unfinished_requests(monkeypatc
 def test_those_that_wait_for_their_turn_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "MAX_WAITING", 20)
     monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 0)  # none starts
+    made = []
+
+    class KnownTurns(turns.Turns):
+        def __init__(self, app: ASGIApp) -> None:
+            super().__init__(app)
+            made.append(self)
+
+    monkeypatch.setattr(serving, "Turns", KnownTurns)
     request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with scripted_server() as server:
         opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(30)]
@@ -129,7 +138,7 @@ def test_those_that_wait_for_their_turn_are_bounded_too(monkeypatch: pytest.Monk
         for connection in opened:
             connection.close()
         monkeypatch.setattr(turns, "_STARTS_PER_ROUND", 4)
-        loop.call_soon_threadsafe(server.server.config.app._next_round)
+        loop.call_soon_threadsafe(made[0]._next_round)
         server.until(lambda: not server.server.server_state.tasks)
 
 
@@ -141,7 +150,7 @@ def test_no_request_begins_on_a_thread(server: RunningServer, monkeypatch: pytes
         raise AssertionError("a thread was asked for")
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", fail)
-    key = {"authorization": "Bearer a key"}
+    key = {"authorization": "Bearer a-key"}
     for path in ("/health", "/ready", "/version", "/openapi.json", "/", "/live/main.js", "/v1/models", "/metrics"):
         assert server.get(path, headers=key).status_code == 200, path
     assert server.get("/v1/models").status_code == 401
@@ -386,14 +395,14 @@ class CountedName(str):
 def test_a_body_is_its_keys_before_the_key_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it counted for the address until the request began: without a key, others there had it refused."""
     monkeypatch.setattr(held, "MAX_HELD_BYTES", 600_000)
-    with scripted_server(settings={"api_keys": ["a key"]}) as server:
+    with scripted_server(settings={"api_keys": ["a-key"]}) as server:
         of_all = server.server.config.http_protocol_class.held
         opened = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(12)]
         for connection in opened:
             connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 30_000)
         server.until(lambda: of_all._bytes.total > 12 * 46_000)
         body = {"prompt": "a", "max_tokens": 1, "user": "b" * 70_000}
-        assert server.post("/v1/completions", body, headers={"authorization": "Bearer a key"}).status_code == 200
+        assert server.post("/v1/completions", body, headers={"authorization": "Bearer a-key"}).status_code == 200
         for connection in opened:
             connection.close()
 
