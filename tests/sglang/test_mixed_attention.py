@@ -47,7 +47,7 @@ class Places:
         return self.collect
 
     @staticmethod
-    def collect(table: Any, rows: Any, lengths: Any, starts: Any, _: Any, places: Any, stride: int) -> None:
+    def collect(table: Any, rows: Any, lengths: Any, starts: Any, _: Any, places: Any, stride: int, **__: Any) -> None:
         for row, length, start in zip(rows.tolist(), lengths.tolist(), starts.tolist(), strict=False):
             places[start : start + length] = table[row, :length]
 
