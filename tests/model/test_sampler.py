@@ -21,7 +21,9 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
 
 def sequence(tokens: list[int] | None = None, num_prompt_tokens: int = 1, seed: int = 0, **params: Any) -> Any:
     stop = frozenset(params.pop("stop", ()))
-    return SampledSequence(SamplingParams(**params), seed, tokens or [0], num_prompt_tokens, stop)
+    return SampledSequence(
+        SamplingParams(**{"temperature": 1.0, **params}), seed, tokens or [0], num_prompt_tokens, stop
+    )
 
 
 def frequencies(logits: Tensor, draws: int = 4000, **params: Any) -> Tensor:
@@ -90,7 +92,6 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
         *(("temperature", value) for value in (-1e-9, 101.0, 1e39, math.nan, math.inf)),
         *(("top_p", value) for value in (0.0, 1.1, math.nan)),
         *(("min_p", value) for value in (-0.1, 1.1)),
-        ("deadline", math.inf),
     ],
 )
 def test_numbers_that_the_sampler_cannot_use_are_refused(name: str, value: float) -> None:
@@ -99,7 +100,7 @@ def test_numbers_that_the_sampler_cannot_use_are_refused(name: str, value: float
 
 
 def test_whole_numbers_that_no_float_holds_are_refused() -> None:
-    for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "deadline"):
+    for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty"):
         with pytest.raises(InvalidRequest, match="but expected a number"):
             SamplingParams(**{name: 10**400})
 

@@ -24,7 +24,7 @@ PROMPT = [5, 17, 200, 33, 8]
 
 def sampled(tokens: list[int], num_prompt_tokens: int = 1, draws: int = 1, **params: Any) -> Samples:
     stops = frozenset(params.pop("stop", ()))
-    sampling = SamplingParams(**params)
+    sampling = SamplingParams(**{"temperature": 1.0, **params})
     rules = TokenRules.of(sampling, len(LOGITS))
     rows = [SampledSequence(sampling, seed, tokens, num_prompt_tokens, stops, None, rules) for seed in range(draws)]
     return sample(LOGITS.repeat(draws, 1), rows)
