@@ -15,37 +15,40 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
+from model_shapes import SHAPES
 from step_recording import Recording, Step, read_recording
 
 from evenflow.core.plan import ExecutorCaps
-from evenflow.core.roofline import ModelWork, attention_waves, known_device, roofline
 from evenflow.core.step_costs import StepCosts
+from evenflow.hosts.prior import Prior
+from evenflow.hosts.prior import prior_of as estimate
 from evenflow.simulation.dense_fit import DenseFit
 from evenflow.simulation.devices import Ran, StepWork
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 _FEWEST_NEIGHBOURS = 4
 WAITED_US = 300  # the host had launched everything this long before a step ended: it was the device that took the time
-_MODEL = ModelWork(  # Llama 3.1 8B, which every recording of a GPU is of
-    num_layers=32, row_flops=15e9, weight_bytes=15e9, position_flops=4.0 * 32 * 4096, cache_bytes=131_072
-)
-_NUM_HEADS, _NUM_KV_HEADS = 32, 8
 
 
 def caps_of(recording: Recording) -> ExecutorCaps:
     """What is known of an executor before it runs. A CPU has neither graphs nor waves."""
-    known = known_device(recording.header["device"])
     return ExecutorCaps(
-        row_buckets=tuple(sorted(recording.header["capture_sizes"])),
-        attention_waves=attention_waves(_NUM_HEADS, _NUM_KV_HEADS, known) if known else None,
+        row_buckets=tuple(sorted(recording.header["capture_sizes"])), attention_waves=_known(recording).waves
     )
 
 
 def prior_of(recording: Recording) -> StepCosts | None:
-    """What its steps should cost by the figures of the device, if it is a known one."""
-    known = known_device(recording.header["device"])
-    return roofline(_MODEL, known, caps_of(recording).attention_waves) if known else None
+    """What its steps should cost by the figures of the model and the device, if these are known."""
+    return _known(recording).costs
+
+
+def _known(recording: Recording) -> Prior:
+    settings = recording.header.get("settings", {})
+    shape = SHAPES[settings.get("model", "llama-8b")]
+    config = SimpleNamespace(**shape.config)
+    return estimate(config, recording.header["device"], 1, 2, quantization=shape.vllm.get("quantization"))
 
 
 class RecordedDevice:

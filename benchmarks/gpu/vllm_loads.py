@@ -64,6 +64,7 @@ class Bench(HostBench):
 
 async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.gc_utils import freeze_gc_heap
     from vllm.v1.engine.async_llm import AsyncLLM
 
     shape = SHAPES[options.model]
@@ -89,6 +90,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
             **settings,
         )
     )
+    freeze_gc_heap()  # as vLLM's own server does: a collection of all it has imported would stop every stream
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     return await Bench(engine, mode_path, config["vocab_size"]).measure(
         planned_runs(options.runs, options.tiny), options.steps

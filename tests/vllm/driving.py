@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
@@ -72,8 +72,13 @@ def make_scheduler(
     num_stages: int = 1,
     chunked: bool = True,
     largest_graph: int = 0,
+    block_size: int = BLOCK_SIZE,
+    has_states: bool = False,
 ) -> Any:
-    """A scheduler without a model behind it: vLLM's own where no target is given."""
+    """A scheduler without a model behind it: vLLM's own where no target is given.
+
+    `has_states`: every second layer has a recurrent state, cached at ends of blocks.
+    """
     model_config = ModelConfig(model=model_folder(), skip_tokenizer_init=True, dtype="float32", seed=0)
     scheduler_config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -87,7 +92,7 @@ def make_scheduler(
     config = VllmConfig(
         model_config=model_config,
         scheduler_config=scheduler_config,
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching),
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
         speculative_config=SpeculativeConfig(**speculative) if num_speculative_tokens else None,
         additional_config={"evenflow": {"tbt_target": target}} if target else {},
     )
@@ -95,13 +100,18 @@ def make_scheduler(
     config.cache_config.num_gpu_blocks = num_blocks
     config.parallel_config.pipeline_parallel_size = num_stages
     config.compilation_config.cudagraph_capture_sizes = list(range(8, largest_graph + 1, 8))
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if has_states:
+        config.cache_config.mamba_cache_mode = "align"
+        state = MambaSpec(block_size, ((2 * block_size,),), (torch.float32,), mamba_cache_mode="align")
+        groups.append(KVCacheGroupSpec(["states"], state))
     scheduler_class = LatencyTargetScheduler if target else (AsyncScheduler if is_async else Scheduler)
     return scheduler_class(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(num_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         log_stats=True,
     )
 
@@ -117,6 +127,7 @@ def make_request(
     arrival: float = 0.0,
     prompt: Sequence[int] | None = None,
     extra_args: dict[str, Any] | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> Any:
     number = next(_number)
     init_none_hash(sha256)
@@ -126,7 +137,7 @@ def make_request(
         SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra_args),
         None,
         arrival_time=arrival,
-        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        block_hasher=get_request_block_hasher(block_size, sha256),
     )
 
 

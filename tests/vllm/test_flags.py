@@ -21,7 +21,7 @@ from evenflow.advisor.vllm_flags import (
 from evenflow.errors import InvalidInput
 from evenflow.hosts import launch
 from evenflow.vllm import checking
-from evenflow.vllm.launch import VLLM
+from evenflow.vllm.launch import VLLM, VllmLaunch
 
 VERSIONS = [f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 ASKED = {
@@ -157,3 +157,8 @@ def test_a_real_vllm_says_why_it_refuses(vllm_python: str, tmp_path: Path) -> No
     answer = checking.check(vllm_python, tmp_path, too_long)
     assert answer.refusal is not None
     assert "long_prefill_token_threshold" in answer.refusal
+
+
+def test_a_target_refuses_tokens_that_are_delivered_several_at_a_time() -> None:
+    with pytest.raises(InvalidInput, match=r"Got '--stream-interval=8' after the -- but no gap keeps a target"):
+        VllmLaunch.target_flags(sys.executable, ["--stream-interval=8"])

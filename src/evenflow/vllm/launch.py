@@ -26,7 +26,7 @@ VLLM = HostPackage(
     "vllm",
     PACKAGES,
     install="install it with `make install-vllm` or by vLLM's own instructions",
-    tested_versions=("0.26", "0.32"),
+    tested_versions=("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33"),
     without_plugin="start vLLM without --scheduler-cls",
 )
 
@@ -40,6 +40,9 @@ _REFUSED_FLAGS = {
     "--scheduler-cls": "the target needs evenflow's own scheduler",
     "--no-enable-chunked-prefill": EVENFLOW_OPTION + ", as --policy unchunked",
 }
+
+
+_AGAINST_A_TARGET = {"--stream-interval": "no gap keeps a target if tokens are delivered several at a time"}
 
 
 class VllmLaunch(HostLaunch):
@@ -66,6 +69,7 @@ class VllmLaunch(HostLaunch):
 
     @classmethod
     def target_flags(cls, python: str, flags: Sequence[str]) -> list[str]:
+        refuse_flags(flags, _AGAINST_A_TARGET)
         version = VLLM.version_in(python)
         return [] if "cpu" in version else [*graph_flags(flags), *worker_flags(flags)]
 
