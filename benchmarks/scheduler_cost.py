@@ -1,4 +1,5 @@
-"""What planning costs: schedule() + commit() with 64 to 1,024 decoding requests, and a long prompt's prefix lookup.
+"""What planning costs: schedule() + commit() and the steering of a host with 64 to 1,024 decoding requests, with a
+budget and with a target, and a long prompt's prefix lookup.
 
 Run: python benchmarks/scheduler_cost.py
 To compare with another checkout, set PYTHONPATH to its `src`.
@@ -6,26 +7,32 @@ To compare with another checkout, set PYTHONPATH to its `src`.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 
-from evenflow.core.plan import StepPlan, StepResult
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
 from evenflow.core.scheduler import Scheduler, SchedulerConfig
+from evenflow.hosts.in_flight import InFlightStep
+from evenflow.hosts.settings import Settings
+from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steering
 
 STEPS = 400
 LONG_PROMPT = 100_000
+TARGET = PolicySpec.parse("target:50ms")
 
 
 def answer(plan: StepPlan) -> StepResult:
     """The cheapest executor: token 1 for every request."""
     tokens = ((1,),) * len(plan.decodes) + tuple((1,) if chunk.samples else () for chunk in plan.chunks)
-    return StepResult(plan.step_id, tokens, 0.0)
+    return StepResult(plan.step_id, tokens, 0.01)
 
 
-def decoding_scheduler(num_requests: int) -> Scheduler:
-    scheduler = Scheduler(SchedulerConfig(num_blocks=num_requests * 64, max_num_seqs=num_requests))
+def decoding_scheduler(num_requests: int, policy: PolicySpec = DEFAULT_POLICY) -> Scheduler:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=num_requests * 64, max_num_seqs=num_requests, policy=policy))
     for index in range(num_requests):
         prompt = [index, *range(2, 32)]
         sampling = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -43,9 +50,9 @@ def step(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def step_cost(num_requests: int) -> float:
+def step_cost(num_requests: int, policy: PolicySpec = DEFAULT_POLICY) -> float:
     """Median seconds of one schedule() + commit()."""
-    scheduler = decoding_scheduler(num_requests)
+    scheduler = decoding_scheduler(num_requests, policy)
     costs = []
     for _ in range(STEPS):
         plan_start = time.perf_counter()
@@ -57,6 +64,27 @@ def step_cost(num_requests: int) -> float:
         commit_start = time.perf_counter()
         scheduler.commit(result, 0.0)
         costs.append(planned + time.perf_counter() - commit_start)
+    return statistics.median(costs)
+
+
+def steering_cost(num_requests: int) -> float:
+    """Median seconds of what a host's step spends in the steering: the decodes are described to it already."""
+    host = Host(ExecutorCaps(), 8192, num_requests, None, logging.getLogger("cost"))
+    steering = Steering(host, Settings(TARGET, None, None))
+    names = [str(index) for index in range(num_requests)]
+    for name in names:
+        steering.add(HostRequest(name, 0.0, 31, 31, 0, 900))
+    tokens, open_requests, load = dict.fromkeys(names, (1,)), dict.fromkeys(names), HostLoad(num_requests, 0, 0.5)
+    costs = []
+    for number in range(STEPS):
+        decodes = [Decode(name, 1, 31 + number) for name in names]
+        step = InFlightStep(steering.clock(), set(names), key=number)
+        start = time.perf_counter()
+        steering.begin_step()
+        steering.plan(start, decodes, [], 1 << 20, 0)
+        steering.scheduled(step, decodes, 0)
+        steering.emitted(steering.ended(number), tokens, open_requests, load)
+        costs.append(time.perf_counter() - start)
     return statistics.median(costs)
 
 
@@ -81,11 +109,11 @@ def lookup_cost() -> tuple[float, float]:
 
 
 def main() -> None:
-    print("schedule() + commit(), median of", STEPS, "steps")
+    print("schedule() + commit() with a budget, with a target, and the steering, median of", STEPS, "steps")
     for num_requests in (64, 256, 1024):
-        seconds = step_cost(num_requests)
-        each = seconds / num_requests
-        print(f"  {num_requests:5d} decoding: {seconds * 1e3:6.3f} ms, {each * 1e6:5.2f} µs per request")
+        parts = step_cost(num_requests), step_cost(num_requests, TARGET), steering_cost(num_requests)
+        figures = ", ".join(f"{seconds * 1e3:6.3f}" for seconds in parts)
+        print(f"  {num_requests:5d} decoding: {figures} ms, {parts[0] / num_requests * 1e6:5.2f} µs per request")
     hashing, lookup = lookup_cost()
     print(f"prefix of {LONG_PROMPT} tokens: hashing {hashing * 1e3:.1f} ms, lookup {lookup * 1e3:.1f} ms")
 

@@ -13,7 +13,7 @@ from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, StepView
 from evenflow.core.step_time import StepTimeModel
-from evenflow.core.target_policy import LATE_STRETCH, Target
+from evenflow.core.target_policy import Target
 from tests.core.target_load import max_type
 
 NUM_STREAMS, PROMPT = 16, 2000
@@ -73,13 +73,13 @@ def test_the_advice_hardly_changes_in_ten_thousand_noisy_steps() -> None:
     assert advice[0] is None  # there is no evidence yet
     known = advice[600:]
     assert None not in known
-    assert sum(a != b for a, b in pairwise(known)) < len(known) / 1000
+    assert sum(a != b for a, b in pairwise(known)) < len(known) / 50
 
 
 def test_the_advice_is_not_below_what_the_least_steps_take() -> None:
     steps = list(NoisyMachine(3).steps(INFEASIBLE_S, 2000))[100:]
-    late = sum(seconds > LATE_STRETCH * (advised or 0.0) for (_, advised), (seconds, _) in pairwise(steps))
-    assert late <= 0.02 * len(steps)
+    late = sum(seconds > (advised or 0.0) for (_, advised), (seconds, _) in pairwise(steps))
+    assert late <= 0.05 * len(steps)  # the margin covers 95%
 
 
 def test_the_advised_target_is_kept_once_it_is_set() -> None:
@@ -88,7 +88,7 @@ def test_the_advised_target_is_kept_once_it_is_set() -> None:
     assert advised is not None
     steps = list(machine.steps(advised, 1000))
     assert {advice for _, advice in steps} == {None}
-    assert sum(seconds > advised for seconds, _ in steps) <= 0.05 * len(steps)  # the margin covers 97%
+    assert sum(seconds > advised for seconds, _ in steps) <= 0.05 * len(steps)  # the margin covers 95%
 
 
 def test_a_load_that_shrinks_lowers_the_advice_and_then_withdraws_it() -> None:
@@ -103,9 +103,9 @@ def test_a_load_that_shrinks_lowers_the_advice_and_then_withdraws_it() -> None:
     judge([0.31])
     assert found.advised == 0.31
     judge([0.31] * 600)
-    judge([0.202] * 200)
+    judge([0.202] * 63)
     assert found.advised == 0.31
-    judge([0.202] * 60)
+    judge([0.202])
     assert found.advised == 0.21
     judge([0.05, 0.05, 0.15] * 50)
     assert found.advised is not None  # a few good steps prove nothing

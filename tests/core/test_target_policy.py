@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from evenflow.core.deadlines import OVERTAKING_SHARE, Pacing
+from evenflow.core.deadlines import Pacing
 from evenflow.core.plan import AttentionWaves, Chunk, ChunkReason, ExecutorCaps, Shed, StepPlan, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_TOKENS, Quotas, StepView
 from evenflow.core.request import Status
-from evenflow.core.target_policy import LATE_STRETCH, PATIENCE, Target
+from evenflow.core.target_policy import PATIENCE, Target
 from tests.core.driving import Driver
 from tests.core.target_load import (
     Cost,
@@ -84,7 +84,7 @@ def test_a_change_of_speed_is_followed_within_5_steps_and_its_end_within_7(milli
     slowness[0] = 1.0
     after = list(busy_steps(driver, 45))
     assert max(step.gap for step in slow[:5]) > 1.5 * milliseconds / 1000
-    assert max(step.gap for step in slow[5:] + after[7:]) <= 1.02 * milliseconds / 1000
+    assert max(step.gap for step in slow[5:] + after[7:]) <= 1.05 * milliseconds / 1000
     assert max(step.gap for step in after) <= 1.3 * milliseconds / 1000
     assert large_prefill(slow[5:]) < 0.6 * large_prefill(before)
     assert large_prefill(after[7:]) > 0.6 * large_prefill(before)
@@ -161,13 +161,13 @@ def test_steps_of_an_infeasible_target_take_little_longer_than_the_least() -> No
     while not driver.scheduler.step_time.is_calibrated:
         assert driver.scheduler.policy.feasible_target is None  # there is no evidence yet
         list(busy_steps(driver, 1, prompt=500))
-    steps = list(busy_steps(driver, 600, prompt=500))[60:]
+    steps = list(busy_steps(driver, 600, prompt=500))[200:]  # the first margins were wide
     feasible = driver.scheduler.policy.feasible_target
     assert feasible is not None
     least = crowded(ExecutorCaps().step_shape(num_decodes=8, chunks=[(0, FLOOR_TOKENS)]))
     assert feasible == pytest.approx(least, rel=0.1)
     assert feasible > least
-    assert max(step.gap for step in steps) <= LATE_STRETCH * feasible
+    assert max(step.gap for step in steps) <= 1.02 * feasible
     assert max(step.prefill for step in steps) > FLOOR_TOKENS
     assert min(step.prefill for step in steps if not ends_a_prompt(step)) >= FLOOR_TOKENS
     assert sum(request.is_finished for request in driver.requests.values()) >= 3
@@ -323,12 +323,12 @@ def test_prompts_that_end_do_not_wait_for_a_chunk_of_a_long_one() -> None:
 
 
 def test_they_share_a_step_where_another_one_would_cost_too_much() -> None:
-    _, chunk = short_beside_long(in_proportion(0.04), 2)
+    _, chunk = short_beside_long(in_proportion(0.07), 2)
     assert chunk is not None
-    assert chunk.length > 1000
+    assert chunk.length > 500
 
 
-def test_a_long_prompt_beside_short_ones_that_keep_ending_gets_most_of_the_time() -> None:
+def test_a_long_prompt_beside_short_ones_that_keep_ending_waits_for_them_until_it_is_due() -> None:
     cost = in_proportion()
     driver = target_driver(100, cost)
     driver.scheduler.prices.step_time = Oracle(cost)
@@ -341,7 +341,9 @@ def test_a_long_prompt_beside_short_ones_that_keep_ending_gets_most_of_the_time(
         driver.step()
         if all(chunk.request_id != long.id for chunk in driver.outcomes[-1].plan.chunks):
             with_short += clock.now - before
-    assert 0 < with_short <= OVERTAKING_SHARE * (clock.now - arrival)
+    own_seconds = prefill_seconds(driver, 60_000)
+    assert 0 < with_short < PATIENCE * own_seconds
+    assert clock.now < arrival + (PATIENCE + 1.5) * own_seconds
 
 
 def emission_times(driver: Driver, name: str, steps: int) -> list[float]:
@@ -443,8 +445,8 @@ def test_short_prompts_pass_a_long_one_that_is_still_patient() -> None:
     assert not long.is_finished
 
 
-def test_later_prompts_get_at_most_their_share_of_the_time_that_a_long_one_waits() -> None:
-    """Short prompts come faster than they can be served; the long one still gets its turn."""
+def test_a_long_prompt_is_served_from_its_due_time_on_however_many_short_ones_arrive() -> None:
+    """They come faster than they can be served. Those that are due before it are served before it, and no others."""
     driver = target_driver(50, max_type)
     start_chats(driver, 4)
     list(busy_steps(driver, 100))
@@ -453,20 +455,17 @@ def test_later_prompts_get_at_most_their_share_of_the_time_that_a_long_one_waits
     long = driver.add(6000, max_tokens=1)
     own_seconds = prefill_seconds(driver, 6000)
     assert long.rank[0] == clock.now + PATIENCE * own_seconds
-    overtaken, next_arrival = 0.0, clock.now
+    next_arrival = clock.now
     while not long.is_finished:
         while next_arrival <= clock.now:
             driver.add(400, max_tokens=1)
             next_arrival += 0.020  # 20,000 tokens a second, 14,000 can be prefilled
-        before = clock.now
         driver.step()
-        chunks = driver.outcomes[-1].plan.chunks
-        later = sum(chunk.length for chunk in chunks if chunk.request_id != long.id)
-        overtaken += (clock.now - before) * later / sum(chunk.length for chunk in chunks)
+        for chunk in driver.outcomes[-1].plan.chunks:
+            served = driver.requests[chunk.request_id]
+            assert served is long or served.rank < long.rank or long.num_unscheduled == 0
     waited = clock.now - long.arrival_time
-    # Off by one step at most. What its last chunk leaves of a step is not taken from it.
-    assert 0.05 < overtaken <= OVERTAKING_SHARE * waited + 0.05
-    assert waited < 3 * own_seconds
+    assert PATIENCE * own_seconds < waited < (PATIENCE + 4) * own_seconds
 
 
 def test_equal_prompts_are_served_in_order_of_arrival() -> None:

@@ -11,6 +11,8 @@ from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "constants.md").read_text(encoding="utf-8")
 PACKAGES = ("core", "hosts")
+KINDS = {"tunable", "limit", "mark", "default", "derived", "guarantee", "property"}
+MAX_TUNABLES = 30
 
 
 def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
@@ -45,5 +47,11 @@ def test_the_page_has_every_number_with_its_value() -> None:
     assert listed == numbers_in_code()
 
 
-def test_every_number_has_a_reason() -> None:
-    assert all(len(row[3]) > 10 for row in rows_of_page())
+def test_every_number_has_a_kind_and_a_reason() -> None:
+    assert {row[3] for row in rows_of_page()} == KINDS
+    assert all(len(row[4]) > 10 for row in rows_of_page())
+
+
+def test_core_has_at_most_thirty_tunables() -> None:
+    tunables = [row for row in rows_of_page() if row[3] == "tunable" and row[0].startswith("`core/")]
+    assert 0 < len(tunables) <= MAX_TUNABLES

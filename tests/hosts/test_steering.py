@@ -13,6 +13,7 @@ from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate
 from evenflow.core.report import AdmissionReport, StepReport
 from evenflow.core.step_costs import StepCosts
+from evenflow.core.step_time import StepTimeModel
 from evenflow.core.target_policy import PATIENCE
 from evenflow.hosts.in_flight import InFlightStep, Observation
 from evenflow.hosts.settings import Settings
@@ -69,20 +70,15 @@ def test_patience_is_in_proportion_to_the_prefill_that_the_prior_predicts(tmp_pa
     assert turn_of(driven, "hurried") == pytest.approx(100.25)
 
 
-def test_a_prompt_that_was_overtaken_for_its_share_is_next(tmp_path: Path) -> None:
+def test_the_rank_of_a_prompt_follows_the_prediction_while_it_is_served(tmp_path: Path) -> None:
     driven = steering(tmp_path)
+    add(driven, "chat", 100)
     add(driven, "long", 50_000)
-    add(driven, "short", 8000)
-    plan_for(driven, "long", "short")
-    for _ in range(2):  # of 81 ms each, while its share of 582 ms until its first token is 175
-        assert turn_of(driven, "long") > turn_of(driven, "short") > 100
-        launch(driven, "step", ("short", 0, 8000))
-        driven.now += 0.0001
-        plan_for(driven, "long", "short")
-    assert turn_of(driven, "long") == 100 < turn_of(driven, "short")
-    driven.now += 0.3
-    plan_for(driven, "long", "short")
-    assert turn_of(driven, "long") > turn_of(driven, "short")
+    add(driven, "waiting", 50_000)
+    driven.planner.prices.step_time = StepTimeModel(PRIOR._replace(row=2 * PRIOR.row, step=2 * PRIOR.step))
+    launch(driven, "step", ("long", 0, 8000))
+    assert turn_of(driven, "long") == pytest.approx(100 + 2 * PATIENCE * 0.501)
+    assert turn_of(driven, "waiting") == pytest.approx(100 + PATIENCE * 0.501)
 
 
 def plan_for(driven: Driven, *names: str) -> None:

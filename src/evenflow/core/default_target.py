@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
+from evenflow.core.feasibility import round_up
 from evenflow.core.plan import ExecutorCaps
 from evenflow.core.policy import FLOOR_TOKENS
 from evenflow.core.step_time import StepTimeModel
 
 READER_S = 0.1  # between tokens: faster than people read, so that less would only slow prefill down
 _ROOM = 1.5  # above the least feasible target: at that one, prefill would run at its minimum
-_NUM_STREAMS, _CONTEXT = 8, 512  # that the target is meant to be kept for
-_ROUND_S = 0.01
+_NUM_STREAMS = 8  # that the target is meant to be kept for
 
 
 def default_target(
@@ -21,11 +19,9 @@ def default_target(
 
     If other programs disturb its steps: with the slower ones of them.
     """
-    num_streams = min(_NUM_STREAMS, max_num_seqs)
-    context = num_streams * _CONTEXT
-    shape = caps.step_shape(num_decodes=num_streams, decode_context=context, chunks=[(_CONTEXT, FLOOR_TOKENS)])
+    shape = caps.step_shape(num_decodes=min(_NUM_STREAMS, max_num_seqs), chunks=[(0, FLOOR_TOKENS)])
     least_feasible = step_time.upper(shape) if is_disturbed else step_time.predict(shape)
-    return max(READER_S, round(math.ceil(_ROOM * least_feasible / _ROUND_S) * _ROUND_S, 9))
+    return max(READER_S, round_up(_ROOM * least_feasible)) if least_feasible else READER_S
 
 
 def target_reason(target_s: float, is_disturbed: bool = False) -> str:

@@ -38,7 +38,6 @@ class InFlight:
     predicted_seconds: float
     planned_at: float
     sequences: list[Request]  # decodes, then chunks, as in the plan
-    heads: list[list[Request]]  # of lines that prompts of this step may have overtaken
 
 
 class Repeat(NamedTuple):

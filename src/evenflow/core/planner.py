@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from evenflow.core.account import Account
-from evenflow.core.deadlines import LateToken, Pacing, Place, StreamDeadline, rank_time, rank_times, urgency
+from evenflow.core.deadlines import LateToken, Pacing, Place, StreamDeadline, urgency
 from evenflow.core.plan import StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quotas, StepView
@@ -47,7 +47,6 @@ class Planner(Generic[RequestType]):
         self.order = order
         self.prices = prices
         self.requests: dict[str, RequestType] = {}  # unfinished
-        self.heads: list[list[RequestType]] = []  # the earliest prompts of each line, as they were ranked last
         self._max_num_seqs = max_num_seqs
         self._num_stages = num_stages
         self._num_arrivals = 0
@@ -64,6 +63,7 @@ class Planner(Generic[RequestType]):
         self.policy: Policy = of_steps.build()
         for request in self.requests.values():
             request.deadline.restart(self.pacing)
+        self._is_ranked = False  # by predictions that hold
 
     @property
     def step_time(self) -> StepTimeModel:
@@ -79,11 +79,14 @@ class Planner(Generic[RequestType]):
         request.deadline.own_target = tbt_target or of_class.tbt_seconds
         ttft_target = ttft_target or of_class.ttft_seconds
         request.place = Place(request.arrival_time, request.num_known, num_cached_tokens, ttft_target)
-        rank = request.arrival_time
-        if self.policy.patience:
-            rank = rank_time(request.place, num_cached_tokens, self.policy.patience, self.prices.seconds)
-        request.rank = rank, self._num_arrivals
+        request.rank = self._due(request.place), self._num_arrivals
         return of_class
+
+    def _due(self, place: Place) -> float:
+        if not self.policy.patience:
+            return place.arrival_time
+        start = place.num_cached_tokens
+        return place.due(self.policy.patience * self.prices.seconds(start, place.num_tokens - start))
 
     def arrived(self, request: RequestType) -> None:
         """It takes its place."""
@@ -99,20 +102,12 @@ class Planner(Generic[RequestType]):
     # ---- a step ----
 
     def line_up(self, now: float) -> None:
-        """Bring the lines up to date: late prompts make way, and the earliest of each line are ranked anew."""
+        """Bring the lines up to date: late prompts make way, and ranks follow what the first steps teach."""
+        if not self._is_ranked:
+            for request in self.requests.values():
+                self.order.update(request, (self._due(request.place), request.rank[1]))
+            self._is_ranked = self.step_time.is_calibrated or not self.policy.patience
         self.order.demote_late(now)
-        self.heads = []
-        patience = self.policy.patience
-        for head in self.order.heads() if patience else ():
-            starts = [one.num_scheduled if one.is_running else one.place.num_cached_tokens for one in head]
-            places = [(one.place, start) for one, start in zip(head, starts, strict=True)]
-            ranks = rank_times(places, now, patience, self.prices.seconds)
-            for request, rank in zip(head, ranks, strict=True):
-                if request.is_running:
-                    request.rank = rank, request.rank[1]
-                else:
-                    self.order.update(request, (rank, request.rank[1]))
-            self.heads.append(head)
 
     def plan(
         self,
@@ -180,17 +175,17 @@ class Planner(Generic[RequestType]):
 
     def charge(
         self,
-        heads: Iterable[Sequence[RequestType]],  # when the step was planned
         streams: Iterable[tuple[Account, int]],  # with the positions that each attends to
         chunks: Sequence[tuple[RequestType, int, int]],  # with start and length
         num_rows: int,
         seconds: float,  # predicted
     ) -> None:
-        """Charge a step to whom it serves: time that others waited, and each account's part of it."""
+        """Charge each account its part of a step, and update the ranks of the prompts in it."""
         if not num_rows:
             return
-        if chunks:
-            self.order.charge_overtaking(heads, [(request, length) for request, _, length in chunks], seconds)
+        if self.policy.patience:  # as a prompt is served, what is predicted of it improves
+            for request in (one for one, _, _ in chunks if one.is_running):
+                request.rank = self._due(request.place), request.rank[1]
         if self.order.is_shared:
             parts = [(request.account, start, length) for request, start, length in chunks]
             self.order.charge(self.prices.of_accounts(streams, parts, seconds))

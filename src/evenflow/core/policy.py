@@ -98,7 +98,7 @@ class Policy(ABC):
         # Upper bound of a step's tokens. Decodes alone may exceed it, and so may the prefill floor.
         self.max_step_tokens = max_step_tokens
         self.pacing: Pacing | None = None  # None: no deadlines
-        self.patience = 0.0  # how long others may overtake a request, in units of its own prefill time
+        self.patience = 0.0  # a prompt is due this many times its own prefill after its arrival; 0: in order of arrival
         self.feasible_target: float | None = None  # the lowest feasible target, while the actual one is infeasible
         self.shortest_step = math.inf  # seconds of a step with the least prefill, and its overhead; inf: not known
 

@@ -10,8 +10,6 @@ from evenflow.core.step_time import StepTimeModel
 
 # Seconds of a row before the first step was measured: only the ratios of prices matter.
 _NOMINAL_ROW_S = 1e-4
-# Prefill rows of a step in which a GPU computes for as long as it reads the weights, or longer.
-_FULL_STEP_ROWS = 512
 
 
 class Prices:
@@ -35,8 +33,8 @@ class Prices:
         return _NOMINAL_ROW_S * num_rows
 
     def streams(self, num_streams: int, positions: int) -> float:
-        """The seconds that streams add to a step full of prefill: for their rows and their contexts."""
-        fill = [(0, _FULL_STEP_ROWS)]
+        """The seconds that streams add to a step whose rows are not free: for their rows and their contexts."""
+        fill = [(0, self.step_time.knee + 1)]
         with_streams = self.caps.step_shape(num_decodes=num_streams, decode_context=positions, chunks=fill)
         without = self.caps.step_shape(chunks=fill)
         return max(0.0, self.step_time.predict(with_streams) - self.step_time.predict(without))

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, in order of rank (see `deadlines.rank_time`)."""
+"""Requests that wait for a slot, in order of rank (see `Planner.place`)."""
 
 from __future__ import annotations
 

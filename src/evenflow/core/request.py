@@ -271,7 +271,6 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_scheduled: int = 0
     num_committed: int = 0
-    num_pending: int = 0
     num_cached_tokens: int = 0
 
     def __post_init__(
@@ -317,6 +316,10 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_pending(self) -> int:
+        return max(0, self.num_scheduled + 1 - len(self.tokens))
 
     @property
     def num_unscheduled(self) -> int:

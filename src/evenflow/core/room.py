@@ -201,7 +201,8 @@ class Room:
     def secure_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self._block_size
-        full = [r for r in self._seats.decoding.values() if r.num_scheduled == len(r.block_ids) * block_size]
+        ended = [r for r in self._seats.decoding.values() if not r.num_scheduled % block_size]
+        full = [r for r in ended if r.num_scheduled == len(r.block_ids) * block_size]
         without_block: set[str] = set()
         secured: set[str] = set()
         for request in self._order.by_urgency(full):
@@ -241,7 +242,7 @@ class Room:
         self._seats.leave(request)
         request.status = Status.PREEMPTED
         request.place.num_tokens, request.place.num_cached_tokens = request.num_known, 0
-        request.num_scheduled = request.num_committed = request.num_pending = request.num_cached_tokens = 0
+        request.num_scheduled = request.num_committed = request.num_cached_tokens = 0
         self._order.push(request)
 
     def admit(self, request: Request) -> Admission:

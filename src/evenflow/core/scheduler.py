@@ -311,7 +311,7 @@ class Scheduler:
         )
         shape = plan.shape(self.caps)
         predicted = self.step_time.predict(shape)
-        step = InFlight(plan, shape, predicted, now, decodes + prefills, self.planner.heads)
+        step = InFlight(plan, shape, predicted, now, decodes + prefills)
         if plan.most_seconds is None:
             self._charge(step, plan, predicted)
         has_reason = chunks or not self.order or self._mover.is_restoring or not self.room.fits_next()
@@ -334,7 +334,6 @@ class Scheduler:
         requests, positions = step.sequences, plan.decodes.positions
         prefills = zip(requests[len(positions) :], plan.chunks, strict=True)
         self.planner.charge(
-            step.heads,
             ((request.account, position + 1) for request, position in zip(requests, positions, strict=False)),
             [(request, chunk.start, chunk.length) for request, chunk in prefills],
             plan.num_rows,
@@ -430,23 +429,23 @@ class Scheduler:
 
     def _advance(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
         """Flat, because every token passes this loop: with 1,000 streams each call in it counts."""
-        block_size, plan = self.block_size, outcome.computed
-        emit = outcome.emissions.append
+        block_size, plan, tokens_of = self.block_size, outcome.computed, outcome.result.tokens
+        publish, gone = self.prefix_cache.publish, set[int]()
         lengths = chain(repeat(1, len(plan.decodes)), [chunk.length for chunk in plan.chunks])
-        rows = zip(count(), sequences, epochs, lengths, outcome.result.tokens, strict=False)
-        for index, request, epoch, length, tokens in rows:
+        for request, epoch, length, tokens in zip(sequences, epochs, lengths, tokens_of, strict=False):
             if request.epoch != epoch:
+                gone.add(id(request))
                 continue
             request.num_committed = after = request.num_committed + length
             if after % block_size < length:  # the last token of a block was among these
-                self.prefix_cache.publish(request, after - length)
-            emit((request, index, tokens))
+                publish(request, after - length)
             if tokens:
-                request.num_pending -= 1
                 known = request.tokens
                 known += tokens
                 if len(known) >= request.max_known_tokens or tokens[-1] in request.stop_token_ids:
                     self._end_whole(request, outcome)
+        rows = zip(sequences, count(), tokens_of, strict=False)
+        outcome.emissions.extend(rows if not gone else (row for row in rows if id(row[0]) not in gone))
 
     def _end_whole(self, request: Request, outcome: Committed) -> None:
         """At a stop token, or at its full length. Before `min_tokens` a stop token comes only if nothing else may."""
@@ -499,7 +498,7 @@ class Scheduler:
             self._overheads.append(max(0.0, one.committed_at - began - one.seconds))
         self._committed_at = repeats[-1].committed_at
         self.planner.emitted(streams, self._committed_at)
-        self.planner.charge([], [], [], len(streams), sum([one.seconds for one in repeats]))
+        self.planner.charge([], [], len(streams), sum([one.seconds for one in repeats]))
         self._steps_without_prefill = 0
         self._next_step_id += count
         self._in_flight = deque(map(self._repeated, self._in_flight, planned[count:], repeat(count)))

@@ -120,7 +120,6 @@ class Seats:
     def take_decodes(self, decodes: Sequence[Request], positions: Sequence[int]) -> Decodes:
         for request in decodes:
             request.num_scheduled += 1
-            request.num_pending += 1
         all_decode = len(decodes) == len(self.decoding)
         columns = self._decode_columns if all_decode else None
         if columns is None:
@@ -137,7 +136,6 @@ class Seats:
         request.num_scheduled = end = start + quota.tokens
         samples = end == request.num_known
         if samples:
-            request.num_pending += 1
             del self.prefilling[request.id]
             self.decoding[request.id] = request
             self._decode_columns = None
@@ -156,7 +154,6 @@ class Seats:
         """The step computed only this many rows of the chunk: schedule the others again."""
         request.num_scheduled = chunk.start + length
         if chunk.samples:
-            request.num_pending -= 1
             del self.decoding[request.id]
             self.prefilling[request.id] = request
             self._decode_columns = None

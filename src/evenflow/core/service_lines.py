@@ -3,7 +3,7 @@
     level    of the class: a more urgent one goes first. Prompts that miss their class's TTFT target anyway come after
              those that do not. A class that got less than its share has one request promoted above all others
     tenant   within a level, the lowest counter of virtual time goes first; see `tenant_shares`
-    rank     within a tenant, by arrival and patience; see `deadlines.rank_time`
+    rank     within a tenant, the prompt whose first token is due earliest; see `Planner.place`
 
 With one class and one tenant, only the rank counts. Used by evenflow's own scheduler and inside host engines.
 """
@@ -17,13 +17,11 @@ from itertools import islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from evenflow.core.account import PROMOTED, Account
-from evenflow.core.deadlines import HEAD_OF_LINE, Place, charge_overtaking
-from evenflow.core.queue import RankedQueue
+from evenflow.core.deadlines import Place
+from evenflow.core.queue import RankedQueue, rank
 from evenflow.core.service_classes import ServiceClass, check_classes, check_weights, find_class, late_name
 from evenflow.core.tenant_shares import LENT_S, TenantShares
 
-# A class saves at most this much of its share for later.
-_MAX_CREDIT_S = 1.0
 # Of a class's share, what its late prompts get while others of the class wait.
 _LATE_SHARE = 0.1
 
@@ -81,11 +79,6 @@ class _Class:
     level: int
     tenants: TenantShares
     credit: float = 0.0  # seconds of its share that it has not had yet
-
-
-def _without_token(line: _Line[RequestType]) -> list[RequestType]:
-    """The earliest requests that have no token yet."""
-    return list(islice((one for one in line.requests.values() if not one.num_output_tokens), HEAD_OF_LINE))
 
 
 class ServiceLines(Generic[RequestType]):
@@ -150,8 +143,11 @@ class ServiceLines(Generic[RequestType]):
         self._num_waiting -= 1
 
     def update(self, request: RequestType, rank: tuple[float, int]) -> None:
-        """Move a waiting request to the place in its line that this rank gives it."""
-        self._lines[request.account].waiting.update(request, rank)
+        """Give a request this rank."""
+        if request.is_running:
+            request.rank = rank
+        else:
+            self._lines[request.account].waiting.update(request, rank)
 
     def __len__(self) -> int:
         """Requests that wait for a slot."""
@@ -243,32 +239,11 @@ class ServiceLines(Generic[RequestType]):
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def heads(self) -> Iterator[list[RequestType]]:
-        """Of each account, the earliest requests that have no token yet."""
-        return map(_without_token, self._lines.values())
-
     def key(self, request: RequestType) -> tuple[int, float, int, tuple[float, int]]:
         """The lowest key is served next. Unlike `arrange`, this ignores what a tenant's first prompt will cost."""
         return *self._standing(request.account), request.rank
 
     # ---- what they got ----
-
-    @staticmethod
-    def charge_overtaking(
-        heads: Iterable[Sequence[RequestType]], chunks: Sequence[tuple[RequestType, int]], seconds: float
-    ) -> None:
-        """A step gives these prompts this many tokens each. Patience counts only within one account, whose earliest
-        prompts are its head: the order of service decides among accounts."""
-        lengths = {request.id: length for request, length in chunks}
-        of_account: dict[Account, int] = {}
-        for request, length in chunks:
-            of_account[request.account] = of_account.get(request.account, 0) + length
-        step_tokens = sum(lengths.values())
-        for head in heads:
-            tokens = of_account.get(head[0].account, 0) if head else 0
-            if tokens:
-                in_line = [(request.place, lengths.get(request.id, 0)) for request in head]
-                charge_overtaking(in_line, tokens, seconds * tokens / step_tokens)
 
     def charge(self, prices: Mapping[Account, float]) -> None:
         """A step gives each account these seconds of service."""
@@ -302,7 +277,7 @@ class ServiceLines(Generic[RequestType]):
         Service in its own turn is paid from what it earned; more of it is free. A promoted request is paid in full.
         """
         promoted = sum(seconds for account, seconds in mine.items() if account.level == PROMOTED)
-        earned = min(of_class.credit + of_class.spec.share * total, _MAX_CREDIT_S) if is_backlogged else 0.0
+        earned = min(of_class.credit + of_class.spec.share * total, LENT_S) if is_backlogged else 0.0
         usual = sum(mine.values()) - promoted
         of_class.credit = min(of_class.credit, 0.0) if not is_backlogged else earned - min(usual, max(0.0, earned))
         of_class.credit -= promoted
@@ -318,7 +293,7 @@ class ServiceLines(Generic[RequestType]):
         while usual and (of_class.credit > owed or not owed):
             first = min(usual, key=self.key)
             needed = self._prefill_left(first)
-            if of_class.credit < (owed + needed if owed else min(needed, _MAX_CREDIT_S)):
+            if of_class.credit < (owed + needed if owed else min(needed, LENT_S)):
                 return
             owed += needed
             usual.remove(first)
@@ -338,10 +313,11 @@ class ServiceLines(Generic[RequestType]):
             late = self._late.get(account.service_class)
             if late is None or account.level == PROMOTED:
                 continue
-            for request in _without_token(line):
+            for request in sorted((one for one in line.requests.values() if not one.num_output_tokens), key=rank):
                 due = request.arrival_time + (self.spec_of(request).ttft_seconds or 0.0)
-                if now + self._prefill_left(request) > due:
-                    self._move(request, Account(self._classes[late].level, late, account.tenant))
+                if now + self._prefill_left(request) <= due:
+                    break
+                self._move(request, Account(self._classes[late].level, late, account.tenant))
 
     def _move(self, request: RequestType, account: Account) -> None:
         """Serve it under another account."""

@@ -21,7 +21,6 @@ KNEES = tuple(8 << doubling for doubling in range(9))
 _PRIOR_WEIGHT = 1.0
 _PRIOR_STEP = (1, 1, 1024, 1 << 23, 64, 1 << 16, 16, 1 << 23)
 _NO_PRIOR_WEIGHT = 0.01
-_NEGLIGIBLE_LOSS = 2e-4  # no reason for another knee
 
 Figures = tuple[int, ...]
 
@@ -88,7 +87,7 @@ def fit_costs(samples: Sequence[Sample], current: StepCosts, prior: StepCosts, k
     fits = [_fit(samples, weights, knee, prior) for knee in knees]
     losses = [_loss(samples, costs, tolerance) for costs in fits]
     least = min(losses)
-    return fits[losses.index(least)] if least < 0.9 * losses[0] - _NEGLIGIBLE_LOSS else fits[0]
+    return fits[losses.index(least)] if least < 0.9 * losses[0] else fits[0]
 
 
 def _fit(samples: Sequence[Sample], weights: Sequence[float], knee: int, prior: StepCosts) -> StepCosts:

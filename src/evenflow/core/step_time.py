@@ -25,9 +25,7 @@ _SAMPLES_PER_KIND = 6
 _STEPS_BETWEEN_FITS = 8
 NUM_REMEMBERED = 16  # of steps without prefill and alike, one after the other: those before leave no trace
 _LAST_STEPS = 4  # the speed is their median: it ignores one outlier
-_QUANTILE = 0.98  # of errors, that the margin covers
-# No margin helps in bursts of outside disturbance. They hardly move a lower quantile, which therefore bounds it.
-_LOWER_QUANTILE, _MAX_TAIL = 0.84, 2.8
+_QUANTILE = 0.95  # of errors, that the margin covers
 _LONG_STEP = 0.9  # times the median: its errors count for the margin
 _UNTRIED_MARGIN = 0.4  # log, before anything is known; shrinks with the square root of the errors known
 _MIN_MIXED_STEPS = 12  # to be calibrated
@@ -66,6 +64,11 @@ class StepTimeModel:
         # Of mixed steps: predicted seconds of one and log(actual / predicted).
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._margin = _UNTRIED_MARGIN
+
+    @property
+    def knee(self) -> int:
+        """Up to this many rows are free."""
+        return self._costs.knee
 
     # ---- predicting ----
 
@@ -145,8 +148,7 @@ class StepTimeModel:
         """From all steps but the shorter ones, which do not come near a target."""
         least = _LONG_STEP * median(predicted for predicted, _ in self._errors)
         errors = sorted(error for predicted, error in self._errors if predicted >= least)
-        upper, lower = (errors[int(q * len(errors))] for q in (_QUANTILE, _LOWER_QUANTILE))
-        self._margin = max(min(upper, _MAX_TAIL * lower), _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
+        self._margin = max(errors[int(_QUANTILE * len(errors))], _UNTRIED_MARGIN / math.sqrt(1 + len(self._errors)))
 
     def _keep(self, sample: Sample) -> None:
         kind = _kind(sample)

@@ -7,11 +7,10 @@ The model learns the machine while it runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from evenflow.core.deadlines import NO_DEADLINE, Pacing
-from evenflow.core.feasibility import Feasibility
+from evenflow.core.feasibility import WINDOW, Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import (
     FLOOR_TOKENS,
@@ -33,17 +32,8 @@ if TYPE_CHECKING:
 IDLE_STRETCH = 2.0
 # Beyond the largest step seen the model extrapolates: a step grows at most by this factor.
 SLOW_START = 2
-# Margins would keep large sizes from ever being tried. So one cut step in this many is sized by the plain prediction:
-# too few to move the 99th percentile.
-TRIAL_STEPS = 128
-# If even the least prefill makes tokens late, a step may take this much longer, so that prompts do not wait for good.
-LATE_STRETCH = 1.1
-# How long shorter prompts may overtake a prompt, in units of its own prefill time.
-PATIENCE = 4.0
-# A chunk may wait for the next step if prompts that end in this one gain so much by it, in units of what all that wait
-# lose. More than 1, because prompts still to come lose as well.
-ENDING_GAIN = 4.0
-_STEPS_TO_WARN = 64  # in a row under an infeasible target: another program may slow steps for a few seconds
+# A prompt's first token is due this many times its own prefill after its arrival; the earliest due goes first.
+PATIENCE = 2.0
 
 _Chunks = list[tuple[Candidate, int]]  # with their tokens
 
@@ -56,7 +46,6 @@ class Target(Policy):
         self.pacing: Pacing = pacing
         self.patience = PATIENCE
         self._busy_until = 0.0  # when the last planned step is predicted to end
-        self._num_cut_steps = 0  # steps limited by latency
         self._feasibility = Feasibility()
         self._num_infeasible = 0  # steps in a row
         self._has_warned = False
@@ -71,13 +60,13 @@ class Target(Policy):
             self._judge_target(view, least)
             seconds = self._seconds_left(view, start)
             if self.feasible_target is not None:  # what cannot be kept should not hold prompts up for good
-                seconds = max(seconds, LATE_STRETCH * least)
+                seconds = max(seconds, self.feasible_target - view.overhead)
             if view.caps.sheds_rows and view.num_decodes:
                 most_seconds = max(0.0, seconds)
             tokens, reason = self._largest_prefill(view, seconds, floor, least)
             own = view.tokens_of_turn
             if tokens > own:
-                tokens = _most_in_time(view, view.step_time.upper, LEAST_FILLED * seconds, int(own), tokens)
+                tokens = _most_in_time(view, LEAST_FILLED * seconds, int(own), tokens)
                 reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))
@@ -103,10 +92,7 @@ class Target(Policy):
             return floor, ChunkReason.FLOOR
         if upper(_shape(view, most)) <= seconds:
             return most, reason
-        self._num_cut_steps += 1
-        if self._num_cut_steps % TRIAL_STEPS == 0:
-            return _most_in_time(view, view.step_time.predict, seconds, floor, most), ChunkReason.LATENCY
-        tokens = _most_in_time(view, upper, seconds, floor, most)
+        tokens = _most_in_time(view, seconds, floor, most)
         ending = _without_last_chunk(view, tokens)
         if ending < tokens:
             return ending, ChunkReason.LATENCY
@@ -125,7 +111,7 @@ class Target(Policy):
             self._num_infeasible = 0 if self.feasible_target is None else self._num_infeasible + 1
 
     def infeasibility_warning(self) -> tuple[float, float] | None:
-        if self._has_warned or self._num_infeasible < _STEPS_TO_WARN:
+        if self._has_warned or self._num_infeasible < WINDOW:
             return None
         self._has_warned = True
         return self._feasibility.estimate
@@ -148,13 +134,11 @@ TARGET = PolicyKind(
 )
 
 
-def _most_in_time(
-    view: StepView, seconds_of: Callable[[StepShape], float], seconds: float, fits: int, too_long: int
-) -> int:
-    """The most prefill tokens whose step takes at most `seconds`."""
+def _most_in_time(view: StepView, seconds: float, fits: int, too_long: int) -> int:
+    """The most prefill tokens whose step rarely takes more than `seconds`."""
     while too_long - fits > max(1, fits // 64):  # the model's error is larger
         middle = (fits + too_long) // 2
-        if seconds_of(_shape(view, middle)) <= seconds:
+        if view.step_time.upper(_shape(view, middle)) <= seconds:
             fits = middle
         else:
             too_long = middle
@@ -170,7 +154,7 @@ def _without_last_chunk(view: StepView, num_tokens: int) -> int:
     together, sooner, later = (_seconds(view, part) for part in (chunks, others, [(candidate, last)]))
     gained = num_ending * (together - sooner)
     lost = (len(view.candidates) - num_ending) * (sooner + later - together)
-    return num_tokens - last if gained > ENDING_GAIN * lost else num_tokens
+    return num_tokens - last if gained > lost else num_tokens
 
 
 def _in_whole_waves(view: StepView, num_tokens: int) -> int:

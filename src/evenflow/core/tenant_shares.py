@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-LENT_S = 1.0  # seconds of service, for weight 1, that a tenant gets back of what it lent
+# Seconds of service that a tenant of weight 1 gets back of what it lent, and that a class saves of its share.
+LENT_S = 1.0
 _RECENT_STEPS = 1024  # a tenant that was served in one of these may well come again
 _MAX_KNOWN = 1024  # tenants without prompts waiting whose counters are kept
 

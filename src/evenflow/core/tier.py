@@ -16,9 +16,8 @@ from evenflow.core.eviction import EvictionOrder
 from evenflow.core.plan import Save, TierMoves, TierResult
 
 _KEPT = 0.9  # of a measured time; the rest is the newest sample
-_MOST_OFFERED = 16  # blocks that are saved at a time though nothing evicts them
+_FEW = 8  # blocks that are moved at a time though nothing evicts them, or though moves seem to take too long
 _MOST_REFUSED = 1024  # blocks without a move, because moves take too long: a few are tried then
-_NUM_TRIED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,7 @@ class Tier:
 
     @property
     def _may_save(self) -> bool:
-        return not self.save_time.is_in_doubt or self._num_saving + len(self._saves) < _NUM_TRIED
+        return not self.save_time.is_in_doubt or self._num_saving + len(self._saves) < _FEW
 
     def offer(self, block: int, content: Content, cost: float) -> None:
         """This block of the pool is idle now."""
@@ -130,7 +129,7 @@ class Tier:
     def num_to_restore(self, num_stored: int, seconds: float) -> int:
         """The number of a request's next blocks to restore; computing all of them takes these seconds."""
         if self.restore_time.is_in_doubt:
-            return min(num_stored, _NUM_TRIED)
+            return min(num_stored, _FEW)
         return num_stored if self.restore_time.seconds * num_stored <= seconds else 0
 
     def restore(self, hashes: Sequence[bytes], allocate: Callable[[int], Sequence[int]]) -> None:
@@ -149,7 +148,7 @@ class Tier:
             self._give_up(block_hash)
 
     def take_moves(self) -> TierMoves:
-        for block_hash in list(self._offered)[: max(0, _MOST_OFFERED - self._num_saving)]:
+        for block_hash in list(self._offered)[: max(0, _FEW - self._num_saving)]:
             self.take(*self._offered[block_hash])
         # The ends of prefixes are evicted first, and are worth nothing without their starts.
         for block_hash in list(self._saves)[: max(0, self._num_saving + len(self._saves) - self._most_saving)]:

@@ -184,6 +184,8 @@ class Steering:
             self.keep_step_times()
 
     def add(self, request: HostRequest) -> None:
+        """Its place in line depends on what is known of step times now."""
+        self.best_effort.run("learning step times", self._learn, None)
         now = self.clock()
         arrived_at = now - max(0.0, self.wall_clock() - request.arrival_time)
         stream = _Stream(
@@ -226,16 +228,17 @@ class Steering:
         long_prefill_token_threshold: int,
     ) -> tuple[int, Sequence[Quota]]:
         """Rows that decode in the next step, and the prefill that keeps their next tokens on time."""
+        streams = self._streams
         for candidate in candidates:
-            self._streams[candidate.request_id].num_scheduled = candidate.start
+            streams[candidate.request_id].num_scheduled = candidate.start
         decoding = [decode for decode in decodes if decode.rows]
-        num_rows = sum(decode.rows for decode in decoding)
+        num_rows = sum([decode.rows for decode in decoding])
         quotas = self.planner.plan(
             now,
-            [self._streams[decode.request_id] for decode in decoding],
+            [streams[decode.request_id] for decode in decoding],
             candidates,
             num_decodes=num_rows,
-            decode_context=sum(decode.rows * decode.context for decode in decoding),
+            decode_context=sum([decode.rows * decode.context for decode in decoding]),
             num_in_flight=self._in_flight.num_steps,
             overhead=0.0,  # a step's seconds are counted from before it is planned
             free_tokens=free_tokens,
@@ -260,8 +263,8 @@ class Steering:
         step.admissions = list(self._admit(step.chunks))
         if decodes or step.chunks:
             step.shape = self._host.caps.step_shape(
-                num_decodes=sum(decode.rows for decode in decodes),
-                decode_context=sum(decode.rows * decode.context for decode in decodes),
+                num_decodes=sum([decode.rows for decode in decodes]),
+                decode_context=sum([decode.rows * decode.context for decode in decodes]),
                 chunks=[(start, length) for _, start, length in step.chunks],
                 prefill_logit_rows=num_ended,
             )
@@ -277,7 +280,7 @@ class Steering:
         for stream, start, length in chunks:
             stream.num_scheduled = start + length
         rows = ((streams[one.request_id].account, one.context) for one in decodes if one.request_id in streams)
-        self.planner.charge(self.planner.heads, rows, chunks, num_rows, step.predicted)
+        self.planner.charge(rows, chunks, num_rows, step.predicted)
 
     def _admit(self, chunks: Iterable[tuple[str, int, int]]) -> Iterator[AdmissionReport]:
         """The requests whose first chunk is among these. The host's own metrics count those that come back."""
@@ -309,12 +312,13 @@ class Steering:
             return
         if (observation := self._in_flight.observation) is not None:
             self._observations.append(observation)
+        streams = self._streams
         for request_id, given in tokens.items():
-            self._streams[request_id].num_output_tokens += len(given)
-        late = self.planner.emitted([self._streams[request_id] for request_id in tokens], step.ended_at)
-        if len(self._streams) > len(open_requests):
-            for request_id in self._streams.keys() - open_requests.keys():
-                stream = self._streams[request_id]
+            streams[request_id].num_output_tokens += len(given)
+        late = self.planner.emitted(map(streams.__getitem__, tokens), step.ended_at)
+        if len(streams) > len(open_requests):
+            for request_id in streams.keys() - open_requests.keys():
+                stream = streams[request_id]
                 self.planner.left(stream)
                 left = partial(self._reporter.left, request_id, stream.num_output_tokens)
                 self.best_effort.run("reports", left, None)
