@@ -81,7 +81,7 @@ class _Body(StrictModel, ServiceFields):
 
     def fields(self) -> dict[str, Any]:
         """Those that chats and completions share."""
-        options = self.options or Options()
+        options = self.options or Options.model_validate({})
         given = {name: value for name in _SAME_OPTIONS if (value := getattr(options, name)) is not None}
         if options.temperature is not None:
             given["temperature"] = options.temperature
