@@ -307,7 +307,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._end_timer()
         super().on_headers_complete()
-        self.owner = self.owner_of(self.scope)  # before its body is held
+        self.owner = type(self).owner_of(self.scope)  # before its body is held
 
     def on_message_complete(self) -> None:
         self._is_complete = True

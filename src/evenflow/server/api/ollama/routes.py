@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from evenflow import __version__
-from evenflow.server.api.engine_response import EngineResponse
+from evenflow.server.api.engine_response import EngineResponse, with_question
+from evenflow.server.api.formats import Format
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.ollama.format import OllamaChatFormat, OllamaGenerateFormat, find_model, head
 from evenflow.server.api.ollama.request import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from evenflow.server.api.request_body import read_body
+from evenflow.server.api.request_body import make_of_body, read_body
 from evenflow.server.api.service import ModelService
 from evenflow.server.errors import ApiError
 
@@ -56,15 +57,19 @@ def ollama_routes(service: ModelService) -> APIRouter:
 
 
 async def _respond(request: Request, service: ModelService, kind: Any, form: Any) -> Response:
-    body, num_bytes = await read_body(request, service, kind)
-    asks = body.messages if isinstance(body, OllamaChatBody) else body.prompt or body.suffix
-    if not asks:  # a client wants the model to be loaded, as it is
-        find_model(service, body.model)
+    def make(body: Any) -> tuple[Format, bytes | None] | dict[str, Any]:
+        asks = body.messages if isinstance(body, OllamaChatBody) else body.prompt or body.suffix
+        if asks:
+            return with_question(form(service, body, request.state.caller))
+        find_model(service, body.model)  # a client wants the model to be loaded, as it is
         said = {"message": {"role": "assistant", "content": ""}} if kind is OllamaChatBody else {"response": ""}
-        return _json({**head(body.model), **said, "done": True, "done_reason": "load"})
-    caller = request.state.caller
-    made = await service.large_work.run(num_bytes, caller.client, form, service, body, caller)
-    return EngineResponse(made, num_bytes, made.job.body.streaming)
+        return {**head(body.model), **said, "done": True, "done_reason": "load"}
+
+    made, num_bytes = await make_of_body(request, service, kind, make)
+    if isinstance(made, dict):
+        return _json(made)
+    made_format, question = made
+    return EngineResponse(made_format, question, num_bytes, made_format.job.body.streaming)
 
 
 def _card(name: str) -> dict[str, Any]:
