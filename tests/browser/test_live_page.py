@@ -259,12 +259,46 @@ def test_one_click_puts_a_load_on_the_server(pages: Pages, address: str) -> None
     wait_for_target(address, 0.4)
     said = "document.getElementById('load-note').textContent"
     until(page, f"/^The load has ended. Sent \\d+ chats and \\d+ long prompts?/.test({said})")
-    said = text_of(page, "#load-note")
-    assert re.search(r"with a target of \d+ ms: .* at most, \d+(\.\d)?% within the target", said), said
+    rows = page.locator("#load-table tbody tr").all()
+    assert rows
+    for cells in (row.locator("td").all_text_contents() for row in rows):
+        assert re.fullmatch(r"\d+ ms", cells[0]), cells
+        assert int(cells[1]) > 0
+        assert re.fullmatch(r"\d+(\.\d)?%", cells[5]), cells
     after = figures(address)
     assert after["vllm:num_requests_running"] == 0
     assert after["vllm:prompt_tokens_total"] > before["vllm:prompt_tokens_total"]
     page.get_by_label("Target in milliseconds").fill("500")
+    wait_for_target(address, 0.5)
+
+
+def test_a_switch_compares_the_load_without_a_target(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    page.get_by_label("Target in milliseconds").fill("500")
+    wait_for_target(address, 0.5)
+    switch = page.get_by_role("button", name="No target")
+    switch.click()
+    until(page, "document.getElementById('target-off').getAttribute('aria-pressed') === 'true'")
+    assert httpx.get(address + "/v1/target", verify=False).json()["tbt_target"] is None
+    short_load(page, address, 2)
+    page.get_by_role("button", name="Put a load on it").click()
+    until(page, "!document.getElementById('load-table').hidden")
+    assert page.locator("#load-table tbody td").all_text_contents()[::5] == ["none", "–"]
+    switch.click()
+    wait_for_target(address, 0.5)
+
+
+def test_a_wrong_target_is_said_beside_its_field(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    field = page.get_by_label("Target in milliseconds")
+    for wrong in ("0", "70000", "1.5", ""):
+        field.fill(wrong)
+        assert "1 to 60,000" in text_of(page, "#target-problem")
+        assert field.get_attribute("aria-invalid") == "true"
+    field.fill("500")
+    assert not text_of(page, "#target-problem")
     wait_for_target(address, 0.5)
 
 

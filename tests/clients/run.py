@@ -1,4 +1,4 @@
-"""Runs unmodified clients of OpenAI's API and Anthropic's against a server of this checkout.
+"""Runs unmodified clients of OpenAI's, Anthropic's and Ollama's APIs against a server of this checkout.
 
 Each has an environment of its own.
 
@@ -94,6 +94,7 @@ CLIENTS = {
     "openai-python": Client("openai_python.py", ("openai",)),
     "openai-node": Client("openai_node.mjs", ("openai",), is_node=True),
     "anthropic-python": Client("anthropic_python.py", ("anthropic",)),
+    "ollama-python": Client("ollama_python.py", ("ollama",)),
     "llm": Client("llm_command.py", ("llm",)),
     "litellm": Client("litellm_sdk.py", ("litellm",)),
     "lm-eval": Client(

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from evenflow import EngineConfig, SamplingParams
+from evenflow.core import step_time
+from evenflow.executors import block_files, recorded
 from tests.docs.pages import PAGES, ROOT
 from tests.server.stepping import samples
 
@@ -87,3 +89,13 @@ def test_the_pictures_can_be_drawn_again(tmp_path: object) -> None:
     drawn = {path.name for path in tmp_path.iterdir()}  # type: ignore[attr-defined]
     shown = PAGES["docs/chunked_prefill.md"] + PAGES["docs/performance.md"]
     assert drawn == set(re.findall(r"images/(\w+\.svg)", shown))
+
+
+def test_the_page_on_upgrades_has_the_formats_of_today() -> None:
+    page = PAGES["docs/upgrade.md"]
+    for row, version in (
+        ("`evenflow-kv` version {}", block_files._VERSION),
+        ("`version` {}, by model", step_time._VERSION),
+        ("`version` {} | refuses to replay", recorded.VERSION),
+    ):
+        assert row.format(version) in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from evenflow.core.blocks import Content
 from evenflow.errors import InvalidConfig
+from evenflow.executors import block_files
 from evenflow.executors.block_files import BlockFiles
 
 GB = 1 << 30
@@ -171,6 +173,39 @@ def test_a_write_that_breaks_off_leaves_nothing_uncounted(tmp_path: Path, monkey
                 files.write(Content(bytes([number]) * 16, ""), b"x" * 700)
     files.write(ONE, b"x" * 700)
     assert num_bytes(tmp_path) <= files.max_bytes
+
+
+def test_on_a_full_disk_the_oldest_blocks_give_way_and_a_restart_counts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = block_files._store
+
+    def store_on_a_small_disk(path: Path, *parts: bytes) -> None:
+        used = sum(one.stat().st_size for one in tmp_path.iterdir())
+        if used + sum(map(len, parts)) > 10_000:
+            store(path, parts[0])  # torn
+            raise OSError(errno.ENOSPC, "No space left on device")
+        store(path, *parts)
+
+    monkeypatch.setattr(block_files, "_store", store_on_a_small_disk)
+    files = BlockFiles(tmp_path, "model", GB)
+    contents = [Content(bytes([number]) * 16, "") for number in range(20)]
+    for content in contents:
+        files.write(content, bytes(2000))
+    again = BlockFiles(tmp_path, "model", GB)
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert 2 <= len(sizes) <= 4
+    assert again._num_bytes == files._num_bytes == sum(sizes) <= 10_000
+    assert again.contents[-1] == contents[-1]
+    assert set(again.contents) == set(contents[-len(sizes) :])
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "of another program").write_bytes(bytes(10_000))
+    empty = BlockFiles(tmp_path, "model", GB)
+    with pytest.raises(OSError, match="No space"):
+        empty.write(contents[0], bytes(2000))
+    assert empty._num_bytes == 0
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_processes_that_share_a_folder_share_its_bound(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ _OURS = re.compile(r".+-[0-9a-f]{32}(\.kv|\.\d+\.tmp)")  # blocks of any model, 
 _MAX_HEADER_BYTES = 2048
 _MAX_TENANT_CHARACTERS = 128  # up to 12 bytes each
 _ABANDONED_S = 600.0  # an unfinished file of this age was left by a dead process
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LISTINGS_PER_FILL = 16  # folder listings while `max_bytes` are written
 
 
@@ -142,9 +143,12 @@ class BlockFiles:
             self._count(scratch.name, size)
             self._num_written += size
         try:
-            with open(scratch, "wb", opener=_private) as file:
-                file.write(line)
-                file.write(data)
+            try:
+                _store(scratch, line, data)
+            except OSError as error:
+                if error.errno not in _FULL or not self._give_way(scratch.name, size):
+                    raise
+                _store(scratch, line, data)
             scratch.replace(path)
         except OSError:
             self._remove(scratch.name)
@@ -158,6 +162,18 @@ class BlockFiles:
         self._num_bytes += size - self._sizes.pop(name, 0)
         if size:
             self._sizes[name] = size
+
+    def _give_way(self, scratch: str, num_bytes: int) -> bool:
+        """The disk is full: remove the least recently used files for this one. False: there is none."""
+        with self._lock:
+            others = self._num_bytes - self._sizes.get(scratch, 0)
+            end, names = others - num_bytes, [name for name in self._sizes if name != scratch]
+            for name in names:
+                if others > end:
+                    others -= self._sizes[name]
+                    (self._folder / name).unlink(missing_ok=True)
+                    self._count(name, 0)
+        return bool(names)
 
     def _make_room(self, num_bytes: int) -> None:
         while self._num_bytes + num_bytes > self.max_bytes:
@@ -215,6 +231,12 @@ def _header_line(header: dict[str, Any], data: bytes) -> bytes:
     digest = blake2b(json.dumps(header).encode(), digest_size=16)
     digest.update(data)
     return json.dumps(header | {"checksum": digest.hexdigest()}).encode() + b"\n"
+
+
+def _store(path: Path, *parts: bytes) -> None:
+    with open(path, "wb", opener=_private) as file:
+        for part in parts:
+            file.write(part)
 
 
 def _private(path: str, flags: int) -> int:

@@ -14,6 +14,7 @@ from evenflow.server.access import ApiKeys, check_role
 from evenflow.server.api.embeddings import EmbeddingsBody
 from evenflow.server.api.messages.request import MESSAGES_BODIES
 from evenflow.server.api.messages.routes import messages_routes
+from evenflow.server.api.ollama.routes import ollama_routes
 from evenflow.server.api.openapi import add_openapi, error_responses
 from evenflow.server.api.request_chunks import RecentRequests, request_routes
 from evenflow.server.api.request_models import BODIES
@@ -45,7 +46,8 @@ def make_app(
         app = FastAPI(title="evenflow", version=__version__, openapi_url=None)
         add_openapi(app, (*BODIES, EmbeddingsBody, *MESSAGES_BODIES, ResponsesBody))
         messages = messages_routes(service, needs_key=keys.are_needed)
-        model = [generation_routes(service), responses_routes(service), messages, model_routes(service)]
+        ollama = ollama_routes(service)
+        model = [generation_routes(service), responses_routes(service), messages, ollama, model_routes(service)]
         engine_routes = [*model, metrics_router(observer)]
     else:
         app = FastAPI(openapi_url=None)  # the host's is proxied

@@ -1,4 +1,4 @@
-"""How an error's body looks: as in OpenAI's API or, for the paths of Anthropic's, as in that one.
+"""How an error's body looks: as in OpenAI's API or, for the paths of Anthropic's and Ollama's, as in those.
 
 The path alone decides, because an error may come before any route is known: a bad head, a wrong key, a large body.
 """
@@ -24,6 +24,11 @@ _ANTHROPIC_TYPES = {
 def is_anthropic(path: str) -> bool:
     """Whether clients of Anthropic's API use this path."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether clients of Ollama's API use this path."""
+    return path.startswith("/api/")
 
 
 def new_request_id() -> str:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from evenflow.errors import DeadlineExceeded, EngineFailed, EvenflowError, InvalidInput, LateRequest
-from evenflow.server.error_shapes import anthropic_error, is_anthropic, new_request_id
+from evenflow.server.error_shapes import anthropic_error, is_anthropic, is_ollama, new_request_id
 
 _MAX_MESSAGE_CHARACTERS = 1000
 _MAX_VALUE_CHARACTERS = 100
@@ -64,6 +64,8 @@ class ApiError(Exception):
         message = message.encode(errors="replace").decode()
         if is_anthropic(path):
             return anthropic_error(self.status, message, self.code, new_request_id())
+        if is_ollama(path):
+            return {"error": message}
         error = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error | self.figures}
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evenflow.core.plan import StepShape
 from tests.server.stepping import ObservedEngine, step_seconds
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+RULES = Path(__file__).parents[3] / "dashboards" / "alerts.yaml"
 POLICIES = ("target:40ms", "target:40ms,paced", "fixed:64", "unchunked", "alternate:32")
 
 
@@ -22,7 +22,7 @@ def figure(observed: ObservedEngine, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-# What each alert of the page says, over a whole run instead of its last minutes.
+# What each alert says, over a whole run instead of its last minutes.
 ALERTS: dict[str, Callable[[ObservedEngine], bool]] = {
     "evenflow:up == 0": lambda observed: figure(observed, "evenflow:up") == 0,
     "evenflow:stuck == 1": lambda observed: figure(observed, "evenflow:stuck") == 1,
@@ -37,8 +37,8 @@ ALERTS: dict[str, Callable[[ObservedEngine], bool]] = {
 
 
 def documented(group: str) -> list[str]:
-    [rules] = re.findall(rf"  - name: {group}\n(.*?)(?:\n  - name|\n```)", PAGE.read_text(), re.DOTALL)
-    return re.findall(r"expr: (.*)", rules)
+    [rules] = [one["rules"] for one in yaml.safe_load(RULES.read_text())["groups"] if one["name"] == group]
+    return [rule["expr"] for rule in rules]
 
 
 def test_every_alert_about_a_fault_is_among_these() -> None:

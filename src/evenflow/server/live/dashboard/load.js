@@ -27,6 +27,7 @@ export class Load {
     this.button = element("load");
     this.note = element("load-note");
     this.state = element("load-state");
+    this.table = element("load-table");
     this.bar = element("load-progress");
     this.button.addEventListener("click", () => (this.stopper === null ? this.run() : this.stopper.abort()));
   }
@@ -66,6 +67,7 @@ export class Load {
     this.bar.max = load.send_s;
     this.show();
     this.state.hidden = false;
+    this.table.hidden = true;
     this.timer = setInterval(() => this.show(), SHOW_MS);
     const isOver = pause(load.stop_after_s, signal).then(() => "Time is over; what was open was stopped.");
     const isAnswered = Promise.all(load.sessions.map((session) => this.runSession(session, load.send_s, signal)));
@@ -127,16 +129,21 @@ export class Load {
   summary() {
     const { chat, prompt } = this.done;
     const sent = `Sent ${plural(chat.length, "chat")} and ${plural(prompt.length, "long prompt")} in ${duration(this.seconds)}.`;
-    const figures = [...this.gapsByTarget()].map(([target, gaps]) => gapsInWords(target, gaps));
-    return figures.length ? `${sent} Between two tokens of a chat${figures.join(";")}.` : sent;
+    const rows = [...this.gapsByTarget()].map(([target, gaps]) => rowOf(target, gaps));
+    this.table.tBodies[0].replaceChildren(...rows);
+    this.table.hidden = !rows.length;
+    return sent;
   }
 }
 
-function gapsInWords(target, gaps) {
+// One target that was tried.
+function rowOf(target, gaps) {
   gaps.sort((a, b) => a - b);
-  const [half, most, longest] = [0.5, 0.99, 1].map((part) => duration(quantile(gaps, part)));
-  const figures = `: ${half} (p50), ${most} (p99), ${longest} at most`;
-  if (target === null) return figures;
-  const inTime = gaps.filter((gap) => gap <= target).length / gaps.length;
-  return `, with a target of ${duration(target)}${figures}, ${share(inTime)} within the target`;
+  const inTime = target === null ? "–" : share(gaps.filter((gap) => gap <= target).length / gaps.length);
+  const quantiles = [0.5, 0.99, 1].map((part) => duration(quantile(gaps, part)));
+  const row = document.createElement("tr");
+  for (const text of [target === null ? "none" : duration(target), gaps.length, ...quantiles, inTime]) {
+    row.insertCell().textContent = text;
+  }
+  return row;
 }

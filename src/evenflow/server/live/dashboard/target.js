@@ -21,9 +21,20 @@ export class TargetControl {
     this.isSending = false;
     this.isTouched = false; // the user's change has not been confirmed yet
     this.refusal = ""; // why the last change failed
+    this.problem = document.getElementById("target-problem");
+    this.off = document.getElementById("target-off");
+    this.last = null; // the last target in force, in ms: what the switch goes back to
+    this.off.addEventListener("click", () => {
+      const ms = this.off.getAttribute("aria-pressed") === "true" ? (this.last ?? Number(this.number.value)) : null;
+      clearTimeout(this.timer);
+      this.send(ms);
+    });
     this.range.addEventListener("input", () => this.change(rounded(toMs(Number(this.range.value)))));
     this.number.addEventListener("input", () => {
-      if (this.number.value !== "" && this.number.checkValidity()) this.change(Number(this.number.value));
+      const isValid = this.number.value !== "" && this.number.checkValidity();
+      this.problem.textContent = isValid ? "" : "A whole number of 1 to 60,000 ms.";
+      this.number.setAttribute("aria-invalid", String(!isValid));
+      if (isValid) this.change(Number(this.number.value));
     });
     document.getElementById("target-form").addEventListener("submit", (event) => event.preventDefault());
   }
@@ -46,9 +57,10 @@ export class TargetControl {
       const response = await fetch("v1/target", {
         method: "PUT",
         headers: { "Content-Type": "application/json", ...authorization() },
-        body: JSON.stringify({ tbt_target: `${ms}ms` }),
+        body: JSON.stringify({ tbt_target: ms === null ? null : `${ms}ms` }),
       });
       this.refusal = response.ok ? "" : await refusal(response);
+      if (response.ok && ms !== null) this.last = ms; // the feed says it later
     } catch {
       this.refusal = "The target could not be sent.";
     }
@@ -58,7 +70,9 @@ export class TargetControl {
 
   // Show the target in force, as the server reports it.
   show({ target, feasible, policy, up }) {
-    this.range.disabled = this.number.disabled = !up;
+    this.range.disabled = this.number.disabled = this.off.disabled = !up;
+    this.off.setAttribute("aria-pressed", String(target === null));
+    if (target !== null) this.last = Math.round(1000 * target) || 1;
     if (!this.isTouched && target !== null && document.activeElement !== this.number) this.place(1000 * target);
     if (target === null && up) this.say(`The policy ${policy} has no target. Set one here to switch to it.`);
     else if (feasible !== null && feasible !== undefined) {

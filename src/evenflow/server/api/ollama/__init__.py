@@ -1,0 +1,1 @@
+"""Ollama's API: chats and texts over the same engine, for its clients."""
