@@ -26,7 +26,7 @@ VLLM = HostPackage(
     "vllm",
     PACKAGES,
     install="install it with `make install-vllm` or by vLLM's own instructions",
-    tested_versions=("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32", "0.33"),
+    tested_versions=("0.26", "0.32", "0.33"),
     without_plugin="start vLLM without --scheduler-cls",
 )
 
