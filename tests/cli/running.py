@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import re
 import shutil
 import signal
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from typer.main import get_command
@@ -31,7 +34,11 @@ class Finished(NamedTuple):
 def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
     """`evenflow` with these arguments, in this process."""
     capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
+    logger = logging.getLogger("evenflow")
+    level = logger.level
+    with mock.patch.dict(os.environ):
+        code = main([str(argument) for argument in arguments])
+    logger.setLevel(level)  # which a server sets, as it sets the environment
     return Finished(code, *capsys.readouterr())
 
 
