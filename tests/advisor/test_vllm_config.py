@@ -28,7 +28,7 @@ def test_by_default_the_installed_version_is_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "installed_version", lambda: "0.26.0")
     assert "vLLM 0.26.0" in VLLMChunkedPrefillConfig().to_engine_args().notes["max_num_partial_prefills"]
     monkeypatch.setattr(module, "installed_version", lambda: None)
-    assert "vLLM 0.32" in VLLMChunkedPrefillConfig().to_engine_args().notes["max_num_partial_prefills"]
+    assert "vLLM 0.33" in VLLMChunkedPrefillConfig().to_engine_args().notes["max_num_partial_prefills"]
 
 
 def test_none_leaves_a_setting_to_vllm() -> None:

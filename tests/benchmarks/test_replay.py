@@ -107,14 +107,15 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run(RECORDING, 7002, "target:50ms") == run(RECORDING, 7002, "target:50ms")
 
 
-def test_a_long_prompt_that_short_ones_overtook_for_its_share_goes_first() -> None:
-    """One of 60,000 tokens, and 40 of 4,000 each that keep the device busy for longer than the load runs."""
-    long_prompts = (Client(0.0, (Turn(60_000, 1),)), *(Client(0.01, (Turn(4_000, 1),)) for _ in range(40)))
-    replay = host_run(RecordedDevice.load(RECORDING), Load(0, 8.0, "bursts", (), long_prompts), "target:50ms")
+def test_a_long_prompt_goes_first_once_it_is_due() -> None:
+    """One of 60,000 tokens, and one of 4,000 every 0.1 s, which keep the device busy by themselves."""
+    short = (Client(0.01 + 0.1 * number, (Turn(4_000, 1),)) for number in range(150))
+    long_prompts = (Client(0.0, (Turn(60_000, 1),)), *short)
+    replay = host_run(RecordedDevice.load(RECORDING), Load(0, 20.0, "steady", (), long_prompts), "target:50ms")
     replay.run()
     first_tokens = {stream.id: stream.token_times[0] for stream in replay.streams if stream.token_times}
     earlier = [at for at in first_tokens.values() if at < first_tokens["r0"]]
-    assert 0 < len(earlier) < 30
+    assert 20 < len(earlier) < 90
 
 
 def test_agents_do_not_wait_for_a_prompt_that_nothing_is_cached_of() -> None:

@@ -91,6 +91,7 @@ def test_a_busy_machine_is_noticed_first_and_gets_a_target_of_its_own(
     monkeypatch.setattr("evenflow.engine.build.num_cpus", lambda: 2)
     monkeypatch.setattr("evenflow.engine.build.Calibration.check", lambda self, known: known)
     caplog.set_level("INFO", "evenflow")
+    caplog.clear()
     with LLM(tiny_llama()) as llm:
         chosen = llm.engine.policy.target
         assert chosen is not None

@@ -36,7 +36,7 @@ def test_addresses_in_a_request_are_never_asked(kind: str, scheme: str, server: 
             listener.accept()
 
 
-def test_no_text_of_a_request_becomes_a_log_line(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_text_of_a_request_begins_a_log_line(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         for body in (
             {"prompt": FORGED, "model": FORGED},
@@ -49,8 +49,9 @@ def test_no_text_of_a_request_becomes_a_log_line(server: RunningServer, caplog: 
         server.post("/v1/chat/completions", {"messages": [{"role": FORGED, "content": FORGED}]})
         server.get("/v1/requests/" + "%0d%0aforged")
     logged = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]  # the client's
-    lines = "".join(map(logging.Formatter().format, logged))
-    assert "forged" not in lines
+    lines = [logging.Formatter().format(record) for record in logged]
+    assert any("forged" in line for line in lines)  # refusals quote it
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
 
 
 def test_no_text_of_a_request_becomes_a_header(server: RunningServer) -> None:

@@ -20,10 +20,10 @@ def config(
     model: ModelOptions,
     scheduling: SchedulingOptions,
 ) -> None:
-    """Check and print the settings of `evenflow serve`, as a file for its --config.
+    """Check and print the settings of `evenflow serve`.
 
-    Takes the options of `evenflow serve`. The command line comes first, then variables such as EVENFLOW_MAX_NUM_SEQS,
-    the file of --config, and the defaults, which are printed as comments.
+    Takes the options of `evenflow serve`, and prints a file for its --config. The command line comes first, then
+    variables such as EVENFLOW_MAX_NUM_SEQS, the file of --config, and the defaults, which are printed as comments.
     """
     shares = options.read_shares()
     settings = EngineConfig(**engine_settings(model, scheduling), **shares.engine_settings)
