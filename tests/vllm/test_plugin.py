@@ -78,7 +78,7 @@ def test_changed_interface_is_refused_with_one_message() -> None:
     class Changed(Scheduler):  # type: ignore[misc, valid-type]
         def update_from_output(self, output: Any) -> None: ...
 
-    with pytest.raises(MissingDependency, match=r"Scheduler.update_from_output.*tested on 0.26, 0.27, .* 0.33"):
+    with pytest.raises(MissingDependency, match=r"Scheduler.update_from_output.*tested on 0.26, 0.32, 0.33"):
         plugin.steered(Changed)
 
 

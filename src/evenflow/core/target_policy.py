@@ -93,6 +93,11 @@ class Target(Policy):
         if upper(_shape(view, most)) <= seconds:
             return most, reason
         tokens = _most_in_time(view, seconds, floor, most)
+        # Rounded down to a size that was seen, steps would never grow: margins are wide beyond the largest one.
+        untried = tokens + -tokens % view.caps.chunk_alignment
+        is_larger = untried > max(tokens, view.step_time.largest_rows_known - view.num_decodes)
+        if is_larger and untried <= most and view.step_time.predict(_shape(view, untried)) <= seconds:
+            return untried, ChunkReason.LATENCY
         ending = _without_last_chunk(view, tokens)
         if ending < tokens:
             return ending, ChunkReason.LATENCY
