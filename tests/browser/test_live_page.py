@@ -457,7 +457,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_inline_script(address
 
 
 def test_a_key_is_asked_for_and_used(pages: Pages, model: Path, tmp_path: Path) -> None:
-    with served(model, tmp_path / "log.txt", ["--api-key", "open sesame"]) as server:
+    with served(model, tmp_path / "log.txt", ["--api-key", "open-sesame"]) as server:
         address = server.address
         assert httpx.get(address).status_code == 200
         assert httpx.get(f"{address}/live/feed").status_code == 401
@@ -466,7 +466,7 @@ def test_a_key_is_asked_for_and_used(pages: Pages, model: Path, tmp_path: Path) 
         field.fill("wrong")
         field.press("Enter")
         until(page, "!document.getElementById('key-form').hidden")
-        field.fill("open sesame")
+        field.fill("open-sesame")
         field.press("Enter")
         until(page, IS_LIVE)
         say(page, "hello", max_tokens=5)
