@@ -123,7 +123,7 @@ def test_a_file_is_one_prompt_unchanged(tmp_path: Path, capsys: pytest.CaptureFi
     finished = run_process(
         "generate", "--prompt-file", "-", "--model", tiny_llama(), "--max-tokens", 8, stdin=text.encode()
     )
-    assert (finished.code, finished.out) == (0, from_file["text"])
+    assert (finished.code, finished.out) == (0, from_file["text"] + "\n")
 
 
 @pytest.mark.slow
