@@ -103,7 +103,7 @@ def test_an_unknown_setting_is_named() -> None:
         ("LLM(tbt_taget=0.4)", 'Unexpected keyword argument "tbt_taget"'),
         ('AsyncLLM("default", max_num_seqs="8")', 'has incompatible type "str"; expected "int"'),
         ('LLM().generate({"promt": "a"})', 'Extra key "promt"|incompatible type'),
-        ('LLM().generate([{"prompt": "a"}, {"prompt": "b"}], SamplingParams(n=2, temperature=1))', None),
+        ('LLM().generate({"prompt": "a"}, SamplingParams(n=2, temperature=1))', None),
     ],
 )
 def test_mypy_finds_wrong_settings(line: str, problem: str | None) -> None:
