@@ -513,7 +513,7 @@ class Scheduler:
         return 0 if self.step_time.learns_between(first, last) else max(0, count - NUM_REMEMBERED)
 
     def _repeated(self, step: InFlight, planned_at: float, count: int) -> InFlight:
-        """The step that is in flight in this one's place, so many steps later."""
+        """The step in flight in this one's place, that number of steps later."""
         columns = step.plan.decodes
         plan = StepPlan(
             step_id=step.plan.step_id + count,

@@ -42,7 +42,7 @@ class OwnEngine:
         return self.scheduler.commit(result_of(self._plans.popleft(), ran), now)
 
     def steady(self) -> tuple[StepWork, int] | None:
-        """The next step, if each stream gets a token in it and so many more steps that nothing else happens in."""
+        """The next step, and the number of equal ones behind it: each gives every stream a token, and does no more."""
         if not (most := self.scheduler.num_repeats()):
             return None
         streams = self.scheduler.seats.decoding.values()

@@ -11,7 +11,7 @@ from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
 
 Router = Callable[[Request, Sequence[Scheduler]], int]
-# A replica with more of the prefix is passed over if it has so many more unfinished requests than the least loaded.
+# A replica with more of the prefix is passed over if it has this many more unfinished requests than the least loaded.
 _MAX_AHEAD = 8
 
 

@@ -36,7 +36,7 @@ class Vllm(Policy):
 
 
 class Sglang(Policy):
-    """Prompts before decodes, in steps of their own up to a budget. With an interval, so many decode steps between."""
+    """Prompts before decodes, in steps of their own up to a budget. The interval counts decode steps between."""
 
     def __init__(self, budget: int, interval: int = 0) -> None:
         super().__init__(budget)

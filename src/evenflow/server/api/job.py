@@ -48,7 +48,7 @@ class Job:
     def of_choices(
         cls, service: ModelService, body: GenerationBody, caller: Caller, *, id_prefix: str, num_prompts: int = 1
     ) -> Self:
-        """All choices of all prompts at once, if the server allows so many."""
+        """All choices of all prompts at once, if the server allows their number."""
         num_choices = num_prompts * body.num_choices
         service.gate.check_num_choices(num_choices)
         body.check_size(num_choices)
