@@ -176,7 +176,7 @@ def test_an_interrupt_ends_it_without_a_traceback() -> None:
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         errors = process.stderr.read()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -377,3 +378,20 @@ def test_a_model_that_is_dropped_is_freed_and_its_thread_ends() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert engine() is None
+
+
+WITH_OPEN_REQUEST = {
+    "LLM": "from tests.engine.fakes import fake_llm\nllm = fake_llm()\nnext(llm.stream([1, 2, 3]))\n",
+    "AsyncLLM": (
+        "import asyncio\nfrom tests.engine.fakes import fake_async_llm, fake_engine\nllm = fake_async_llm(fake_engine())\n"
+        "async def begin() -> None:\n    await anext(llm.stream([1, 2, 3]))\nasyncio.run(begin())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("begin", WITH_OPEN_REQUEST.values(), ids=WITH_OPEN_REQUEST)
+def test_no_thread_of_an_open_one_outlives_the_exit(begin: str) -> None:
+    # Functions registered at exit run in reverse order: this one comes last.
+    code = "import atexit, threading\natexit.register(lambda: print([t.name for t in threading.enumerate()]))\n" + begin
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "evenflow-engine" not in finished.stdout, finished.stdout

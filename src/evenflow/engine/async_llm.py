@@ -6,6 +6,7 @@ Tokenising and hashing happen on the caller's side, so that a long prompt delays
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import threading
@@ -54,6 +55,7 @@ class AsyncLLM(BaseLLM):
         arguments = (lambda: engine, self._commands, self._deliver)
         self._thread = threading.Thread(target=run_engine, args=arguments, name="evenflow-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._end_thread)  # PyTorch could abort a process that exits during a step
         self._watchdog = Watchdog(engine.pulse, self._on_hang, engine.clock)
 
     async def stream(
@@ -153,11 +155,15 @@ class AsyncLLM(BaseLLM):
         """End every request and the engine's thread, unless the thread hangs. A forked process has none."""
         if not self._is_here:
             return
-        self._commands.put(Stop())
-        while self._thread.is_alive() and not self._is_hung:
-            await asyncio.to_thread(self._thread.join, _JOIN_S)
+        await asyncio.to_thread(self._end_thread)
+        atexit.unregister(self._end_thread)
         self._watchdog.close()
         self._fail(EngineFailed("the engine was closed"))
+
+    def _end_thread(self) -> None:
+        self._commands.put(Stop())
+        while self._thread.is_alive() and not self._is_hung:
+            self._thread.join(_JOIN_S)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

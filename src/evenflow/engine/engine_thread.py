@@ -19,12 +19,13 @@ _Calls = SimpleQueue[_Call | None]
 
 
 class EngineThread:
-    """Carries out calls one at a time, in order. The thread ends with this object."""
+    """Carries out calls one at a time, in order. The thread ends with this object, or when the interpreter exits."""
 
     def __init__(self) -> None:
         self._calls: _Calls = SimpleQueue()
-        threading.Thread(target=_run, args=(self._calls,), name="evenflow-engine", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
+        thread = threading.Thread(target=_run, args=(self._calls,), name="evenflow-engine", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._calls, thread)
 
     def call(self, function: Callable[[], Value]) -> Value:
         """Run a function and return its result or raise its error. An exception during the wait does not stop it."""
@@ -38,6 +39,13 @@ class EngineThread:
     def send(self, function: Callable[[], object]) -> None:
         """The same without waiting. Callable from anywhere, also from the garbage collector."""
         self._calls.put((function, lambda answer: None))
+
+
+def _end(calls: _Calls, thread: threading.Thread) -> None:
+    """Wait for the thread: if it ended while the interpreter goes, PyTorch could abort the process."""
+    calls.put(None)
+    if thread is not threading.current_thread():  # which may be the last to refer to the object
+        thread.join()
 
 
 def _run(calls: _Calls) -> None:
