@@ -383,7 +383,8 @@ def test_a_model_that_is_dropped_is_freed_and_its_thread_ends() -> None:
 WITH_OPEN_REQUEST = {
     "LLM": "from tests.engine.fakes import fake_llm\nllm = fake_llm()\nnext(llm.stream([1, 2, 3]))\n",
     "AsyncLLM": (
-        "import asyncio\nfrom tests.engine.fakes import fake_async_llm, fake_engine\nllm = fake_async_llm(fake_engine())\n"
+        "import asyncio\nfrom tests.engine.fakes import fake_async_llm, fake_engine\n"
+        "llm = fake_async_llm(fake_engine())\n"
         "async def begin() -> None:\n    await anext(llm.stream([1, 2, 3]))\nasyncio.run(begin())\n"
     ),
 }
