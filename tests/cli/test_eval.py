@@ -154,6 +154,7 @@ def test_every_scorer_on_the_embedded_engine(tasks: Path, capsys: pytest.Capture
     assert side["figures"]["latency mean, s"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_the_engine_does(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with model_server(str(tiny_llama())) as server:
         over_http = evaluated(capsys, tasks, "-m", server.url, "--model", MODEL, "--journal", tasks.parent / "http")

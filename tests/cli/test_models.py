@@ -392,6 +392,7 @@ def test_removing_asks_at_a_terminal(capsys: CAPSYS, gguf: Path, monkeypatch: py
     assert list(listed(capsys)) == ["mine"]
 
 
+@pytest.mark.slow
 def test_two_processes_pull_one_address(hub: HubServer, capsys: CAPSYS, gguf: Path) -> None:
     hub.files["/files/tiny.gguf"] = gguf.read_bytes()
     line = command_line(["pull", f"{hub.address}/files/tiny.gguf"])

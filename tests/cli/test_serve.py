@@ -65,7 +65,7 @@ def test_of_two_servers_that_start_at_once_on_a_port_one_says_that_it_is_taken()
             listen(second)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_answers_and_shuts_down_cleanly_at_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     record = tmp_path / "steps.jsonl"
     with serving("--served-model-name", "tiny", "--record", record) as (process, url):
@@ -149,6 +149,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_hangup_reads_keys_and_shares_again(tmp_path: Path) -> None:
     keys, admins, shares = tmp_path / "keys", tmp_path / "admins", tmp_path / "shares.toml"
     keys.write_text("old name=acme\n")
@@ -193,6 +194,7 @@ def test_a_hangup_reads_keys_and_shares_again(tmp_path: Path) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_server(tmp_path: Path) -> None:
     log = tmp_path / "log"
     line = command_line(["serve", "--port", 0, "--model", tiny_llama(), "--threads", 1])
@@ -206,6 +208,7 @@ def test_a_terminal_that_closes_ends_the_server(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_each_line_of_a_servers_log_has_its_time(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file:

@@ -70,7 +70,7 @@ def prefills_after_rest(driver: Driver, num_prompts: int) -> list[StepSeen]:
 
 
 @pytest.mark.parametrize("milliseconds", [25, 50])
-@pytest.mark.parametrize("jitter", [0.0, 0.05])
+@pytest.mark.parametrize("jitter", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_gaps_stay_in_time_though_the_device_comes_from_rest(milliseconds: int, jitter: float) -> None:
     driver = gpu_driver(milliseconds, jitter)
     start_chats(driver, 32)

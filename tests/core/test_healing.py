@@ -93,6 +93,7 @@ def test_step_times_of_a_machine_that_changes_while_it_runs(wrong: float) -> Non
     assert rate(driver) >= 0.9 * usual_rate()
 
 
+@pytest.mark.slow
 def test_a_target_that_was_infeasible() -> None:
     speed = [30.0]
     driver = machine(speed)

@@ -5,12 +5,12 @@ output.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -361,11 +361,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert most == MAX_SEQS, "a slot is lost"
 
 
-IN_CI = bool(os.environ.get("CI"))
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=40 if IN_CI else 20,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestSchedulerMachine: Any = SchedulerMachine.TestCase
+def sized(machine: type[RuleBasedStateMachine], max_examples: int) -> Any:
+    """The test of a state machine, with so many examples."""
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    machine.TestCase.settings = settings(
+        max_examples=max_examples, stateful_step_count=50, deadline=None, suppress_health_check=checks
+    )
+    return machine.TestCase
+
+
+class LongSchedulerMachine(SchedulerMachine):
+    """The same with more examples."""
+
+
+TestSchedulerMachine = sized(SchedulerMachine, 15)
+TestLongSchedulerMachine = pytest.mark.slow(sized(LongSchedulerMachine, 60))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
-from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
@@ -14,7 +12,7 @@ from evenflow.core.request import FinishReason
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.errors import LateRequest
 from tests.core.promises import check_accounts
-from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets
+from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets, sized
 
 names = st.sampled_from(["", *(one.name for one in DEFAULT_CLASSES)])
 
@@ -71,11 +69,9 @@ class ServiceMachine(SchedulerMachine):
             check_accounts(self.scheduler)
 
 
-IN_CI = bool(os.environ.get("CI"))
-ServiceMachine.TestCase.settings = settings(
-    max_examples=30 if IN_CI else 10,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestServiceMachine: Any = ServiceMachine.TestCase
+class LongServiceMachine(ServiceMachine):
+    """The same with more examples."""
+
+
+TestServiceMachine = sized(ServiceMachine, 8)
+TestLongServiceMachine = pytest.mark.slow(sized(LongServiceMachine, 40))

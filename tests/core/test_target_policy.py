@@ -54,7 +54,7 @@ def test_every_gap_is_in_time_and_prefill_as_fast_as_if_all_costs_were_known(mil
     assert felt.prefill_rate >= 0.99 * oracle_load(milliseconds, depth).prefill_rate
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("milliseconds", TARGETS)
 def test_jitter_of_five_percent_makes_no_gap_over_ten_percent_late(milliseconds: int, depth: int) -> None:
     felt = run_load(target_driver(milliseconds, jittered(max_type, 0.05), depth=depth), steps=300)
@@ -555,7 +555,7 @@ def prefill_seconds(driver: Driver, length: int) -> float:
 # ---- a stream's own target ----
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("own", [0.0001, 0.001, 0.009])  # the shortest step takes 11 ms
 def test_an_impossible_target_of_one_stream_slows_no_prompt(own: float, depth: int) -> None:
     plain, beside = (target_driver(200, max_type, depth=depth) for _ in range(2))

@@ -76,6 +76,7 @@ NOT_RUN = {
 
 # Pages whose commands take longer than a few seconds together: `make test-slow` runs them.
 SLOW = {
+    "README.md": "answers, benchmarks and a server",
     "docs/ab.md": "two servers",
     "docs/agents.md": "two servers",
     "docs/choose_target.md": "a server and two benchmarks",

@@ -14,7 +14,11 @@ from evenflow.core.plan import StepShape
 from tests.server.stepping import ObservedEngine, step_seconds
 
 RULES = Path(__file__).parents[3] / "dashboards" / "alerts.yaml"
-POLICIES = ("target:40ms", "target:40ms,paced", "fixed:64", "unchunked", "alternate:32")
+POLICIES = (
+    "target:40ms",
+    "fixed:64",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("target:40ms,paced", "unchunked", "alternate:32")),
+)
 
 
 def figure(observed: ObservedEngine, name: str) -> float:

@@ -46,6 +46,7 @@ def test_requests_targets_and_figures_pass(server: RunningServer) -> None:
     assert figure(server, "evenflow:up") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_sglang_comes_back(server: RunningServer) -> None:
     os.kill(seen(server)["pid"], signal.SIGKILL)
     server.until(lambda: server.get("/health").status_code == 503)

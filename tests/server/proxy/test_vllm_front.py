@@ -238,6 +238,7 @@ def test_limits_and_keys_are_evenflows(python: str) -> None:
         assert refused.headers["retry-after"]
 
 
+@pytest.mark.slow
 def test_when_vllm_is_killed_streams_end_with_an_error_and_it_comes_back(python: str) -> None:
     with front(python) as server:
         server.request("PUT", "/v1/target", {"tbt_target": "80ms"})
