@@ -132,6 +132,7 @@ def test_the_longest_gaps_are_explained_with_a_target_and_without() -> None:
             assert (first.kind, first.num_tokens) == (CauseKind.PREFILL, 400)
 
 
+@pytest.mark.slow
 def test_the_same_every_time() -> None:
     assert compare().figures == compare().figures
 

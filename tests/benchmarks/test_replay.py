@@ -72,6 +72,7 @@ def test_a_fixed_budget_has_the_gaps_and_waits_that_were_measured(
     assert outcome.ttft() == pytest.approx(measured_ttft, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_named_load_ends_with_its_answers() -> None:
     load = named_load("prefill:2048")
     assert len(run(RECORDING, 0, "fixed:8192", load).long_ttft) == 5
@@ -103,6 +104,7 @@ def test_a_replay_keeps_no_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     run(RECORDING, 7002, "target:50ms")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run(RECORDING, 7002, "target:50ms") == run(RECORDING, 7002, "target:50ms")
 

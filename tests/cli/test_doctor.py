@@ -73,6 +73,7 @@ def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "problem" in finished.err
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported() -> None:
     finished = run_process("doctor", "--json", "-", before="sys.modules['torch'] = None")
     assert finished.code == 1

@@ -262,6 +262,7 @@ def test_every_policy_is_offered_by_a_shell() -> None:
     assert all(offered.values())
 
 
+@pytest.mark.slow
 def test_a_shell_gets_a_script_for_completion() -> None:
     # One more command: a shell would replace itself with the last one, and could not be detected.
     line = ["bash", "-c", f"{sys.executable} -m evenflow --show-completion; true"]

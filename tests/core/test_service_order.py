@@ -284,6 +284,7 @@ def test_tenants_take_turns_by_chunks_however_long_their_prompts_are() -> None:
     assert served[6:] == ["long"] * 7
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     sizes=st.lists(st.integers(20, 800), min_size=2, max_size=5),

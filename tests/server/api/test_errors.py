@@ -234,6 +234,7 @@ def test_the_openai_client_raises_its_own_errors(server: RunningServer) -> None:
         client.completions.create(model=MODEL, prompt="a", temperature=3)
 
 
+@pytest.mark.slow
 def test_a_thousand_mutated_bodies_harm_nothing(server: RunningServer) -> None:
     """Any body gets a response or a refusal, and the server stays healthy."""
     random_source = random.Random(5)

@@ -172,6 +172,7 @@ def test_one_clients_slow_grammars_are_checked_one_at_a_time_and_delay_no_other_
     run(use)
 
 
+@pytest.mark.slow
 def test_many_requests_for_the_same_grammar_compile_it_once_and_a_long_queue_is_refused() -> None:
     async def use(gate: GrammarGate) -> None:
         slow = Grammar.json_schema(slow_schema(0))

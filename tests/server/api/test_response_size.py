@@ -67,6 +67,7 @@ def check_case(client: httpx.Client, case: Case, limit: int, predicted: list[int
     return size
 
 
+@pytest.mark.slow
 def test_no_response_is_larger_than_predicted_or_allowed(server: RunningServer, predicted: list[int]) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         sizes = [check_case(client, case, LIMIT, predicted) for case in CASES[::2]]

@@ -84,6 +84,7 @@ def slow_template_tokenizer() -> Tokenizer:
     return with_template(only_when_asked(LONG))
 
 
+@pytest.mark.slow
 def test_numbers_that_no_message_between_processes_holds() -> None:
     with running_server(scripted_engine, small_tokenizer) as server:
         body = {"messages": [{"role": "user", "content": "a", "extra": 2**70}], "max_tokens": 1}

@@ -204,6 +204,7 @@ def test_the_warm_up_is_not_observed(python: str, monkeypatch: pytest.MonkeyPatc
         assert not observer.requests
 
 
+@pytest.mark.slow
 def test_a_vllm_that_dies_of_the_warm_up_fails_to_start(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def kill(http: httpx.AsyncClient, name: str) -> None:
         os.kill((await http.post("/seen")).json()["pid"], signal.SIGKILL)
@@ -261,6 +262,7 @@ def test_when_vllm_is_killed_streams_end_with_an_error_and_it_comes_back(python:
         assert server.post("/v1/completions", {"prompt": [1], "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_end_of_the_front_is_the_end_of_vllm(python: str) -> None:
     with front(python) as server:
         found = seen(server)
