@@ -52,6 +52,14 @@ def test_drawn_and_fitted_loads(trace: Path, capsys: pytest.CaptureFixture[str])
     assert (report["load"]["name"], report["replicas"]) == ("like trace.csv", 2)
 
 
+def test_a_sample_says_how_far_it_may_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+    sample = ("--replicas", 12, "--sample", 4, "--policy", "vllm:8192")
+    finished = run_cli(capsys, "simulate", *DRAWN[:-1], 60, *DEVICE, *sample)
+    assert finished.code == 0, finished.err
+    assert "vllm:8192: 4 of 12 replicas were simulated." in finished.out
+    assert "p99 gap between tokens " in finished.out
+
+
 def test_the_same_seed_gives_the_same_report(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, other = (
         run_cli(capsys, "simulate", *DRAWN, *DEVICE, "--seed", seed, "--json", "-").out for seed in (1, 1, 2)
@@ -95,6 +103,9 @@ def test_pictures(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("TRACE", *DEVICE, "--policy", "vllm"), "expected a whole number"),
         (("TRACE", *DEVICE, "--policy", "best"), "expected one of"),
         (("TRACE", *DEVICE, "--policy", "vllm:512,vllm:512"), "each policy once"),
+        (("TRACE", *DEVICE, "--policy", "prefill-share:140"), "from 1 to 100"),
+        (("TRACE", *DEVICE, "--policy", "vllm-interval:0"), "whole number >= 1"),
+        (("TRACE", *DEVICE, "--sample", 4), "only 1 replica"),
         (("TRACE", *DEVICE, "--router", "random"), "round-robin"),
         (("TRACE", "--fit", "TRACE", *DEVICE), "a trace and --fit"),
         (("TRACE", *DEVICE, "--prompt-tokens", "5"), "--prompt-tokens with a trace"),

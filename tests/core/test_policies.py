@@ -179,7 +179,11 @@ def test_a_registered_policy_is_read_and_written_like_the_others(
     with pytest.raises(InvalidConfig):
         PolicySpec.parse("own")
     register_policy(own)
-    text = "own" + argument.value.replace("N", "64").replace("TIME", "80ms").replace("[", "").replace("]", "")
+    figures = {"STEPS": "4", "PERCENT": "40", "N": "64", "TIME": "80ms", "[": "", "]": ""}
+    text = argument.value
+    for name, figure in figures.items():
+        text = text.replace(name, figure)
+    text = "own" + text
     spec = PolicySpec.parse(text)
     assert replace(spec, written="") == spec
     assert str(replace(spec, written="")) == str(spec) == text

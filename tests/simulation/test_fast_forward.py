@@ -87,6 +87,24 @@ def test_results_are_the_same(policy: str, depth: int, monkeypatch: pytest.Monke
         assert getattr(seen, name) == getattr(expected, name)
 
 
+def test_few_steps_are_planned_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two when it comes, and one or two when it ends."""
+    setup = Setup(step_times=step_times(2), policy=PolicySpec.parse("fixed:1024"), num_blocks=400)
+    _, _, num_planned = run(load(20), setup, monkeypatch, fast=True)
+    assert num_planned <= 4 * 20
+
+
+@pytest.mark.parametrize(("policy", "learns"), [("fixed:256", False), ("adaptive", False), ("target:20ms", True)])
+def test_only_policies_with_a_target_go_on_learning_step_times(policy: str, learns: bool) -> None:
+    setup = Setup(step_times=step_times(2), policy=PolicySpec.parse(policy), num_blocks=400)
+    cluster = Cluster(load(5), setup, 0)
+    [scheduler] = cluster._schedulers
+    before = scheduler.step_time.to_record()
+    assert before["samples"]
+    cluster.run()
+    assert (scheduler.step_time.to_record() != before) == learns
+
+
 def test_full_memory_is_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(step_times=step_times(2), policy=PolicySpec.parse("fixed:256"), num_blocks=120, targets=TARGETS)
     what = load(30, rate=20.0)

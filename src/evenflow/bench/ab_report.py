@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from evenflow.bench.ab import Outcome
 from evenflow.bench.figures import CONFIDENCE, ESTIMATE_COLUMNS, Estimate
+from evenflow.bench.html_page import paragraph, picture, table, write_page
 from evenflow.bench.plots import pyplot, save
 from evenflow.counts import counted
-
-_STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #8884 }
-th:first-child, td:first-child { text-align: left }
-img { max-width: 100%; background: white }
-"""
 
 
 def draw(target: Path | BinaryIO, names: tuple[str, str], outcome: Outcome) -> None:
@@ -59,27 +48,17 @@ def _draw_tails(axis: Any, names: tuple[str, str], outcome: Outcome) -> None:
 
 def write_html(path: Path, names: tuple[str, str], outcome: Outcome) -> None:
     """One self-contained file."""
-    draw(picture := BytesIO(), names, outcome)
-    encoded = base64.b64encode(picture.getvalue()).decode()
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in estimate.cells()) + "</tr>"
-        for estimate in outcome.estimates
+    a, b = names
+    body = (
+        paragraph(f"A is {a}, B is {b}. {same_outputs(outcome)}"),
+        table(("figure", *ESTIMATE_COLUMNS), [estimate.cells() for estimate in outcome.estimates]),
+        picture(
+            "Ratios with intervals, and the distribution of gaps on both sides",
+            lambda target: draw(target, names, outcome),
+        ),
+        paragraph(" ".join(figure_notes(outcome))),
     )
-    notes = html.escape(" ".join(figure_notes(outcome)))
-    a, b = map(html.escape, names)
-    path.write_text(
-        f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{a} against {b}</title><style>{_STYLE}</style>
-<h1>{a} against {b}</h1>
-<p>A is {a}, B is {b}. {html.escape(same_outputs(outcome))}</p>
-<table><tr><th>{"<th>".join(("figure", *ESTIMATE_COLUMNS))}</tr>{rows}</table>
-<img alt="Ratios with intervals, and the distribution of gaps on both sides" src="data:image/png;base64,{encoded}">
-<p>{notes}</p>
-</html>
-""",
-        encoding="utf-8",
-    )
+    write_page(path, f"{a} against {b}", body)
 
 
 def figure_notes(outcome: Outcome) -> list[str]:

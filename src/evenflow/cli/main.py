@@ -35,6 +35,7 @@ from evenflow.cli.pull import pull
 from evenflow.cli.serve import serve
 from evenflow.cli.settings import add_variables, source_of
 from evenflow.cli.simulate import simulate
+from evenflow.cli.tune import tune
 from evenflow.errors import EvenflowError, InvalidInput
 
 app = typer.Typer(name="evenflow", pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -44,6 +45,10 @@ app.command(cls=PanelCommand, epilog="Example: evenflow ab fixed:512 target:200m
 app.command(cls=PanelCommand, epilog="Example: evenflow simulate trace.csv --device x86-smollm2 --kv-tokens 60000")(
     simulate
 )
+app.command(
+    cls=PanelCommand,
+    epilog="Example: evenflow tune trace.csv --device H100 --kv-tokens 400000 --tbt-target 50ms --ttft-target 2s",
+)(tune)
 app.command("eval", cls=PanelCommand)(evaluate)
 app.add_typer(bench)
 app.add_typer(models)

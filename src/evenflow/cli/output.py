@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.box import SIMPLE, Box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 
@@ -119,6 +120,23 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
             print(text, file=sys.stderr, flush=True)
 
     yield log_line
+
+
+Say = Callable[[str, int, int], None]  # what is being done, how many parts of it are, and of how many
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Say]:
+    """The same with a bar."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with progress(text) as say_line:
+            yield lambda text, done, total: say_line(f"{text}: {done} of {total}")
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
 from evenflow.bench.plots import pyplot, save
 from evenflow.cli.output import make_table
 from evenflow.counts import counted
-from evenflow.simulation.forecast import PERCENTS, Forecast, percent_name
+from evenflow.simulation.forecast import PERCENTS, Forecast, Sample, percent_name
 from evenflow.simulation.load import Load
 from evenflow.simulation.observing import Targets
 from evenflow.simulation.samples import Interval
@@ -31,18 +32,20 @@ def print_forecasts(
     table = make_table("With 90% intervals", "", *(one.policy for one in found))
     for kind, title in _TITLES.items():
         for percent in map(percent_name, PERCENTS):
-            cells = [_cell(one.percentiles[kind][percent], _SCALES[kind]) for one in found]
+            cells = [cell(one.percentiles[kind][percent], _SCALES[kind]) for one in found]
             table.add_row(f"{title}: {percent}", *cells)
-    table.add_row("requests/s", *(_cell(one.requests_per_s) for one in found))
-    table.add_row("output tokens/s", *(_cell(one.tokens_per_s) for one in found))
+    table.add_row("requests/s", *(cell(one.requests_per_s) for one in found))
+    table.add_row("output tokens/s", *(cell(one.tokens_per_s) for one in found))
     if any(targets):
-        table.add_row("requests/s within the targets", *(_cell(one.goodput) for one in found))
-        table.add_row("share of requests within them", *(_cell(one.good_share) for one in found))
+        table.add_row("requests/s within the targets", *(cell(one.goodput) for one in found))
+        table.add_row("share of requests within them", *(cell(one.good_share) for one in found))
     table.add_row("prompt tokens from the prefix cache", *(f"{one.prefix_share:.1%}" for one in found))
     table.add_row("KV cache at most", *(f"{one.kv_peak:.0%}" for one in found))
     table.add_row("preemptions", *(str(one.num_preemptions) for one in found))
     console.print(table)
     for one in found:
+        if one.sample is not None:
+            console.print(_sample_line(one.policy, one.sample))
         if one.unknown is not None:
             console.print(f"{one.policy}: unknown, because {one.unknown}.")
         if one.causes:
@@ -52,7 +55,20 @@ def print_forecasts(
             console.print(f"{one.policy}: {counted(count, 'request')} refused: {reason}.")
 
 
-def _cell(one: Interval, scale: float = 1.0) -> str:
+def _sample_line(policy: str, sample: Sample) -> str:
+    errors = ", ".join(
+        f"{name} {_TITLES[kind].partition(',')[0]} {error:.0%}"
+        for kind in ("gap", "ttft")
+        for name, error in sample.errors[kind].items()
+        if name in ("p50", "p99")
+    )
+    return (
+        f"{policy}: {sample.num_simulated} of {sample.num_replicas:,} replicas were simulated. Their choice moves the "
+        f"figures by at most this, nine times of ten: {errors}."
+    )
+
+
+def cell(one: Interval, scale: float = 1.0) -> str:
     if one.value is None:
         return "unknown"
     if one.low is None or one.high is None:
@@ -60,7 +76,7 @@ def _cell(one: Interval, scale: float = 1.0) -> str:
     return f"{scale * one.value:.3g} ({scale * one.low:.3g} to {scale * one.high:.3g})"
 
 
-def draw_percentiles(path: Path, found: Sequence[Forecast], targets: Targets) -> None:
+def draw_percentiles(path: Path | BinaryIO, found: Sequence[Forecast], targets: Targets) -> None:
     """Each policy's percentiles of gaps and of first tokens, with intervals where the table has them."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
@@ -86,7 +102,7 @@ def draw_percentiles(path: Path, found: Sequence[Forecast], targets: Targets) ->
     save(figure, path)
 
 
-def draw_timeline(path: Path, found: Sequence[Forecast]) -> None:
+def draw_timeline(path: Path | BinaryIO, found: Sequence[Forecast]) -> None:
     """The first run of each policy: requests that run and wait, and how full the KV cache is."""
     plt = pyplot()
     figure, axes = plt.subplots(len(found), 1, figsize=(10, 0.6 + 2.2 * len(found)), sharex=True, squeeze=False)

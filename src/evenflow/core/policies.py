@@ -55,6 +55,7 @@ class PolicySpec:
     name: str
     max_step_tokens: int | None = None  # the policy's own budget; None: it has none
     seconds: float | None = None  # of `target` and `adaptive`
+    number: int | None = None  # an interval's steps, or a share's percent
     is_paced: bool = False  # of `target`; another policy keeps it for the next target
     max_num_batched_tokens: int | None = None  # the engine's setting, which outlasts a change of target
     written: str = field(default="", compare=False)  # as the user wrote it
@@ -71,9 +72,11 @@ class PolicySpec:
             case Argument.NOTHING if not argument:
                 return cls(name, written=text)
             case Argument.BUDGET:
-                if not argument.isdecimal() or int(argument) == 0:
-                    raise InvalidConfig(f"Got policy={text!r} but expected a whole number >= 1 after the colon.")
-                return cls(name, int(argument), written=text)
+                return cls(name, _whole(text, argument), written=text)
+            case Argument.INTERVAL:
+                return cls(name, number=_whole(text, argument), written=text)
+            case Argument.SHARE:
+                return cls(name, number=_whole(text, argument, most=100), written=text)
             case Argument.OPTIONAL_TIME:
                 assert kind is not None
                 seconds = _seconds(name, text, argument) if argument else kind.default_seconds
@@ -91,7 +94,8 @@ class PolicySpec:
             return self.written
         if self.seconds is not None:
             return f"{self.name}:{format_duration(self.seconds)}" + ",paced" * (self.is_paced and self.keeps_target)
-        return f"{self.name}:{self.max_step_tokens}" if self.names_budget else self.name
+        number = self.max_step_tokens if self.names_budget else self.number
+        return self.name if number is None else f"{self.name}:{number}"
 
     @property
     def kind(self) -> PolicyKind:
@@ -158,6 +162,14 @@ def split_policies(text: str) -> list[str]:
 
 def parse_policies(text: str) -> list[PolicySpec]:
     return [PolicySpec.parse(one) for one in split_policies(text)]
+
+
+def _whole(policy: str, argument: str, most: int | None = None) -> int:
+    number = int(argument) if argument.isdecimal() else 0
+    if number < 1 or (most is not None and number > most):
+        allowed = ">= 1" if most is None else f"from 1 to {most}"
+        raise InvalidConfig(f"Got policy={policy!r} but expected a whole number {allowed} after the colon.")
+    return number
 
 
 def _seconds(name: str, policy: str, argument: str) -> float:

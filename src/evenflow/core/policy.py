@@ -121,6 +121,8 @@ class Argument(Enum):
     BUDGET = ":N"  # the tokens of a step
     OPTIONAL_TIME = "[:TIME]"
     TARGET = ":TIME[,paced]"  # between a stream's tokens
+    INTERVAL = ":STEPS"
+    SHARE = ":PERCENT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -465,13 +465,16 @@ class Scheduler:
             return 0
         if self.tier is not None or self._recovery.suspects or (pacing is not None and pacing.is_paced):
             return 0
-        if len(self._in_flight) + 1 != self.caps.max_steps_in_flight or self.pool.num_settling:
+        if len(self._in_flight) + 1 != self.caps.max_steps_in_flight:
             return 0
         if any(len(step.sequences) != len(streams) or step.plan.chunks for step in self._in_flight):
             return 0
-        left = min([one.max_known_tokens - one.num_scheduled for one in streams.values()]) - 2
+        left = min([one.max_known_tokens - one.num_scheduled for one in streams.values()]) - 1
+        if not self._in_flight:  # else the last token is still in flight when the last of these steps is committed
+            left -= 1
         blocks = self.pool.num_free // len(streams) - 1  # a stream may need one for its first token
-        return max(0, min(left, blocks * self.block_size))
+        most = max(0, min(left, blocks * self.block_size))
+        return min(most, 1) if self.pool.num_settling else most  # blocks that come free may change what is evicted
 
     def repeat(self, repeats: Sequence[Repeat], token: int) -> None:
         """Plan and commit steps that give each stream this token: at most `num_repeats` of them."""
@@ -497,6 +500,7 @@ class Scheduler:
             began = max(planned[number], repeats[number - 1].committed_at if number else self._committed_at)
             self._overheads.append(max(0.0, one.committed_at - began - one.seconds))
         self._committed_at = repeats[-1].committed_at
+        self.pool.settle(self._next_step_id + count - 1 - len(self._in_flight))
         self.planner.emitted(streams, self._committed_at)
         self.planner.charge([], [], len(streams), sum([one.seconds for one in repeats]))
         self._steps_without_prefill = 0

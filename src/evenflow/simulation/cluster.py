@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
 from evenflow.core.outcome import Committed, Repeat
-from evenflow.core.plan import ExecutorCaps
+from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
@@ -28,6 +28,7 @@ from evenflow.simulation.step_times import StepTimes
 _NUM_CELLS = 20  # of time, of the arrivals
 _NUM_MOMENTS = 300
 _MIN_CELL_S = 0.5
+_MAX_REPLICAS = 4096
 # Sizes of the steps that a server knows when the run starts.
 _KNOWN_STREAMS, _KNOWN_CHUNKS = (1, 4, 16, 64, 256), (16, 64, 256, 1024, 4096)
 
@@ -48,6 +49,11 @@ class Setup:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     targets: Targets = NO_TARGETS
 
+    @property
+    def heeds_step_times(self) -> bool:
+        """Do plans depend on predicted seconds?"""
+        return self.policy.target is not None or any(one.refuse_late for one in self.classes)
+
     def scheduler(self, step_time: StepTimeModel) -> Scheduler:
         times = self.step_times
         config = SchedulerConfig(
@@ -63,9 +69,22 @@ class Setup:
         return Scheduler(config, times.caps, step_time=step_time)
 
 
-def taught(device: ModelDevice, caps: ExecutorCaps, budget: int) -> StepTimeModel:
+class SettledStepTimes(StepTimeModel):
+    """Step times that no decision depends on. Learns until it is settled, which saves time."""
+
+    is_settled = False
+
+    def observe(self, shapes: StepShape | Iterable[StepShape], seconds: float, launches: Sequence[float] = ()) -> None:
+        if not self.is_settled:
+            super().observe(shapes, seconds, launches)
+
+    def learns_between(self, first: StepShape, last: StepShape) -> bool:
+        return not self.is_settled and super().learns_between(first, last)
+
+
+def taught(device: ModelDevice, caps: ExecutorCaps, budget: int) -> SettledStepTimes:
     """What a server that has run before knows of its steps."""
-    model, at = StepTimeModel(), 0.0
+    model, at = SettledStepTimes(), 0.0
     for streams in _KNOWN_STREAMS:
         for length in (0, *(min(length, budget) for length in _KNOWN_CHUNKS)):
             work = StepWork(streams, 1000 * streams, ((2000, length),) if length else ())
@@ -75,11 +94,29 @@ def taught(device: ModelDevice, caps: ExecutorCaps, budget: int) -> StepTimeMode
     return model
 
 
-class Cluster:
-    """One run. With `fast_forward`, runs of steps in which nothing but tokens happens are not planned one by one."""
+def cell_seconds(load: Load) -> float:
+    """Of the cells of time that figures are kept by."""
+    return max(_MIN_CELL_S, load.seconds / _NUM_CELLS)
 
-    def __init__(self, load: Load, setup: Setup, seed: int, *, fast_forward: bool = True) -> None:
-        self.observed = Observed(setup.targets, max(_MIN_CELL_S, load.seconds / _NUM_CELLS))
+
+class Cluster:
+    """One run of replicas that a router connects.
+
+    With `fast_forward`, runs of steps in which nothing but tokens happens are not planned one by one.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        setup: Setup,
+        seed: int,
+        *,
+        first_replica: int = 0,  # the number of its first one, of a larger number
+        cell_s: float | None = None,
+        known: SettledStepTimes | None = None,  # what servers know when they start; None: found out here
+        fast_forward: bool = True,
+    ) -> None:
+        self.observed = Observed(setup.targets, cell_s or cell_seconds(load), setup.num_replicas)
         self.setup = setup
         self._router = router_of(setup.router)
         self._arrivals = [one for one in load.requests if one.arrival_s is not None]
@@ -91,9 +128,15 @@ class Cluster:
         # With several accounts their order depends on each step's charge.
         accounts = {(one.tenant, self._class_of(one)) for one in load.requests}
         is_fast = fast_forward and len(accounts) == 1
-        devices = [setup.step_times.device(1000 * seed + number) for number in range(setup.num_replicas)]
-        known = taught(devices[0], setup.step_times.caps, setup.policy.budget)
-        self._nodes = [_Node(self, number, device, known, is_fast=is_fast) for number, device in enumerate(devices)]
+        numbers = range(first_replica, first_replica + setup.num_replicas)
+        devices = [setup.step_times.device(_MAX_REPLICAS * seed + number) for number in numbers]
+        if known is None:
+            known = taught(devices[0], setup.step_times.caps, setup.policy.budget)
+            known.is_settled = not setup.heeds_step_times
+        self.known = known
+        self._nodes = [
+            _Node(self, number, device, known, is_fast=is_fast) for number, device in zip(numbers, devices, strict=True)
+        ]
         self._schedulers = [node.scheduler for node in self._nodes]
         self._loop = Loop(self._next_arrival(), load.until)
 

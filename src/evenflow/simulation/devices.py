@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -13,8 +13,7 @@ from evenflow.executors.fake import VirtualClock
 from evenflow.executors.shedding import Shedder
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step computes."""
 
     num_decodes: int
@@ -25,7 +24,7 @@ class StepWork:
 
     @property
     def num_rows(self) -> int:
-        return self.num_decodes + sum(length for _, length in self.chunks)
+        return self.num_decodes + (sum([length for _, length in self.chunks]) if self.chunks else 0)
 
     def shape(self, caps: ExecutorCaps) -> StepShape:
         return caps.step_shape(
@@ -105,7 +104,7 @@ class ModelDevice:
         shedder = Shedder(work.num_decodes, lengths, self.num_layers, at + work.most_seconds, clock)
         for layer in range(1, self.num_layers + 1):
             chunks = tuple((start, length) for (start, _), length in zip(work.chunks, shedder.lengths, strict=True))
-            clock.now += noise(share * self.seconds(replace(work, chunks=chunks)), clock.now)
+            clock.now += noise(share * self.seconds(work._replace(chunks=chunks)), clock.now)
             if layer < self.num_layers:
                 shedder.after_layer(layer)
         return Ran(clock.now - at, shedder.shed())

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from evenflow.simulation.cluster import Cluster, Setup
+from evenflow.simulation.cluster import Setup
+from evenflow.simulation.fleet import simulate_fleet
 from evenflow.simulation.load import Load
 from evenflow.simulation.observing import Moment, Observed
-from evenflow.simulation.samples import UNKNOWN, Histogram, Interval, Samples, intervals, percentile, spread_of
+from evenflow.simulation.samples import (
+    UNKNOWN,
+    Histogram,
+    Interval,
+    Samples,
+    intervals,
+    percentile,
+    sampling_error,
+    spread_of,
+)
 
 PERCENTS = (50.0, 90.0, 99.0, 99.9)
 _CURVE = (1, 5, 10, 25, 50, 75, 90, 95, 98, 99, 99.5, 99.9)
@@ -26,6 +37,18 @@ _KINDS: Mapping[str, Callable[[Observed], Samples]] = {
 
 def percent_name(percent: float) -> str:
     return f"p{percent:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Replicas that were simulated in place of all, and what that adds to the uncertainty."""
+
+    num_simulated: int  # in each run
+    num_replicas: int
+    errors: Mapping[str, Mapping[str, float]]  # by kind and percentile, as shares of the figure: nine of ten are within
+
+    def as_json(self) -> dict[str, Any]:
+        return {"num_simulated": self.num_simulated, "num_replicas": self.num_replicas, "errors": self.errors}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +73,7 @@ class Forecast:
     num_steps: int
     seconds: float  # of virtual time
     unknown: str | None  # why all figures are
+    sample: Sample | None  # of the replicas; None: all were simulated
     curve: Mapping[str, Sequence[tuple[float, float | None]]]  # percents and seconds
     moments: Sequence[Moment]  # of the first run
 
@@ -64,17 +88,50 @@ def forecast(
     *,
     num_runs: int,
     seed: int = 0,
+    sample: int | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Forecast:
-    """Simulate `num_runs` runs, each with a load, a device and a moment of its recording by its own seed."""
-    runs: list[Observed] = []
+    """Simulate `num_runs` runs, each with a load, a device and a moment of its recording by its own seed.
+
+    With a sample, only of about this many of the replicas.
+    """
+    groups: list[list[Observed]] = []
     num_requests = 0
     for number in range(num_runs):
         load = load_of(seed + number)
         num_requests += len(load.requests)
         say(f"Simulating {setup.policy}: run {number + 1} of {num_runs}, {len(load.requests):,} requests")
-        runs.append(Cluster(load, setup, seed + number).run())
-    return _judged(runs, str(setup.policy), num_requests)
+        groups.append(simulate_fleet(load, setup, seed + number, sample))
+    runs = [Observed.together(parts) for parts in groups]
+    found = _judged(runs, str(setup.policy), num_requests)
+    if sample is None or found.unknown is not None:
+        return found
+    return _of_sample(found, groups, setup)
+
+
+def _of_sample(found: Forecast, groups: Sequence[Sequence[Observed]], setup: Setup) -> Forecast:
+    """With rates of all replicas, and the error that the choice of replicas makes."""
+    num_simulated = sum(one.num_replicas for one in groups[0])
+    scale = setup.num_replicas / num_simulated
+    left_out = math.sqrt(1 - num_simulated / setup.num_replicas)
+    errors = {
+        kind: {
+            percent_name(percent): left_out * sampling_error([[of(one) for one in run] for run in groups], percent)
+            for percent in PERCENTS
+        }
+        for kind, of in _KINDS.items()
+    }
+    return replace(
+        found,
+        sample=Sample(num_simulated, setup.num_replicas, errors),
+        requests_per_s=_scaled(found.requests_per_s, scale),
+        tokens_per_s=_scaled(found.tokens_per_s, scale),
+        goodput=_scaled(found.goodput, scale),
+    )
+
+
+def _scaled(one: Interval, scale: float) -> Interval:
+    return Interval(*(None if value is None else scale * value for value in (one.value, one.low, one.high)))
 
 
 def _judged(runs: Sequence[Observed], policy: str, num_requests: int) -> Forecast:
@@ -108,6 +165,7 @@ def _judged(runs: Sequence[Observed], policy: str, num_requests: int) -> Forecas
         num_steps=sum(run.num_steps for run in runs),
         seconds=sum(run.seconds for run in runs),
         unknown=unknown,
+        sample=None,
         curve={} if unknown else {kind: _curve([of(run) for run in runs]) for kind, of in _KINDS.items()},
         moments=runs[0].moments,
     )

@@ -51,6 +51,13 @@ class Moment(NamedTuple):
     kv_share: float
 
 
+# Figures of parts of a run that add up.
+_COUNTS = (
+    *("num_replicas", "num_steps", "num_tokens", "num_done", "num_good", "num_late", "num_preemptions"),
+    *("prompt_tokens", "cached_tokens", "causes", "refused", "beyond", "moments"),
+)
+
+
 @dataclass(slots=True)
 class _Stream:
     arrived_at: float
@@ -68,6 +75,7 @@ class Observed:
 
     targets: Targets
     cell_s: float
+    num_replicas: int = 1
     ttft: Samples = field(init=False)
     gaps: Samples = field(init=False)
     latency: Samples = field(init=False)  # from a request's arrival to its last token
@@ -89,6 +97,20 @@ class Observed:
 
     def __post_init__(self) -> None:
         self.ttft, self.gaps, self.latency = (Samples(self.cell_s) for _ in range(3))
+
+    @classmethod
+    def together(cls, parts: Sequence[Observed]) -> Observed:
+        """Of parts of one run, at the same time."""
+        if len(parts) == 1:
+            return parts[0]
+        total = cls(parts[0].targets, parts[0].cell_s, num_replicas=0)
+        for part in parts:
+            for name in ("ttft", "gaps", "latency"):
+                getattr(total, name).update(getattr(part, name))
+            for name in _COUNTS:
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            total.seconds, total.kv_peak = max(total.seconds, part.seconds), max(total.kv_peak, part.kv_peak)
+        return total
 
     def arrived(self, request: LoadRequest, now: float) -> None:
         self._streams[request.id] = _Stream(now)

@@ -100,7 +100,7 @@ class Replica(Generic[Outcome]):
         begin, launched = max(self._free_at, at), at + self._device.launch_seconds(work, at)
         ran = self._device.run(work, begin)
         self._free_at = max(begin + ran.seconds, launched)
-        self._in_flight.append((ran._replace(seconds=max(ran.seconds, launched - begin)), self._free_at))
+        self._in_flight.append((Ran(max(ran.seconds, launched - begin), ran.shed), self._free_at))
         return launched
 
     def _launched(self, now: float) -> Iterable[Timed]:
@@ -121,12 +121,14 @@ class Replica(Generic[Outcome]):
         work = first
         repeats: list[Repeat] = []
         while len(repeats) < most:
-            before, free_at = [*self._in_flight], self._free_at
+            free_at = self._free_at
             launched = self._launch(work, now + self._schedule_s)
-            ran, end = self._in_flight.popleft()
+            ran, end = oldest = self._in_flight.popleft()
             committed_at = max(launched, end + self._output_s)
             if committed_at >= until:
-                self._in_flight, self._free_at = deque(before), free_at
+                self._in_flight.appendleft(oldest)
+                self._in_flight.pop()
+                self._free_at = free_at
                 break
             repeats.append(Repeat(now, ran.seconds, committed_at))
             work = StepWork(work.num_decodes, work.decode_context + work.num_decodes, ())

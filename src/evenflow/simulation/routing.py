@@ -9,6 +9,7 @@ from itertools import count
 from evenflow.core.request import Request
 from evenflow.core.scheduler import Scheduler
 from evenflow.errors import InvalidInput
+from evenflow.simulation.load import LoadRequest
 
 Router = Callable[[Request, Sequence[Scheduler]], int]
 # A replica with more of the prefix is passed over if it has this many more unfinished requests than the least loaded.
@@ -35,17 +36,24 @@ def _prefix_aware(request: Request, replicas: Sequence[Scheduler]) -> int:
     return min(able, key=standing)
 
 
-def _by_tenant(request: Request, replicas: Sequence[Scheduler]) -> int:
-    """Always the same one for a tenant."""
-    digest = blake2b(request.tenant.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % len(replicas)
+def _replica_of_tenant(tenant: str, num_replicas: int) -> int:
+    return int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest()) % num_replicas
+
+
+def fixed_routes(router: str, requests: Sequence[LoadRequest], num_replicas: int) -> list[int] | None:
+    """The replica of each request in order of arrival; None if that depends on the run."""
+    if router == "tenant":
+        return [_replica_of_tenant(one.tenant, num_replicas) for one in requests]
+    if router == "round-robin" and all(one.arrival_s is not None for one in requests):
+        return [number % num_replicas for number in range(len(requests))]
+    return None
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": round_robin,
     "least-loaded": lambda: _least_loaded,
     "prefix": lambda: _prefix_aware,
-    "tenant": lambda: _by_tenant,
+    "tenant": lambda: lambda request, replicas: _replica_of_tenant(request.tenant, len(replicas)),
 }
 
 

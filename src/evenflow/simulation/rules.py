@@ -89,9 +89,9 @@ def _kinds() -> tuple[PolicyKind, ...]:
         ),
         PolicyKind(
             name="vllm-interval",
-            argument=Argument.BUDGET,
+            argument=Argument.INTERVAL,
             examples={"vllm-interval:4": "the same, with prompts in every 4th step (prefill_schedule_interval)"},
-            build=lambda spec: Vllm(spec.max_num_batched_tokens or DEFAULT_BUDGET, spec.max_step_tokens or 1),
+            build=lambda spec: Vllm(spec.max_num_batched_tokens or DEFAULT_BUDGET, spec.number or 1),
         ),
         PolicyKind(
             name="sglang",
@@ -107,17 +107,15 @@ def _kinds() -> tuple[PolicyKind, ...]:
         ),
         PolicyKind(
             name="sglang-interval",
-            argument=Argument.BUDGET,
+            argument=Argument.INTERVAL,
             examples={"sglang-interval:4": "SGLang's rule with prefill_decode_interval"},
-            build=lambda spec: Sglang(spec.max_num_batched_tokens or DEFAULT_BUDGET, spec.max_step_tokens or 0),
+            build=lambda spec: Sglang(spec.max_num_batched_tokens or DEFAULT_BUDGET, spec.number or 0),
         ),
         PolicyKind(
             name="prefill-share",
-            argument=Argument.BUDGET,
+            argument=Argument.SHARE,
             examples={"prefill-share:40": "prompts get 40% of the time while streams decode"},
-            build=lambda spec: PrefillShare(
-                spec.max_num_batched_tokens or DEFAULT_BUDGET, min(1.0, (spec.max_step_tokens or 1) / 100)
-            ),
+            build=lambda spec: PrefillShare(spec.max_num_batched_tokens or DEFAULT_BUDGET, (spec.number or 100) / 100),
         ),
     )
 

@@ -8,7 +8,7 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -41,11 +41,13 @@ class Samples:
             cell = self.cells[number] = Counter()
         cell[bin_of(value)] += count
 
+    def update(self, other: Samples) -> None:
+        """Add those of another one with the same cells."""
+        for number, cell in other.cells.items():
+            self.cells.setdefault(number, Counter()).update(cell)
+
     def total(self) -> Histogram:
-        found: Histogram = Counter()
-        for cell in self.cells.values():
-            found.update(cell)
-        return found
+        return _added(self.cells.values())
 
     @property
     def count(self) -> int:
@@ -112,3 +114,25 @@ def _interval(value: float | None, drawn: Sequence[float]) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     low, high = (drawn[min(len(drawn) - 1, int(share * len(drawn)))] for share in (tail, 1 - tail))
     return Interval(value, min(low, value), max(high, value))
+
+
+def sampling_error(runs: Sequence[Sequence[Samples]], percent: float, seed: int = 0) -> float:
+    """How far the choice of parts may have moved a percentile, as a share of it: nine of ten draws are within."""
+    rng = random.Random(seed)
+    totals = [[part.total() for part in run] for run in runs]
+    everything = percentile(_added(part for run in totals for part in run), percent)
+    if not everything:
+        return 0.0
+    drawn = [
+        percentile(_added(part for run in totals for part in rng.choices(run, k=len(run))), percent)
+        for _ in range(_RESAMPLES)
+    ]
+    off = sorted(abs((value or 0.0) / everything - 1) for value in drawn)
+    return off[int(CONFIDENCE * len(off))]
+
+
+def _added(parts: Iterable[Histogram]) -> Histogram:
+    total: Histogram = Counter()
+    for part in parts:
+        total.update(part)
+    return total

@@ -26,7 +26,7 @@ from evenflow.simulation.devices import BlockNoise, ModelDevice, StepWork
 
 VERSION = 1
 _FOLDER = "step_times"
-_BEYOND = 1.25  # times what was recorded
+BEYOND = 1.25  # times what was recorded
 _ROOFLINE_FACTOR = 1.5  # see `estimate_factor`
 _GPU_STEPS_IN_FLIGHT, _MANY_CHUNKS = 2, 1024
 
@@ -111,14 +111,14 @@ class Largest:
 
     def beyond(self, work: StepWork) -> str | None:
         """Which figure of a step is far beyond what was recorded; None if none is."""
-        if work.num_decodes > _BEYOND * self.decodes:
+        if work.num_decodes > BEYOND * self.decodes:
             return f"more than {self.decodes} streams"
-        if work.decode_context > _BEYOND * self.decode_context:
+        if work.decode_context > BEYOND * self.decode_context:
             return f"streams of more than {self.decode_context:,} tokens together"
         if work.chunks:
-            if work.num_rows > _BEYOND * self.rows:
+            if work.num_rows > BEYOND * self.rows:
                 return f"more than {self.rows:,} rows"
-            if max(start + length for start, length in work.chunks) > _BEYOND * self.position:
+            if max(start + length for start, length in work.chunks) > BEYOND * self.position:
                 return f"prompts of more than {self.position:,} tokens"
         return None
 
