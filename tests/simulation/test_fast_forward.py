@@ -83,7 +83,7 @@ def test_results_are_the_same(policy: str, depth: int, monkeypatch: pytest.Monke
     assert plans == expected_plans
     for name in ("ttft", "gaps", "latency"):
         assert getattr(seen, name).cells == getattr(expected, name).cells
-    for name in ("num_steps", "num_tokens", "num_good", "num_late", "causes", "seconds"):
+    for name in ("num_steps", "num_tokens", "num_good", "num_late", "causes", "missed", "seconds"):
         assert getattr(seen, name) == getattr(expected, name)
 
 

@@ -40,7 +40,17 @@ def test_one_after_the_other_is_no_different(router: str) -> None:
     assert len(parts) == together.num_replicas == 3
     for name in ("ttft", "gaps", "latency"):
         assert getattr(together, name).cells == getattr(expected, name).cells
-    for name in ("num_steps", "num_tokens", "num_done", "num_good", "num_late", "causes", "seconds", "kv_peak"):
+    for name in (
+        "num_steps",
+        "num_tokens",
+        "num_done",
+        "num_good",
+        "num_late",
+        "causes",
+        "missed",
+        "seconds",
+        "kv_peak",
+    ):
         assert getattr(together, name) == getattr(expected, name)
 
 

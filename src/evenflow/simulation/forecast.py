@@ -66,6 +66,7 @@ class Forecast:
     good_share: Interval
     late_share: float  # of all gaps
     causes: Mapping[str, int]
+    missed: Mapping[str, int]  # requests over a target: by first tokens, and by gaps
     refused: Mapping[str, int]
     prefix_share: float  # of prompt tokens
     num_preemptions: int
@@ -158,6 +159,7 @@ def _judged(runs: Sequence[Observed], policy: str, num_requests: int) -> Forecas
         good_share=spread(lambda run: run.num_good / max(1, run.num_done + run.refused.total())),
         late_share=sum(run.num_late for run in runs) / max(1, gaps),
         causes=_sum(run.causes for run in runs),
+        missed=_sum(run.missed for run in runs),
         refused=_sum(run.refused for run in runs),
         prefix_share=sum(run.cached_tokens for run in runs) / max(1, sum(run.prompt_tokens for run in runs)),
         num_preemptions=sum(run.num_preemptions for run in runs),

@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 # Figures of parts of a run that add up.
 _COUNTS = (
     *("num_replicas", "num_steps", "num_tokens", "num_done", "num_good", "num_late", "num_preemptions"),
-    *("prompt_tokens", "cached_tokens", "causes", "refused", "beyond", "moments"),
+    *("prompt_tokens", "cached_tokens", "causes", "missed", "refused", "beyond", "moments"),
 )
 
 
@@ -86,6 +86,7 @@ class Observed:
     num_good: int = 0
     num_late: int = 0  # gaps over the target
     causes: Counter[Cause] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)  # requests, by what was over its target
     refused: Counter[str] = field(default_factory=Counter)
     beyond: Counter[str] = field(default_factory=Counter)  # tokens of steps with shapes that were never recorded
     prompt_tokens: int = 0
@@ -210,5 +211,8 @@ class Observed:
         self.num_done += 1
         self.num_late += stream.num_late
         waited = stream.first_at - stream.arrived_at
-        is_good = self.targets.ttft is None or waited <= self.targets.ttft
-        self.num_good += is_good and stream.num_late <= _MAX_LATE_SHARE * (stream.num_tokens - 1)
+        is_late = self.targets.ttft is not None and waited > self.targets.ttft
+        has_long_gaps = stream.num_late > _MAX_LATE_SHARE * (stream.num_tokens - 1)
+        self.missed["first tokens"] += is_late
+        self.missed["gaps"] += has_long_gaps
+        self.num_good += not is_late and not has_long_gaps

@@ -51,7 +51,7 @@ class Rung:
 
     factor: float
     forecast: Forecast
-    breaks: str | None  # the figure that is furthest over its target; None: the goal is met
+    breaks: str | None  # what most late requests missed; None: the goal is met
 
     def as_json(self) -> dict[str, Any]:
         return {"factor": self.factor, "forecast": self.forecast, "breaks": self.breaks}
@@ -158,7 +158,7 @@ class Tuner:
         for number, factor in enumerate(_FACTORS):
             self.say(f"{candidate.policy} at {factor:g} times the load", number, len(_FACTORS))
             found = self._run(candidate, replicas, factor, _ROUNDS[-1])
-            breaks = None if self._share(found) >= self.share else nearest_bound(found, self.setup)
+            breaks = None if self._share(found) >= self.share else _breaks(found, self.setup)
             rungs.append(Rung(factor, found, breaks))
             if breaks is not None and factor >= TWICE:
                 break
@@ -198,6 +198,14 @@ def _score(found: Forecast) -> tuple[float, float]:
     if found.unknown is not None:
         return -1.0, 0.0
     return round(found.good_share.value or 0.0, 3), -(found.percentiles["ttft"]["p50"].value or 0.0)
+
+
+def _breaks(found: Forecast, setup: Setup) -> str:
+    """What most of the requests that are late missed."""
+    if found.unknown is not None or found.refused or found.num_preemptions:
+        return nearest_bound(found, setup)
+    what, count = max(found.missed.items(), key=lambda one: one[1])
+    return f"{what}: late for {count / found.num_done:.1%} of the requests"
 
 
 def nearest_bound(found: Forecast, setup: Setup) -> str:
