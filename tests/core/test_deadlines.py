@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -15,30 +16,46 @@ from evenflow.core.deadlines import (
     Place,
     StreamDeadline,
     Urgency,
+    emit,
     urgency,
 )
 
 STRICT, PACED = Pacing(0.25), Pacing(0.25, is_paced=True)  # quarters: sums of them are exact
 
 
+class Given(NamedTuple):
+    deadline: StreamDeadline
+    id: str = "a"
+
+
+def emitted(stream: StreamDeadline, pacing: Pacing, now: float) -> LateToken | None:
+    """A token of this stream alone."""
+    late = emit([Given(stream)], pacing, now)
+    return late[0] if late else None
+
+
+def urgency_of(*streams: StreamDeadline) -> Urgency:
+    return urgency(map(Given, streams), STRICT)
+
+
 def deadlines(pacing: Pacing, moments: list[float], own_target: float | None = None) -> list[float]:
     """When the token after each of these is due."""
     stream, found = StreamDeadline(own_target), []
     for moment in moments:
-        stream.emit("a", pacing, moment)
+        emitted(stream, pacing, moment)
         found.append(stream.due)
     return found
 
 
 def late_tokens(pacing: Pacing, moments: list[float], own_target: float | None = None) -> list[LateToken | None]:
     stream = StreamDeadline(own_target)
-    return [stream.emit("a", pacing, moment) for moment in moments]
+    return [emitted(stream, pacing, moment) for moment in moments]
 
 
 def test_nothing_is_owed_before_the_first_token() -> None:
     stream = StreamDeadline()
     assert stream.due == NO_DEADLINE
-    assert stream.emit("a", STRICT, 1000.0) is None
+    assert emitted(stream, STRICT, 1000.0) is None
 
 
 def test_strict_tokens_are_due_a_target_after_the_last() -> None:
@@ -94,7 +111,7 @@ def test_deadlines_follow_the_formula(
     now, due, last = 100.0, -math.inf, math.nan
     for wait in waits:
         now += wait
-        late = stream.emit("a", pacing, now)
+        late = emitted(stream, pacing, now)
         assert late == (LateToken("a", now - last, now - due) if -math.inf < due < now else None)
         due = min(max(due + target, now + target), now + target + slack)
         last = now
@@ -107,23 +124,23 @@ def test_deadlines_follow_the_formula(
 def test_a_new_target_counts_from_the_last_token_and_forgets_slack(old: Pacing, new: Pacing) -> None:
     stream = StreamDeadline()
     for moment in (1.0, 1.0, 1.0):
-        stream.emit("a", old, moment)
+        emitted(stream, old, moment)
     stream.restart(new)
     assert stream.due == 1.5
     own = StreamDeadline(own_target=0.75)
-    own.emit("a", old, 1.0)
+    emitted(own, old, 1.0)
     own.restart(new)
     assert own.due == 1.75
 
 
 def test_without_a_target_nothing_is_due_until_there_is_one_and_a_token() -> None:
     stream = StreamDeadline()
-    stream.emit("a", STRICT, 1.0)
+    emitted(stream, STRICT, 1.0)
     stream.restart(None)
     assert stream.due == NO_DEADLINE
     stream.restart(STRICT)  # its last token may have come without a target: the moment is not known
     assert stream.due == NO_DEADLINE
-    assert stream.emit("a", STRICT, 9.0) is None
+    assert emitted(stream, STRICT, 9.0) is None
     assert stream.due == 9.25
 
 
@@ -135,18 +152,24 @@ def test_a_stream_without_a_token_owes_nothing_by_a_new_target_either() -> None:
 
 def emitted_at(moment: float, own_target: float | None = None) -> StreamDeadline:
     stream = StreamDeadline(own_target)
-    stream.emit("a", STRICT, moment)
+    emitted(stream, STRICT, moment)
     return stream
 
 
+def test_all_streams_of_a_step_get_their_deadlines_and_the_late_ones_are_named() -> None:
+    streams = [Given(emitted_at(1.0), "a"), Given(emitted_at(1.5, own_target=0.5), "b"), Given(StreamDeadline(), "c")]
+    assert emit(streams, STRICT, 2.0) == [LateToken("a", gap=1.0, seconds=0.75)]
+    assert [one.deadline.due for one in streams] == [2.25, 2.5, 2.25]
+
+
 def test_urgency_is_the_earliest_deadline_and_the_tightest_target() -> None:
-    assert urgency([], STRICT) == Urgency(None, None)
-    assert urgency([StreamDeadline()], STRICT) == Urgency(None, 0.25)
-    assert urgency([StreamDeadline(0.125), StreamDeadline(2.0)], STRICT) == Urgency(None, 0.125)
-    assert urgency([emitted_at(3.0), emitted_at(2.0), StreamDeadline()], STRICT) == Urgency(2.25, 0.25)
+    assert urgency_of() == Urgency(None, None)
+    assert urgency_of(StreamDeadline()) == Urgency(None, 0.25)
+    assert urgency_of(StreamDeadline(0.125), StreamDeadline(2.0)) == Urgency(None, 0.125)
+    assert urgency_of(emitted_at(3.0), emitted_at(2.0), StreamDeadline()) == Urgency(2.25, 0.25)
     # The earliest deadline and the tightest target may belong to different streams.
-    assert urgency([emitted_at(1.0), emitted_at(3.0, own_target=0.125)], STRICT) == Urgency(1.25, 0.125)
-    assert urgency([emitted_at(1.0, own_target=8.0)], STRICT) == Urgency(9.0, 8.0)
+    assert urgency_of(emitted_at(1.0), emitted_at(3.0, own_target=0.125)) == Urgency(1.25, 0.125)
+    assert urgency_of(emitted_at(1.0, own_target=8.0)) == Urgency(9.0, 8.0)
 
 
 def test_a_first_token_is_due_some_time_after_the_arrival_or_when_the_request_hopes_for_it() -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from statistics import mean
 from typing import Any
@@ -190,7 +189,7 @@ def test_prefill_after_a_start_with_decodes_alone_is_learned() -> None:
 
 
 def launched(start: int, rows: int) -> StepShape:
-    return replace(shape([(start, rows)]), is_launched=rows > 512)
+    return shape([(start, rows)])._replace(is_launched=rows > 512)
 
 
 def device_that_waits_for_its_host(rows: int, launch: float) -> float:
@@ -446,12 +445,12 @@ figures = st.builds(
     attention_calls=st.integers(0, 17),
     logit_rows=st.integers(0, 8192),
 )
-FIELDS = sorted(StepShape.__dataclass_fields__)
+FIELDS = sorted(StepShape._fields)
 
 
 @given(st.sampled_from(MODELS), figures, st.sampled_from(FIELDS), st.integers(1, 10_000))
 def test_more_of_anything_never_takes_less(model: StepTimeModel, s: StepShape, field: str, more: int) -> None:
-    larger = replace(s, **{field: getattr(s, field) + more})
+    larger = s._replace(**{field: getattr(s, field) + more})
     assume(bool(s.prefill_rows) == bool(larger.prefill_rows))  # speeds may differ with prefill and without
     assert 0 <= model.predict(s) <= model.predict(larger)
     assert 1 <= model.margin(s) < math.inf

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 NO_DEADLINE = -math.inf  # nothing is owed before the first token
 PACED_SLACK = 2.0  # C in units of T
@@ -56,18 +56,36 @@ class StreamDeadline:
         self.due = NO_DEADLINE
         self.last_token_time = NO_DEADLINE
 
-    def emit(self, request_id: str, pacing: Pacing, now: float) -> LateToken | None:
-        """Record a token emitted now; returns it if it is late. Every token of a stream passes here."""
-        due, last = self.due, self.last_token_time
-        target = pacing.target if self.own_target is None else pacing.target_of(self.own_target)
-        self.due = pacing.next_due(due, now, target) if pacing.is_paced else now + target
-        self.last_token_time = now
-        return LateToken(request_id, now - last, now - due) if NO_DEADLINE < due < now else None
-
     def restart(self, pacing: Pacing | None) -> None:
         """Apply a new target from the last token on. Earned slack is lost."""
         if self.due > NO_DEADLINE:
             self.due = self.last_token_time + pacing.target_of(self.own_target) if pacing else NO_DEADLINE
+
+
+class Stream(Protocol):
+    """A request, as far as its deadline is concerned."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def deadline(self) -> StreamDeadline: ...
+
+
+def emit(streams: Iterable[Stream], pacing: Pacing, now: float) -> list[LateToken]:
+    """Record a token of each stream, emitted now; returns those that are late. Flat: every token passes here."""
+    late = []
+    target, is_paced, strict = pacing.target, pacing.is_paced, now + pacing.target
+    for stream in streams:
+        deadline = stream.deadline
+        due, own = deadline.due, deadline.own_target
+        if NO_DEADLINE < due < now:
+            late.append(LateToken(stream.id, now - deadline.last_token_time, now - due))
+        if own is None and not is_paced:
+            deadline.due = strict
+        else:
+            deadline.due = pacing.next_due(due, now, target if own is None else pacing.target_of(own))
+        deadline.last_token_time = now
+    return late
 
 
 class Urgency(NamedTuple):
@@ -77,14 +95,15 @@ class Urgency(NamedTuple):
     tightest_target: float | None  # None: no stream decodes
 
 
-def urgency(streams: Iterable[StreamDeadline], pacing: Pacing) -> Urgency:
-    earliest, tightest = math.inf, math.inf
+def urgency(streams: Iterable[Stream], pacing: Pacing) -> Urgency:
+    earliest, tightest, target = math.inf, math.inf, pacing.target
     for stream in streams:
-        if NO_DEADLINE < stream.due < earliest:
-            earliest = stream.due
-        target = pacing.target if stream.own_target is None else pacing.target_of(stream.own_target)
-        if target < tightest:
-            tightest = target
+        deadline = stream.deadline
+        if NO_DEADLINE < deadline.due < earliest:
+            earliest = deadline.due
+        own = target if deadline.own_target is None else pacing.target_of(deadline.own_target)
+        if own < tightest:
+            tightest = own
     return Urgency(earliest if earliest < math.inf else None, tightest if tightest < math.inf else None)
 
 

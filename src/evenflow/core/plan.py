@@ -172,8 +172,7 @@ class Chunk:
         return self.length if self.prompt_logprobs else int(self.samples)
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """The figures that a step's cost depends on. They describe a step of any engine."""
 
     total_rows: int

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from evenflow.core.account import Account
-from evenflow.core.deadlines import LateToken, Pacing, Place, StreamDeadline, urgency
+from evenflow.core.deadlines import LateToken, Pacing, Place, StreamDeadline, emit, urgency
 from evenflow.core.plan import StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import Candidate, Policy, Quotas, StepView
@@ -112,7 +112,7 @@ class Planner(Generic[RequestType]):
     def plan(
         self,
         now: float,
-        streams: Sequence[RequestType],  # that decode
+        streams: Iterable[RequestType],  # that decode
         prompts: Sequence[Candidate],  # in order of service
         *,
         num_decodes: int,  # rows: more than streams where tokens are speculated
@@ -122,10 +122,10 @@ class Planner(Generic[RequestType]):
         free_tokens: int,
         long_prefill_token_threshold: int,
     ) -> Quotas:
-        """How much of which prompts the next step takes."""
+        """How much of which prompts the next step takes. Without prompts, it only tells the policy of the step."""
         earliest = tightest = None
-        if self.pacing is not None:
-            earliest, tightest = urgency([one.deadline for one in streams], self.pacing)
+        if self.pacing is not None and prompts:  # else nothing depends on them
+            earliest, tightest = urgency(streams, self.pacing)
         view = StepView(
             now=now,
             num_in_flight=num_in_flight,
@@ -142,32 +142,6 @@ class Planner(Generic[RequestType]):
             caps=self.prices.caps,
             turn=self.order.length_of_turn([(self.requests[one.request_id], one.start) for one in prompts]),
         )
-        return self._planned(view)
-
-    def plan_decodes(
-        self, now: float, num_decodes: int, decode_context: int, num_in_flight: int, overhead: float
-    ) -> None:
-        """Tell the policy of a step that no prompt waits for."""
-        self._planned(
-            StepView(
-                now=now,
-                num_in_flight=num_in_flight,
-                num_decodes=num_decodes,
-                decode_context=decode_context,
-                earliest_deadline=None,
-                tightest_target=None,
-                overhead=overhead,
-                step_time=self.step_time,
-                max_num_seqs=self._max_num_seqs,
-                candidates=(),
-                free_tokens=0,
-                long_prefill_token_threshold=0,
-                caps=self.prices.caps,
-                turn=0,
-            )
-        )
-
-    def _planned(self, view: StepView) -> Quotas:
         quotas = self.policy.plan(view)
         if self.pacing is not None:
             self.pacing = replace(self.pacing, feasible=self._num_stages * self.policy.shortest_step)
@@ -194,10 +168,7 @@ class Planner(Generic[RequestType]):
 
     def emitted(self, requests: Iterable[RequestType], now: float) -> list[LateToken]:
         """These got tokens now; returns those that are late."""
-        if (pacing := self.pacing) is None:
-            return []
-        found = [request.deadline.emit(request.id, pacing, now) for request in requests]
-        return [late for late in found if late is not None]
+        return [] if self.pacing is None else emit(requests, self.pacing, now)
 
     def observe(self, shapes: Sequence[StepShape], seconds: float, launches: Sequence[float] = ()) -> None:
         """Learn from steps whose seconds are known, together or alone."""

@@ -201,8 +201,11 @@ class Room:
     def secure_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a block for its next token; preempts if blocks run out."""
         block_size = self._block_size
-        ended = [r for r in self._seats.decoding.values() if not r.num_scheduled % block_size]
-        full = [r for r in ended if r.num_scheduled == len(r.block_ids) * block_size]
+        full = [
+            r
+            for r in self._seats.decoding.values()
+            if not r.num_scheduled % block_size and r.num_scheduled == len(r.block_ids) * block_size
+        ]
         without_block: set[str] = set()
         secured: set[str] = set()
         for request in self._order.by_urgency(full):

@@ -18,7 +18,7 @@ from evenflow.core.outcome import Committed, InFlight, Repeat
 from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
 from evenflow.core.planner import Planner
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
-from evenflow.core.policy import Policy
+from evenflow.core.policy import Candidate, Policy, Quotas
 from evenflow.core.prefill_pace import PrefillPace
 from evenflow.core.prefix_cache import PrefixCache
 from evenflow.core.prices import Prices
@@ -273,17 +273,7 @@ class Scheduler:
         if self._recovery.suspects:
             decodes, candidates = self._recovery.turn(decodes, candidates)
         positions = [request.num_scheduled for request in decodes]
-        quotas = self.planner.plan(
-            now,
-            decodes,
-            candidates,
-            num_decodes=len(decodes),
-            decode_context=sum(positions) + len(decodes),
-            num_in_flight=len(self._in_flight),
-            overhead=self.overhead,
-            free_tokens=self.pool.num_free * self.block_size,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-        )
+        quotas = self._quotas(now, decodes, candidates, sum(positions) + len(decodes))
         if not quotas.run_decodes:
             decodes, positions = [], []
         if not decodes and not quotas.chunks and (self._in_flight or not self._mover.needs_step):
@@ -319,6 +309,21 @@ class Scheduler:
         self.seats.newest_step = step_id
         self._in_flight.append(step)
         return plan
+
+    def _quotas(
+        self, now: float, decodes: Sequence[Request], candidates: Sequence[Candidate], decode_context: int
+    ) -> Quotas:
+        return self.planner.plan(
+            now,
+            decodes,
+            candidates,
+            num_decodes=len(decodes),
+            decode_context=decode_context,
+            num_in_flight=len(self._in_flight),
+            overhead=self.overhead,
+            free_tokens=self.pool.num_free * self.block_size,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+        )
 
     def admission_failure(self) -> str | None:
         """What is wrong if nothing is admitted although it could be; None if all is well."""
@@ -372,7 +377,7 @@ class Scheduler:
                     self._recovery.gave_token(request.id)
         self.pool.settle(plan.step_id)
         self._mover.commit(result.tier)
-        outcome.late.extend(self.planner.emitted((one for one, _, tokens in outcome.emissions if tokens), now))
+        outcome.late.extend(self.planner.emitted([one for one, _, tokens in outcome.emissions if tokens], now))
         if not result.errors and not result.faults and plan.num_sequences:
             self.planner.observe((outcome.shape,), result.seconds)
             if self._is_paced and plan.chunks and outcome.predicted_seconds:
@@ -393,7 +398,7 @@ class Scheduler:
             return Committed(plan, plan, plan, result, [], [], step.shape, step.predicted_seconds)
         computed = plan.with_lengths({number: one.length for number, one in shed.items()})
         averaged = plan.with_lengths({number: one.mean_length for number, one in shed.items()})
-        shape = replace(averaged.shape(self.caps), logit_rows=computed.shape(self.caps).logit_rows)
+        shape = averaged.shape(self.caps)._replace(logit_rows=computed.shape(self.caps).logit_rows)
         return Committed(plan, computed, averaged, result, [], [], shape, self.step_time.predict(shape))
 
     def _take_faults(self, sequences: Sequence[Request], epochs: Sequence[int], outcome: Committed) -> None:
@@ -495,7 +500,7 @@ class Scheduler:
             shape = self.caps.step_shape(num_decodes=len(streams), decode_context=oldest + number * len(streams))
             if self.policy.heeds_decodes:
                 ahead = oldest + (number + len(self._in_flight)) * len(streams)
-                self.planner.plan_decodes(one.planned_at, len(streams), ahead, len(self._in_flight), self.overhead)
+                self._quotas(one.planned_at, streams, [], ahead)
             self.planner.observe((shape,), one.seconds)
             began = max(planned[number], repeats[number - 1].committed_at if number else self._committed_at)
             self._overheads.append(max(0.0, one.committed_at - began - one.seconds))

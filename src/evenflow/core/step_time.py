@@ -125,7 +125,8 @@ class StepTimeModel:
             self._steps_since_fit += 1
         if self._steps_since_fit >= min(_STEPS_BETWEEN_FITS, 1 + len(self._errors) // 4):  # the first at every step
             self._fit()
-        self._update_speeds()
+        else:
+            self._update_speed(has_prefill)
 
     def learns_between(self, first: StepShape, last: StepShape) -> bool:
         """Of steps without prefill from the first to the last shape, do any but the last few leave a trace?"""
@@ -170,11 +171,12 @@ class StepTimeModel:
         self._costs = fit_costs(samples, self._costs, self._prior, (knee, *others))
         self._num_fits += 1
         self._steps_since_fit = 0
+        for has_prefill in (False, True):
+            self._update_speed(has_prefill)
 
-    def _update_speeds(self) -> None:
-        for has_prefill, samples in enumerate(self._last):
-            ratios = [sample.seconds / cost for sample in samples if (cost := sample.cost(self._costs))]
-            self._speeds[has_prefill] = median(ratios or [1.0])
+    def _update_speed(self, has_prefill: bool) -> None:
+        ratios = [one.seconds / cost for one in self._last[has_prefill] if (cost := one.cost(self._costs))]
+        self._speeds[has_prefill] = median(ratios or [1.0])
 
     # ---- saving ----
 

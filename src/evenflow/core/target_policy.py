@@ -186,7 +186,7 @@ def _shape_of(view: StepView, chunks: _Chunks) -> StepShape:
         num_decodes=view.num_decodes,
         decode_context=view.decode_context,
         chunks=[(candidate.start, length) for candidate, length in chunks],
-        prefill_logit_rows=sum(length == candidate.length for candidate, length in chunks),
+        prefill_logit_rows=sum([length == candidate.length for candidate, length in chunks]),
     )
 
 

@@ -73,6 +73,11 @@ class Decode(NamedTuple):
     context: int  # positions that its last row sees
 
 
+def _rows_and_context(decodes: Sequence[Decode]) -> tuple[int, int]:
+    """How many rows decode, and the positions that they attend to."""
+    return sum([rows for _, rows, _ in decodes]), sum([rows * context for _, rows, context in decodes])
+
+
 class HostLoad(NamedTuple):
     num_running: int
     num_waiting: int
@@ -222,7 +227,7 @@ class Steering:
     def plan(
         self,
         now: float,
-        decodes: Iterable[Decode],
+        decodes: Sequence[Decode],
         candidates: Sequence[Candidate],
         free_tokens: int,
         long_prefill_token_threshold: int,
@@ -231,14 +236,13 @@ class Steering:
         streams = self._streams
         for candidate in candidates:
             streams[candidate.request_id].num_scheduled = candidate.start
-        decoding = [decode for decode in decodes if decode.rows]
-        num_rows = sum([decode.rows for decode in decoding])
+        num_rows, context = _rows_and_context(decodes)
         quotas = self.planner.plan(
             now,
-            [streams[decode.request_id] for decode in decoding],
+            (streams[request_id] for request_id, rows, _ in decodes if rows),
             candidates,
             num_decodes=num_rows,
-            decode_context=sum([decode.rows * decode.context for decode in decoding]),
+            decode_context=context,
             num_in_flight=self._in_flight.num_steps,
             overhead=0.0,  # a step's seconds are counted from before it is planned
             free_tokens=free_tokens,
@@ -262,9 +266,10 @@ class Steering:
         """The host scheduled this step; `step.chunks` are set. `num_ended`: chunks that end their prompt."""
         step.admissions = list(self._admit(step.chunks))
         if decodes or step.chunks:
+            num_rows, context = _rows_and_context(decodes)
             step.shape = self._host.caps.step_shape(
-                num_decodes=sum([decode.rows for decode in decodes]),
-                decode_context=sum([decode.rows * decode.context for decode in decodes]),
+                num_decodes=num_rows,
+                decode_context=context,
                 chunks=[(start, length) for _, start, length in step.chunks],
                 prefill_logit_rows=num_ended,
             )
@@ -313,9 +318,10 @@ class Steering:
         if (observation := self._in_flight.observation) is not None:
             self._observations.append(observation)
         streams = self._streams
-        for request_id, given in tokens.items():
-            streams[request_id].num_output_tokens += len(given)
-        late = self.planner.emitted(map(streams.__getitem__, tokens), step.ended_at)
+        served = list(map(streams.__getitem__, tokens))
+        for stream, given in zip(served, tokens.values(), strict=True):
+            stream.num_output_tokens += len(given)
+        late = self.planner.emitted(served, step.ended_at)
         if len(streams) > len(open_requests):
             for request_id in streams.keys() - open_requests.keys():
                 stream = streams[request_id]
