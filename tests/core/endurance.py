@@ -32,7 +32,7 @@ _DRAINS_PER_DRIVER = 25
 _MOST_OPEN = 10
 _NUM_TENANTS = 3_000  # more than the scheduler keeps figures of
 # Of the interpreter's allocated memory blocks, what the caches of a scheduler may add after its first drain.
-_MOST_GROWTH = 40_000
+_MAX_GROWTH = 40_000
 
 
 def random_driver(rng: random.Random, disturb: object, *, refuses_late: bool, **settings: bool) -> Driver:
@@ -90,7 +90,7 @@ class Endurance:
                 memory.append(sys.getallocatedblocks())
                 if self.events["steps"] >= num_steps:
                     break
-            assert memory[-1] - memory[0] < _MOST_GROWTH, f"memory grows: {memory}"
+            assert memory[-1] - memory[0] < _MAX_GROWTH, f"memory grows: {memory}"
 
     # ---- what happens between steps ----
 

@@ -210,10 +210,10 @@ def test_an_executor_that_is_closed_gives_its_memory_back(place: Place) -> None:
 class LittleMemory(ReferenceAttention):
     """Fails as torch does where a step has more rows than fit."""
 
-    most_rows = 400
+    max_rows = 400
 
     def plan(self, layout: StepLayout) -> None:
-        if layout.num_rows > self.most_rows:
+        if layout.num_rows > self.max_rows:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         super().plan(layout)
 

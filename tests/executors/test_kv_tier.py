@@ -122,7 +122,7 @@ def test_what_was_dropped_or_never_saved_is_lost(memory: BlockMemory, caplog: py
 @pytest.mark.parametrize("form", ["plain", "int8"])
 def test_the_host_keeps_what_fits_the_most_recent_first(memory: BlockMemory, form: str) -> None:
     codec = CODECS[form]
-    tier = KvTier(memory, codec, host_bytes=2 * codec.most_bytes(memory.layout))
+    tier = KvTier(memory, codec, host_bytes=2 * codec.max_bytes(memory.layout))
     for number in range(4):
         filled(memory, number, seed=number)
         save(tier, number, number)

@@ -22,7 +22,7 @@ from tests.fuzz.seeds import (
 from tests.models import CHAT_TEMPLATE
 
 GGUF, STEP_TIMES, TARGETS, MANIFEST = "model.gguf", "step-times", "targets", "manifest"
-_MOST_BYTES = 2 << 20  # of a mutant
+_MAX_BYTES = 2 << 20  # of a mutant
 _INDEX = "model.safetensors.index.json"
 _TEMPLATE = "chat_template.jinja"
 # Files, by how many of a hundred mutants are of each.
@@ -108,7 +108,7 @@ def _mutate_json_file(content: bytes, random: Random, known: dict[str, Any]) -> 
     changed = json.loads(content)
     for _ in range(_num_changes(random)):
         changed = mutate_json(changed, random, known)
-    return json_bytes(changed, random)[:_MOST_BYTES]
+    return json_bytes(changed, random)[:_MAX_BYTES]
 
 
 def _mutate_safetensors(content: bytes, random: Random) -> bytes:
@@ -124,7 +124,7 @@ def _mutate_safetensors(content: bytes, random: Random) -> bytes:
     for _ in range(_num_changes(random)):
         change = random.choice((_move_tensor, _move_tensor, mutate_json, _rename_tensor))
         tensors = change(tensors, random, {})
-    header = json_bytes(tensors, random)[:_MOST_BYTES]
+    header = json_bytes(tensors, random)[:_MAX_BYTES]
     if kind < 0.95:
         header = header.ljust(-(-len(header) // 8) * 8)
     return len(header).to_bytes(8, "little") + header + data

@@ -29,7 +29,7 @@ from tests.fuzz.seeds import folder_seed, sharded_seed
 
 REFUSED, ANSWERED, FAILED, FINDING = "refused", "answered", "failed with a reason", "finding"
 _KV_BYTES = 4 << 20
-_MOST_CHARACTERS = 2000  # of a reason
+_MAX_CHARACTERS = 2000  # of a reason
 _CONVERSATION = [{"role": "user", "content": "hello <|im_end|>"}]
 
 
@@ -58,7 +58,7 @@ class Trial:
             return FINDING, _signature(error)
         if (raised := self._log.foreign_error) is not None:
             return FINDING, f"in a step: {raised}"
-        if outcome != ANSWERED and (not reason.isprintable() or not 0 < len(reason) < _MOST_CHARACTERS):
+        if outcome != ANSWERED and (not reason.isprintable() or not 0 < len(reason) < _MAX_CHARACTERS):
             return FINDING, f"not a reason on one line: {reason[:200]!a}"
         return outcome, reason
 

@@ -192,8 +192,8 @@ def test_without_a_target_sglang_goes_its_own_way(steering: Any) -> None:
 
 
 def test_contexts_that_are_too_long_to_copy_go_sglangs_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    most_bytes = 2 * 49 * KV_HEADS * DIM * 4
-    share = limits_of(torch.device("cpu")).memory // most_bytes
+    max_bytes = 2 * 49 * KV_HEADS * DIM * 4
+    share = limits_of(torch.device("cpu")).memory // max_bytes
     monkeypatch.setattr("evenflow.sglang.mixed_attention._COPIED_SHARE", share)
     backend = Backend()
     installed(backend)

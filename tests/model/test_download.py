@@ -109,7 +109,7 @@ def test_a_busy_server_is_asked_again(hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-@pytest.mark.parametrize("known", [{"num_bytes": 10}, {"most_bytes": 10}])
+@pytest.mark.parametrize("known", [{"num_bytes": 10}, {"max_bytes": 10}])
 def test_no_more_is_written_than_is_expected(
     hub: HubServer, tmp_path: Path, known: dict[str, int], says_length: bool
 ) -> None:
@@ -141,7 +141,7 @@ def test_packed_bytes_are_refused(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_a_small_answer_has_a_bound(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_MOST_SMALL_BYTES", 1000)
+    monkeypatch.setattr(download, "_MAX_SMALL_BYTES", 1000)
     hub.files["/small"] = b"x" * 1000
     with http_client() as http:
         assert Downloader(http).get(f"{hub.address}/small") == b"x" * 1000

@@ -53,7 +53,7 @@ def test_no_block_takes_more_bytes_than_stated(name: str, dtype: torch.dtype) ->
     codec, layout = CODECS[name], BlockLayout(SHAPE, dtype)
     random_bits = torch.randint(0, 256, (layout.num_bytes,), dtype=torch.uint8).view(dtype).view(SHAPE)
     for block in (noise(dtype), random_bits, torch.zeros(SHAPE, dtype=dtype)):
-        assert len(codec.encode(block)) <= codec.most_bytes(layout)
+        assert len(codec.encode(block)) <= codec.max_bytes(layout)
 
 
 @settings(max_examples=60, deadline=None)

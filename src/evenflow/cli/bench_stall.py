@@ -62,7 +62,7 @@ _COLUMNS: dict[str, Callable[[StallFigures], str]] = {
 }
 _PROMPTS_PER_TURN = 2  # if long prompts do not overlap
 _LONG_PROMPTS, _LONG_TOKENS, _RUNS = 6, 3000, 3
-_QUICK_MOST_PROMPTS, _QUICK_LONG_TOKENS, _QUICK_RUNS = 3, 1000, 1
+_QUICK_MAX_PROMPTS, _QUICK_LONG_TOKENS, _QUICK_RUNS = 3, 1000, 1
 _QUICK_S = 60.0  # for all policies; loading and measuring come before
 
 
@@ -155,7 +155,7 @@ def _load(llm: LLM, options: StallOptions) -> StallLoad:
         raise InvalidConfig(
             f"Got long prompts and answers of {num_tokens} tokens but the context is {llm.engine.limits.max_model_len}."
         )
-    num_long = options.long_prompts or (_QUICK_MOST_PROMPTS if options.quick else _LONG_PROMPTS)
+    num_long = options.long_prompts or (_QUICK_MAX_PROMPTS if options.quick else _LONG_PROMPTS)
     encode = partial(llm.tokenizer.encode, add_special_tokens=False)
     prompts = english_prompts(encode, num_long, long_tokens)
     return StallLoad(

@@ -42,7 +42,7 @@ _EXTRAS = {
     "data": "datasets in Parquet",
     "otel": "traces",
 }
-_LEAST_MEMORY = 2 * GIB  # for the default model in float32, with room for its KV cache
+_MIN_MEMORY = 2 * GIB  # for the default model in float32, with room for its KV cache
 _NOT_INSTALLED = "not installed"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -150,7 +150,7 @@ def _check_cores() -> Check:
 
 def _check_memory() -> Check:
     found = f"{available_memory() / GIB:.1f} of {total_memory() / GIB:.1f} GiB available"
-    if available_memory() < _LEAST_MEMORY:
+    if available_memory() < _MIN_MEMORY:
         return Check("memory", "note", found, "use --weights int4 and a small --kv-cache-memory, or a smaller model")
     return Check("memory", "ok", found)
 

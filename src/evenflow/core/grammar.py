@@ -14,7 +14,7 @@ from evenflow.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
-MOST_CHARACTERS = 100_000
+MAX_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Grammar:
             raise InvalidRequest(f"Got grammar kind {self.kind!r} but expected one of {', '.join(kinds)}.")
         if not isinstance(self.text, str):
             raise InvalidRequest(f"Got a grammar of type {type(self.text).__name__} but expected text.")
-        if not 0 < len(self.text) <= MOST_CHARACTERS:
-            raise InvalidRequest(f"Got a grammar of {len(self.text)} characters but expected 1 to {MOST_CHARACTERS}.")
+        if not 0 < len(self.text) <= MAX_CHARACTERS:
+            raise InvalidRequest(f"Got a grammar of {len(self.text)} characters but expected 1 to {MAX_CHARACTERS}.")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
             raise InvalidRequest("Got a grammar that is not valid Unicode: it contains half of a surrogate pair.")
 

@@ -25,7 +25,7 @@ FLOOR_TOKENS = 16
 FLOOR_STEPS = 8
 # A step in which a tenant's turn ends is filled with prompts of others up to this share only: more rows would delay
 # first tokens, and lose nothing if they come in the next step. A step that is shorter still would not be efficient.
-LEAST_FILLED = 0.25
+MIN_FILLED = 0.25
 
 
 class Candidate(NamedTuple):

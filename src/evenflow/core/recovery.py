@@ -20,7 +20,7 @@ class Recovery:
 
     def __init__(self) -> None:
         self.suspects: dict[str, int] = {}  # requests that run in steps of their own, with the tokens still to give
-        self.most_step_tokens = sys.maxsize
+        self.max_step_tokens = sys.maxsize
         self._ran_alone = False
 
     def is_retried(self, request: Request, is_shared: bool) -> bool:
@@ -56,7 +56,7 @@ class Recovery:
     def shrink(self, num_rows: int) -> bool:
         """Memory ran out in a step of this many rows: bound later ones to half. False: the bound is at its minimum."""
         least = max(FLOOR_TOKENS, num_rows // 2)
-        if least >= self.most_step_tokens:
+        if least >= self.max_step_tokens:
             return False
-        self.most_step_tokens = least
+        self.max_step_tokens = least
         return True

@@ -9,7 +9,7 @@ from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import (
     FLOOR_STEPS,
     FLOOR_TOKENS,
-    LEAST_FILLED,
+    MIN_FILLED,
     Argument,
     Policy,
     PolicyKind,
@@ -83,7 +83,7 @@ class Budgeted(Policy):
         left = self.max_step_tokens - view.num_decodes
         quotas: Sequence[Quota] = ()
         if view.candidates and left > 0:
-            short = max(view.tokens_of_turn, LEAST_FILLED * self.max_step_tokens - view.num_decodes)
+            short = max(view.tokens_of_turn, MIN_FILLED * self.max_step_tokens - view.num_decodes)
             limits = (left, ChunkReason.BUDGET), (short, ChunkReason.TURN)
             tokens, reason = min(limits, key=lambda limit: limit[0])
             quotas = self.chunks(view, int(tokens), reason)

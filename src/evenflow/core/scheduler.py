@@ -424,7 +424,7 @@ class Scheduler:
             self._retire_blocks()
 
     def _bound_steps(self) -> None:
-        self.policy.max_step_tokens = min(self.policy.max_step_tokens, self._recovery.most_step_tokens)
+        self.policy.max_step_tokens = min(self.policy.max_step_tokens, self._recovery.max_step_tokens)
 
     def _retire_blocks(self) -> None:
         """As far as every unfinished request still fits."""

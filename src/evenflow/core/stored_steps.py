@@ -9,11 +9,11 @@ from evenflow.core.step_costs import NUM_FIGURES, Sample, StepCosts
 from evenflow.errors import InvalidInput
 
 _MAX_STEPS = 64  # that one sample took together
-_MOST = 1 << 62
+_MAX_FIGURE = 1 << 62
 
 
 def checked_count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:
+    if type(value) is not int or not 0 <= value <= _MAX_FIGURE:
         raise _invalid(value, "a whole number")
     return value
 

@@ -14,7 +14,7 @@ from evenflow.core.feasibility import WINDOW, Feasibility
 from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.policy import (
     FLOOR_TOKENS,
-    LEAST_FILLED,
+    MIN_FILLED,
     Argument,
     Candidate,
     Policy,
@@ -66,7 +66,7 @@ class Target(Policy):
             tokens, reason = self._largest_prefill(view, seconds, floor, least)
             own = view.tokens_of_turn
             if tokens > own:
-                tokens = _most_in_time(view, LEAST_FILLED * seconds, int(own), tokens)
+                tokens = _most_in_time(view, MIN_FILLED * seconds, int(own), tokens)
                 reason = ChunkReason.TURN
             quotas = share_out(view, tokens, reason)
         self._busy_until = start + view.step_time.predict(_shape(view, sum(quota.tokens for quota in quotas)))

@@ -17,7 +17,7 @@ from evenflow.core.plan import Save, TierMoves, TierResult
 
 _KEPT = 0.9  # of a measured time; the rest is the newest sample
 _FEW = 8  # blocks that are moved at a time though nothing evicts them, or though moves seem to take too long
-_MOST_REFUSED = 1024  # blocks without a move, because moves take too long: a few are tried then
+_MAX_REFUSED = 1024  # blocks without a move, because moves take too long: a few are tried then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class MoveTime:
 
     @property
     def is_in_doubt(self) -> bool:
-        return self.num_refused >= _MOST_REFUSED
+        return self.num_refused >= _MAX_REFUSED
 
     @property
     def least(self) -> float:

@@ -35,12 +35,12 @@ def build_tier(config: EngineConfig, model: ModelConfig, path: Path, blocks: Blo
             f"({reason}): lower it."
         ) from error
     plan = tier.config()
-    if plan.num_blocks < 1 or (files is not None and files.capacity(codec.most_bytes(layout)) < 1):
+    if plan.num_blocks < 1 or (files is not None and files.capacity(codec.max_bytes(layout)) < 1):
         tier.close()
         name = "kv_offload_memory" if files is None else "cache_dir_size"
         raise InvalidConfig(
             f"Got {name}={getattr(config, name)} but one block of {config.block_size} tokens may take "
-            f"{codec.most_bytes(layout)} bytes: raise it, or leave it out."
+            f"{codec.max_bytes(layout)} bytes: raise it, or leave it out."
         )
     logger.info(
         "Up to %d tokens that leave the KV cache are kept (%s); %d are there from earlier runs. "

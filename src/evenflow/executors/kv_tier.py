@@ -180,7 +180,7 @@ class KvTier:
         With files, restores are timed from files: most blocks are stored only there.
         """
         block = torch.randn(self._layout.shape, generator=torch.Generator().manual_seed(0)).to(self._layout.dtype)
-        most = self._codec.most_bytes(self._layout)
+        most = self._codec.max_bytes(self._layout)
         num_held = self._files.capacity(most) if self._files is not None else self._host_bytes // most
         trials = _TRIALS[: max(1, num_held)]
         times = []
@@ -202,7 +202,7 @@ class KvTier:
     def config(self) -> TierConfig:
         """The scheduler's view of this tier. Saved blocks go to the host and to files: capacity is the larger."""
         save_seconds, restore_seconds = self.measure()
-        most = self._codec.most_bytes(self._layout)
+        most = self._codec.max_bytes(self._layout)
         in_files = self._files.capacity(most) if self._files is not None else 0
         return TierConfig(
             num_blocks=max(in_files, self._host_bytes // most),

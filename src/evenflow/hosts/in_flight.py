@@ -10,7 +10,7 @@ from evenflow.core.plan import ChunkReason, StepShape
 from evenflow.core.report import AdmissionReport
 
 _LAUNCH_OF_SAMPLING = 0.0025  # seconds, at most, after the forward pass is launched
-_MOST_STEPS = 4  # of an observation: by then, an end seen late matters little
+_MAX_STEPS = 4  # of an observation: by then, an end seen late matters little
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class InFlightSteps:
         step.is_own_time = has_waited and not self._open
         if step.shape is not None:
             self._open.append(step)
-        is_complete = self._open and (has_waited or len(self._open) == _MOST_STEPS)
+        is_complete = self._open and (has_waited or len(self._open) == _MAX_STEPS)
         self.observation = self._observed(now) if is_complete else None
         return step
 

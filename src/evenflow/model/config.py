@@ -13,8 +13,8 @@ def unsupported(what: str) -> UnsupportedModel:
     return UnsupportedModel(f"{what} is not supported here; vLLM may run it: evenflow serve --engine vllm")
 
 
-_MOST = 2**31 - 1  # of anything that is counted: kernels hold it in 32 bits
-_LEAST_FLOAT, _MOST_FLOAT = 1e-30, 1e30  # with room to multiply as 32-bit floats
+_MAX = 2**31 - 1  # of anything that is counted: kernels hold it in 32 bits
+_MIN_FLOAT, _MAX_FLOAT = 1e-30, 1e30  # with room to multiply as 32-bit floats
 
 
 def checked_num_layers(num_layers: int) -> int:
@@ -31,10 +31,10 @@ def _check_positive(owner: str, settings: "RopeScaling | RopeConfig | ModelConfi
             continue
         if not 0 < value < math.inf:
             raise BrokenModel(f"{owner}: {field.name} is {value}, it must be positive")
-        if type(value) is int and value > _MOST:
+        if type(value) is int and value > _MAX:
             raise BrokenModel(f"{owner}: {field.name} is {value}, no model has that many")
-        if type(value) is float and not _LEAST_FLOAT < value < _MOST_FLOAT:
-            raise BrokenModel(f"{owner}: {field.name} is {value}, expected {_LEAST_FLOAT} to {_MOST_FLOAT}")
+        if type(value) is float and not _MIN_FLOAT < value < _MAX_FLOAT:
+            raise BrokenModel(f"{owner}: {field.name} is {value}, expected {_MIN_FLOAT} to {_MAX_FLOAT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class ModelConfig:
             if len(getattr(self, name)) != self.num_layers:
                 raise BrokenModel(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
         for window in self.layer_windows:
-            if window is not None and not 0 < window <= _MOST:
-                raise BrokenModel(f"a sliding window is {window} positions, expected 1 to {_MOST}")
+            if window is not None and not 0 < window <= _MAX:
+                raise BrokenModel(f"a sliding window is {window} positions, expected 1 to {_MAX}")
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise BrokenModel(f"special token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")

@@ -53,7 +53,7 @@ class Codec(Protocol):
 
     def decode(self, content: bytes, layout: BlockLayout) -> Tensor: ...
 
-    def most_bytes(self, layout: BlockLayout) -> int: ...
+    def max_bytes(self, layout: BlockLayout) -> int: ...
 
 
 class Plain:
@@ -69,7 +69,7 @@ class Plain:
             raise ValueError(f"{len(content)} bytes are not a block of {layout.num_bytes}")
         return torch.frombuffer(bytearray(content), dtype=layout.dtype).view(layout.shape)
 
-    def most_bytes(self, layout: BlockLayout) -> int:
+    def max_bytes(self, layout: BlockLayout) -> int:
         return layout.num_bytes
 
 
@@ -102,7 +102,7 @@ class Lossless:
             values[:, place] = plane
         return torch.from_numpy(values.reshape(-1)).view(layout.dtype).view(layout.shape)
 
-    def most_bytes(self, layout: BlockLayout) -> int:
+    def max_bytes(self, layout: BlockLayout) -> int:
         """Deflate falls back to stored pieces, which add some bytes each."""
         return layout.num_bytes + layout.num_values // 1000 + 64
 
@@ -119,14 +119,14 @@ class Int8:
         return scales.numpy().astype(_SCALE).tobytes() + rounded.numpy().tobytes()
 
     def decode(self, content: bytes, layout: BlockLayout) -> Tensor:
-        if len(content) != self.most_bytes(layout):
-            raise ValueError(f"{len(content)} bytes are not a block of {self.most_bytes(layout)}")
+        if len(content) != self.max_bytes(layout):
+            raise ValueError(f"{len(content)} bytes are not a block of {self.max_bytes(layout)}")
         num_scales = layout.num_values // layout.shape[-1]
         scales = torch.from_numpy(np.frombuffer(content, _SCALE, num_scales).astype(np.float32))
         rounded = torch.frombuffer(bytearray(content[num_scales * _SCALE.itemsize :]), dtype=torch.int8)
         return (rounded.view(-1, layout.shape[-1]) * scales[:, None]).to(layout.dtype).view(layout.shape)
 
-    def most_bytes(self, layout: BlockLayout) -> int:
+    def max_bytes(self, layout: BlockLayout) -> int:
         return layout.num_values + layout.num_values // layout.shape[-1] * _SCALE.itemsize
 
 

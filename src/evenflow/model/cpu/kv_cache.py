@@ -17,7 +17,7 @@ from evenflow.model.config import ModelConfig
 from evenflow.model.kv_codec import BlockCopy, BlockLayout, copied
 
 _CAPACITY_STEP = 64  # capacities are multiples of this many tokens
-_MOST_COPIED_BYTES = 256 << 20  # out of the prefix store, on their way to where they are kept
+_MAX_COPIED_BYTES = 256 << 20  # out of the prefix store, on their way to where they are kept
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
@@ -48,7 +48,7 @@ class PrefixStore:
 
     @property
     def max_copied(self) -> int:
-        return max(1, _MOST_COPIED_BYTES // self.layout.num_bytes)
+        return max(1, _MAX_COPIED_BYTES // self.layout.num_bytes)
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size

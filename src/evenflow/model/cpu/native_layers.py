@@ -119,10 +119,10 @@ class NativeLayers:
             first += num_rows
 
 
-def _groups(spans: Sequence[Span], most_rows: int) -> Iterator[list[Span]]:
-    """The same rows in groups of at most `most_rows`: a span may be divided."""
+def _groups(spans: Sequence[Span], max_rows: int) -> Iterator[list[Span]]:
+    """The same rows in groups of at most `max_rows`: a span may be divided."""
     group: list[Span] = []
-    room = most_rows
+    room = max_rows
     for span in spans:
         start = span.start
         while start < span.end:
@@ -131,7 +131,7 @@ def _groups(spans: Sequence[Span], most_rows: int) -> Iterator[list[Span]]:
             start, room = start + length, room - length
             if not room:
                 yield group
-                group, room = [], most_rows
+                group, room = [], max_rows
     if group:
         yield group
 

@@ -26,8 +26,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-_MOST_ITEMS = 1 << 24  # of an array: read as Python objects, they take far more memory than in the file
-_MOST_DIMENSIONS = 8
+_MAX_ITEMS = 1 << 24  # of an array: read as Python objects, they take far more memory than in the file
+_MAX_DIMENSIONS = 8
 _SCALARS: dict[int, np.dtype[Any]] = {
     kind: np.dtype(code)
     for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
@@ -119,7 +119,7 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item_kind, length = self.u32(), self.u64()
-            if length > _MOST_ITEMS:
+            if length > _MAX_ITEMS:
                 raise BrokenModel(
                     f"an array of {length} items before byte {self.position}, no vocabulary has that many"
                 )
@@ -186,7 +186,7 @@ def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], in
     """Name; shape, type and offset of the next tensor."""
     name = cursor.string()
     num_dimensions = cursor.u32()
-    if num_dimensions > _MOST_DIMENSIONS:
-        raise BrokenModel(f"{name} has {num_dimensions} dimensions, expected at most {_MOST_DIMENSIONS}")
+    if num_dimensions > _MAX_DIMENSIONS:
+        raise BrokenModel(f"{name} has {num_dimensions} dimensions, expected at most {_MAX_DIMENSIONS}")
     innermost_first = [cursor.u64() for _ in range(num_dimensions)]
     return name, (tuple(reversed(innermost_first)), cursor.u32(), cursor.u64())

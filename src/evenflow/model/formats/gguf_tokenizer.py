@@ -16,7 +16,7 @@ from evenflow.model.text.chat_template import ChatTemplate
 from evenflow.model.text.tokenizer import Tokenizer, add_special_tokens_around
 from evenflow.model.text.tokenizer_file import is_library_error
 
-_MOST_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
+_MAX_CHARACTERS = 4096  # of a token: every way to cut it in two is tried
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 # Files often name only one end of text, not always the one that ends an answer in a conversation.
@@ -74,8 +74,8 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     if len(set(tokens)) != len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise BrokenModel(f"the vocabulary holds the token {twice!r} more than once")
-    if (longest := max(map(len, tokens), default=0)) > _MOST_CHARACTERS:
-        raise BrokenModel(f"a token has {longest} characters, expected at most {_MOST_CHARACTERS}")
+    if (longest := max(map(len, tokens), default=0)) > _MAX_CHARACTERS:
+        raise BrokenModel(f"a token has {longest} characters, expected at most {_MAX_CHARACTERS}")
     types = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise BrokenModel(f"{len(types)} token types for {len(tokens)} tokens")

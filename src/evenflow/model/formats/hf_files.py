@@ -11,9 +11,9 @@ from evenflow.model.formats.typed_values import TypedValues
 _SINGLE_FILE = "model.safetensors"
 _SHARD_INDEX = "model.safetensors.index.json"
 # Of files that are read whole: several times what the largest models have.
-_MOST_BYTES = 256 << 20
-_MOST_JSON_BYTES = 16 << 20
-MOST_CONFIG_BYTES = 1 << 20
+_MAX_BYTES = 256 << 20
+_MAX_JSON_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 1 << 20
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -44,7 +44,7 @@ def read_config_json(folder: Path) -> TypedValues:
 
 def read_json(folder: Path, name: str) -> TypedValues | None:
     """The object in a JSON file, or None if there is no such file."""
-    text = read_text(folder, name, MOST_CONFIG_BYTES if name == "config.json" else _MOST_JSON_BYTES)
+    text = read_text(folder, name, MAX_CONFIG_BYTES if name == "config.json" else _MAX_JSON_BYTES)
     return None if text is None else parse_json(name, text)
 
 
@@ -61,14 +61,14 @@ def parse_json(name: str, text: str | bytes) -> TypedValues:
     return TypedValues(name, content)
 
 
-def read_text(folder: Path, name: str, most_bytes: int = _MOST_BYTES) -> str | None:
+def read_text(folder: Path, name: str, max_bytes: int = _MAX_BYTES) -> str | None:
     """A file's text, or None if there is no such file."""
     path = folder / name
     if not os.path.isfile(path):
         return None
     try:
-        if (num_bytes := path.stat().st_size) > most_bytes:
-            raise BrokenModel(f"{name} has {num_bytes} bytes, expected at most {most_bytes}")
+        if (num_bytes := path.stat().st_size) > max_bytes:
+            raise BrokenModel(f"{name} has {num_bytes} bytes, expected at most {max_bytes}")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BrokenModel(f"{name} cannot be read: {error}") from error

@@ -25,8 +25,8 @@ from evenflow.errors import EndpointFailed, EvenflowError, ModelNotFound
 from evenflow.model.hub.progress_bar import format_bytes
 
 _READ_BYTES = 1 << 20
-_MOST_SMALL_BYTES = 32 << 20  # of an answer that is read whole: several times the longest listing of a repository
-_MOST_REDIRECTS = 20
+_MAX_SMALL_BYTES = 32 << 20  # of an answer that is read whole: several times the longest listing of a repository
+_MAX_REDIRECTS = 20
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
 _TIMEOUT_S = 30.0
 _ATTEMPTS = 5  # in a row that bring no byte
@@ -61,12 +61,12 @@ class Remote:
     url: str
     num_bytes: int | None = None
     checksum: Checksum | None = None
-    most_bytes: int = sys.maxsize - 1  # where `num_bytes` is not known
+    max_bytes: int = sys.maxsize - 1  # where `num_bytes` is not known
 
     @property
     def limit(self) -> int:
         """The most bytes that are taken."""
-        return self.most_bytes if self.num_bytes is None else self.num_bytes
+        return self.max_bytes if self.num_bytes is None else self.num_bytes
 
 
 class _Broken(Exception):
@@ -103,8 +103,8 @@ class Downloader:
             with self.reply(url) as response:
                 for piece in response.iter_raw():
                     content += piece
-                    if len(content) > _MOST_SMALL_BYTES:
-                        raise EndpointFailed(f"{url} replied with more than {format_bytes(_MOST_SMALL_BYTES)}")
+                    if len(content) > _MAX_SMALL_BYTES:
+                        raise EndpointFailed(f"{url} replied with more than {format_bytes(_MAX_SMALL_BYTES)}")
             return bytes(content)
 
         return self._persist(url, lambda: 0, ask)
@@ -138,7 +138,7 @@ class Downloader:
         Redirects are followed, but not from a public host into a private network, where this machine may be trusted.
         """
         request = self._http.build_request("GET", url, headers=headers)
-        for _ in range(_MOST_REDIRECTS + 1):
+        for _ in range(_MAX_REDIRECTS + 1):
             response = self._http.send(request, stream=True)
             try:
                 following = response.next_request
@@ -154,7 +154,7 @@ class Downloader:
                     "followed there: give that address itself if it is meant"
                 )
             request = following
-        raise EndpointFailed(f"{url} redirects more than {_MOST_REDIRECTS} times")
+        raise EndpointFailed(f"{url} redirects more than {_MAX_REDIRECTS} times")
 
     def _check_reply(self, response: httpx.Response) -> None:
         if response.status_code in _BUSY_CODES:

@@ -28,7 +28,7 @@ from evenflow.model.hub.named_models import (
 from evenflow.model.hub.progress_bar import progress_bar
 from evenflow.model.hub.repository import name_in_url, pull_from_hub
 
-_MOST_SMALL_BYTES = 256 << 20  # as when they are read
+_MAX_SMALL_BYTES = 256 << 20  # as when they are read
 _REQUIRED_FILES = ("config.json", "tokenizer.json")
 _OPTIONAL_FILES = (
     "tokenizer_config.json",
@@ -119,7 +119,7 @@ def _fetch_url(weights: Remote, file_name: str, target: Path, progress: bool) ->
 
 
 def _beside(url: str, name: str) -> Remote:
-    return Remote(urljoin(url, name), most_bytes=_MOST_SMALL_BYTES)
+    return Remote(urljoin(url, name), max_bytes=_MAX_SMALL_BYTES)
 
 
 def _place(fetched: Path, target: Path, scratch: Path) -> None:

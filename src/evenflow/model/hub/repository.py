@@ -22,7 +22,7 @@ import httpx
 from evenflow.errors import BrokenModel, EndpointFailed, EvenflowError, ModelNotFound, UnsupportedModel
 from evenflow.model.config import SUPPORTED_FAMILIES, unsupported
 from evenflow.model.formats.hf_config import supported_architecture
-from evenflow.model.formats.hf_files import MOST_CONFIG_BYTES, parse_json
+from evenflow.model.formats.hf_files import MAX_CONFIG_BYTES, parse_json
 from evenflow.model.hub.download import Checksum, Downloader, Remote, Show, check_space, http_client, refusal
 from evenflow.model.hub.huggingface_cache import MAIN, CachedRepository, HubName, huggingface_home, match_files
 from evenflow.model.hub.progress_bar import progress_bar
@@ -30,7 +30,7 @@ from evenflow.model.hub.progress_bar import progress_bar
 logger = logging.getLogger("evenflow")
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
-_MOST_FILE_BYTES = 1 << 50
+_MAX_FILE_BYTES = 1 << 50
 _FOLDER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _FILE_PAGE = re.compile(r"/([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/(.+)")
@@ -162,7 +162,7 @@ def _show_all(show: Show, done: int, total: int, num_bytes: int, _: int | None) 
 def _warn_if_unsupported(name: str, config: Path) -> None:
     """Before the weights are fetched. Not an error: vLLM may run what evenflow's own engine does not."""
     with config.open("rb") as file:
-        text = file.read(MOST_CONFIG_BYTES)
+        text = file.read(MAX_CONFIG_BYTES)
     try:
         supported_architecture(parse_json("config.json", text))
     except (UnsupportedModel, BrokenModel) as error:
@@ -184,7 +184,7 @@ def _read_file(entry: dict[str, Any]) -> HubFile:
     name, size = str(entry["rfilename"]), (lfs or entry)["size"]
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
         raise ValueError(f"the file name {reprlib.repr(name)}")
-    if not isinstance(size, int) or not 0 <= size <= _MOST_FILE_BYTES:
+    if not isinstance(size, int) or not 0 <= size <= _MAX_FILE_BYTES:
         raise ValueError(f"the size {reprlib.repr(size)}")
     return HubFile(name, size, checksum)
 

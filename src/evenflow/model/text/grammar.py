@@ -47,7 +47,7 @@ BLANKS_IN_JSON = r"\x20|\x0A[\x20\x09]{0,32}"
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_SCHEMAS = ("const", "enum", "default", "examples")
 # Of an exclusive bound: llguidance reads some floats wrong in the last bit, and makes patterns of all their digits.
-_LEAST_MARGIN, _MARGIN_ULPS = 1e-15, 4
+_MIN_MARGIN, _MARGIN_ULPS = 1e-15, 4
 
 
 class Grammars:
@@ -200,7 +200,7 @@ def _make_inclusive(
     if not _is_finite(bound) or sign * bound < 0 or not (other is None or _is_finite(other)):
         return
     del schema[exclusive]
-    inclusive = bound + sign * max(_LEAST_MARGIN, _MARGIN_ULPS * math.ulp(bound))
+    inclusive = bound + sign * max(_MIN_MARGIN, _MARGIN_ULPS * math.ulp(bound))
     schema[name] = inclusive if other is None else tighter(inclusive, other)
 
 

@@ -13,7 +13,7 @@ import tokenizers
 from evenflow.errors import BrokenModel, ModelError
 from evenflow.model.config import unsupported
 
-_MOST_GROWTH = 128  # how many times as long a text may become before it is cut into tokens
+_MAX_GROWTH = 128  # how many times as long a text may become before it is cut into tokens
 _BYTE_LEVEL_GROWTH = 4  # bytes of a character, each of which becomes one
 _PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}  # what changes a text; and its own parts
 
@@ -37,7 +37,7 @@ def read_tokenizer_file(text: str) -> tokenizers.Tokenizer:
     try:
         file = msgspec.json.decode(text, type=_File)
         growth = math.prod(_growth(getattr(file, name), parts) for name, parts in _PARTS.items())
-        if growth > _MOST_GROWTH:
+        if growth > _MAX_GROWTH:
             raise unsupported(f"a tokenizer that makes a text {growth:.3g} times as long")
         # Written again, so that what was checked is what the library sees: a key may be in the file twice.
         return tokenizers.Tokenizer.from_str(msgspec.json.encode(file).decode())
