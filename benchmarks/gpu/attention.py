@@ -32,7 +32,7 @@ from stages import Stages
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import AttentionBackend, StepLayout
+from evenflow.model.cuda.attention.backend import AttentionBackend, StepLayout
 from evenflow.model.cuda.backends import BACKEND_VARIABLE, choose_attention, choose_operations
 from evenflow.model.cuda.operations import Operations
 from evenflow.model.formats.hf_config import read_config

@@ -19,9 +19,9 @@ from evenflow.executors.base import Executor
 from evenflow.executors.cuda_executor import CudaExecutor
 from evenflow.model.config import RopeConfig
 from evenflow.model.cuda import reference_ops
-from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.reference import ReferenceAttention
 from evenflow.model.cuda.decoder import PagedDecoder
-from evenflow.model.cuda.reference import ReferenceAttention
 from tests.executors.conftest import paged
 from tests.executors.plans import admit, blocks, chunk, decodes, generate, plan, prompt, run
 from tests.model.cuda.devices import CPU, CUDA_BFLOAT16, CUDA_FLOAT32, Place, needs_cuda

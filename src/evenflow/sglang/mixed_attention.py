@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenflow.model.cuda.decode_split import decode_split
+from evenflow.model.cuda.attention.decode_split import decode_split
 from evenflow.model.cuda.limits import limits_of
 from evenflow.model.cuda.pinned import pinned, starts_of
 from evenflow.sglang.launch import SGLANG

@@ -66,9 +66,9 @@ def _spilled(binary: bytes) -> int:
 def main() -> None:
     JITFunction.run = compile_instead
     from evenflow.model.cuda import deterministic, kernels
-    from evenflow.model.cuda.gather import gather_kv
-    from evenflow.model.cuda.merge import merge_parts
-    from evenflow.model.cuda.triton_attention import TritonAttention
+    from evenflow.model.cuda.attention.gather import gather_kv
+    from evenflow.model.cuda.attention.merge import merge_parts
+    from evenflow.model.cuda.attention.triton_chunks import TritonAttention
 
     half, cpu = torch.bfloat16, torch.device("cpu")
     rows, weight = torch.empty(4, 4096, dtype=half), torch.empty(4096, dtype=half)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.attention.backend import StepLayout
 
 
 @dataclass

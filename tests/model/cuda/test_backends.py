@@ -25,7 +25,13 @@ def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("flashinfer", "triton"):
         monkeypatch.setitem(sys.modules, package, None)
-    for module in ("flashinfer_attention", "triton_attention", "decode_attention", "attention_parts", "kernels"):
+    for module in (
+        "attention.flashinfer",
+        "attention.triton_chunks",
+        "attention.triton_decodes",
+        "attention.triton_parts",
+        "kernels",
+    ):
         monkeypatch.delitem(sys.modules, f"evenflow.model.cuda.{module}", raising=False)
 
 

@@ -18,9 +18,9 @@ pytestmark = on_cuda
 
 from evenflow.model.config import ModelConfig, RopeConfig  # noqa: E402
 from evenflow.model.cuda import deterministic  # noqa: E402
+from evenflow.model.cuda.attention.triton_chunks import TritonAttention  # noqa: E402
 from evenflow.model.cuda.decoder import PagedDecoder  # noqa: E402
 from evenflow.model.cuda.inputs import RowSpan  # noqa: E402
-from evenflow.model.cuda.triton_attention import TritonAttention  # noqa: E402
 from tests.model.cuda.test_paged_decoder import Sequences  # noqa: E402
 from tests.model.tiny import random_tensors, tiny_config  # noqa: E402
 
@@ -34,7 +34,7 @@ _OF_A_PROMPT = 100
 def _sequences(config: ModelConfig, dtype: torch.dtype, by: str) -> Sequences:
     tensors = {name: tensor.to(DEVICE, dtype) for name, tensor in random_tensors(config).items()}
     if by == "flashinfer":
-        module = pytest.importorskip("evenflow.model.cuda.flashinfer_attention", exc_type=ImportError)
+        module = pytest.importorskip("evenflow.model.cuda.attention.flashinfer", exc_type=ImportError)
         attention = module.FlashInferAttention(config, dtype, DEVICE, deterministic=True)
     else:
         attention = TritonAttention(config, dtype, DEVICE, deterministic=True)

@@ -13,8 +13,8 @@ from tests.model.cuda.triton_device import DEVICE, DTYPES, on_cuda
 pytestmark = on_cuda
 
 from evenflow.model.cuda import kernels, reference_ops  # noqa: E402
-from evenflow.model.cuda.gather import gather_kv  # noqa: E402
-from evenflow.model.cuda.merge import merge_parts  # noqa: E402
+from evenflow.model.cuda.attention.gather import gather_kv  # noqa: E402
+from evenflow.model.cuda.attention.merge import merge_parts  # noqa: E402
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

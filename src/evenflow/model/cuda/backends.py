@@ -17,7 +17,7 @@ import torch
 
 from evenflow.errors import InvalidConfig, MissingDependency, UnsupportedModel
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import AttentionBackend
+from evenflow.model.cuda.attention.backend import AttentionBackend
 from evenflow.model.cuda.operations import Operations
 
 logger = logging.getLogger("evenflow")
@@ -114,7 +114,7 @@ def _triton(deterministic: bool, config: ModelConfig, dtype: torch.dtype, device
 
 
 def _reference(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    from evenflow.model.cuda.reference import ReferenceAttention
+    from evenflow.model.cuda.attention.reference import ReferenceAttention
 
     if device.type == "cuda":
         logger.warning("Attention runs on plain torch, one sequence after another, which is slow.")
@@ -122,7 +122,7 @@ def _reference(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _checked_flashinfer(dtype: torch.dtype, device: torch.device, head_dim: int | None) -> ModuleType:
-    module = _import("flashinfer_attention", "FlashInfer", "'evenflow[cuda]'")
+    module = _import("attention.flashinfer", "FlashInfer", "'evenflow[cuda]'")
     reason = module.why_unsupported(dtype, device, head_dim)
     if reason is not None:
         raise _Unusable(reason)
@@ -130,7 +130,7 @@ def _checked_flashinfer(dtype: torch.dtype, device: torch.device, head_dim: int 
 
 
 def _checked_triton(dtype: torch.dtype, device: torch.device, head_dim: int | None) -> ModuleType:
-    module = _import("triton_attention", "Triton", "triton")
+    module = _import("attention.triton_chunks", "Triton", "triton")
     if head_dim is not None and head_dim > _LARGEST_TRITON_HEAD:
         raise _Unusable(f"heads of {head_dim} are larger than {_LARGEST_TRITON_HEAD}")
     return module

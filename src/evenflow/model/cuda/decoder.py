@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import AttentionBackend
+from evenflow.model.cuda.attention.backend import AttentionBackend
 from evenflow.model.cuda.operations import Operations
 from evenflow.model.projections import Projection, layer_projections, query_key_norms
 from evenflow.model.rope import Rotation

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenflow.core.plan import BlockTableChange
-from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.attention.backend import StepLayout
 from evenflow.model.cuda.decoder import RowInputs
 
 

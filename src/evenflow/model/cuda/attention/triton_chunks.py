@@ -19,11 +19,11 @@ from torch import Tensor
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.attention_parts import Parts, merge, merged, send, store_part
-from evenflow.model.cuda.decode_attention import LARGE_SHARED_MEMORY, LOG2_E, DecodeAttention
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.splits import ITEM_FIELDS, Splitting, chunk_tiles, schedule
+from evenflow.model.cuda.attention.triton_decodes import LARGE_SHARED_MEMORY, LOG2_E, DecodeAttention
+from evenflow.model.cuda.attention.triton_parts import Parts, merge, merged, send, store_part
 from evenflow.model.cuda.limits import limits_of
-from evenflow.model.cuda.splits import ITEM_FIELDS, Splitting, chunk_tiles, schedule
 
 _DETERMINISTIC_SPLIT = 512  # positions per part: a multiple of the kernel's width
 _MIN_SPLIT = 512  # positions

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.context_parts import MAX_PART_ROWS, TILE_ROWS, Spans, divide_contexts
-from evenflow.model.cuda.decode_attention import DecodeAttention
-from evenflow.model.cuda.gather import gather_kv
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.context_parts import MAX_PART_ROWS, TILE_ROWS, Spans, divide_contexts
+from evenflow.model.cuda.attention.gather import gather_kv
+from evenflow.model.cuda.attention.merge import merge_parts
+from evenflow.model.cuda.attention.triton_decodes import DecodeAttention
 from evenflow.model.cuda.graphs import capture
-from evenflow.model.cuda.merge import merge_parts
 from evenflow.model.cuda.pinned import pinned, starts_of
 
 KNOWN_VERSION = "0.6.14"

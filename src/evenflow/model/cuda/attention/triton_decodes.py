@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.attention_parts import Parts, merge, merged, send, store_part
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.splits import ITEM_FIELDS, Splitting, decode_tiles, decode_units, schedule
+from evenflow.model.cuda.attention.triton_parts import Parts, merge, merged, send, store_part
 from evenflow.model.cuda.limits import limits_of
-from evenflow.model.cuda.splits import ITEM_FIELDS, Splitting, decode_tiles, decode_units, schedule
 
 LOG2_E = 1.4426950408889634
 LARGE_SHARED_MEMORY = 165 << 10  # bytes per program, on data-centre GPUs from Hopper on

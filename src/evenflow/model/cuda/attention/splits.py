@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.attention.backend import StepLayout
 
 Table = NDArray[np.int32]
 

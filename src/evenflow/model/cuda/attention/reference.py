@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evenflow.core.plan import AttentionWaves
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
+from evenflow.model.cuda.attention.backend import StepLayout
 
 
 class ReferenceAttention:

@@ -13,10 +13,10 @@ from tests.model.cuda.triton_device import DEVICE, HALF, HAS_CUDA, on_cuda
 pytestmark = on_cuda
 
 from evenflow.model.config import ModelConfig  # noqa: E402
-from evenflow.model.cuda import decode_attention, triton_attention  # noqa: E402
-from evenflow.model.cuda.attention import StepLayout  # noqa: E402
-from evenflow.model.cuda.reference import ReferenceAttention  # noqa: E402
-from evenflow.model.cuda.triton_attention import TritonAttention  # noqa: E402
+from evenflow.model.cuda.attention import triton_chunks, triton_decodes  # noqa: E402
+from evenflow.model.cuda.attention.backend import StepLayout  # noqa: E402
+from evenflow.model.cuda.attention.reference import ReferenceAttention  # noqa: E402
+from evenflow.model.cuda.attention.triton_chunks import TritonAttention  # noqa: E402
 from tests.model.cuda.paged import PagedStep, paged_step  # noqa: E402
 from tests.model.tiny import tiny_config  # noqa: E402
 
@@ -151,7 +151,7 @@ def test_the_bits_do_not_depend_on_chunks(
     group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_CUDA:
-        monkeypatch.setattr(triton_attention, "_DETERMINISTIC_SPLIT", 32)  # several parts in a short prompt
+        monkeypatch.setattr(triton_chunks, "_DETERMINISTIC_SPLIT", 32)  # several parts in a short prompt
     config, whole = _whole(group, head_dim, length, dtype, window)
     expected = _chunked(config, whole, [length])
     draw = random.Random(0)
@@ -166,7 +166,7 @@ def test_a_decodes_bits_do_not_depend_on_the_others(
     group: int, head_dim: int, length: int, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_CUDA:
-        monkeypatch.setattr(decode_attention, "_MIN_PART", 16)
+        monkeypatch.setattr(triton_decodes, "_MIN_PART", 16)
     config, whole = _whole(group, head_dim, length, dtype, window)
     draw = random.Random(0)
     positions = [length - 1, *(draw.randrange(length) for _ in range(30 if HAS_CUDA else 5))]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.splits import Splitting, Table, chunk_tiles, decode_tiles, decode_units, schedule
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.splits import Splitting, Table, chunk_tiles, decode_tiles, decode_units, schedule
 
 
 def _layout(decode_contexts: list[int], chunks: list[tuple[int, int]]) -> StepLayout:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from evenflow.model.cuda.splits import ITEM_FIELDS, MERGE_FIELDS, Schedule
+from evenflow.model.cuda.attention.splits import ITEM_FIELDS, MERGE_FIELDS, Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evenflow.model.cuda.decode_split import decode_split
+from evenflow.model.cuda.attention.decode_split import decode_split
 
 PROCESSORS = 132
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenflow.model.cuda.context_parts import MAX_PART_ROWS, ContextParts, Spans, divide_contexts
+from evenflow.model.cuda.attention.context_parts import MAX_PART_ROWS, ContextParts, Spans, divide_contexts
 
 _BLOCK = 16
 

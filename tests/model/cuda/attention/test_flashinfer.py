@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from evenflow.model.config import ModelConfig
-from evenflow.model.cuda.attention import StepLayout
-from evenflow.model.cuda.reference import ReferenceAttention
+from evenflow.model.cuda.attention.backend import StepLayout
+from evenflow.model.cuda.attention.reference import ReferenceAttention
 from tests.model.cuda.paged import PagedStep, paged_step
 from tests.model.tiny import tiny_config
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed: pip install 'evenflow[cuda]'")
 
-from evenflow.model.cuda.flashinfer_attention import FlashInferAttention, why_unsupported  # noqa: E402
+from evenflow.model.cuda.attention.flashinfer import FlashInferAttention, why_unsupported  # noqa: E402
 
 _GPU = torch.device("cuda")
 
