@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from evenflow.core.plan import ExecutorCaps, StepShape
 from evenflow.core.policies import PolicySpec
 from evenflow.core.policy import FLOOR_STEPS, FLOOR_TOKENS, Candidate, Policy, StepView
@@ -174,5 +172,5 @@ def test_a_turn_that_does_not_end_in_this_step_takes_all_of_it() -> None:
 
 def test_a_stream_that_is_computed_again_is_no_first_token() -> None:
     again = Candidate("again", 0, 120, num_prompt_tokens=100)
-    both = replace(view(10, 900, turn=1), candidates=[again, Candidate("other", 0, 900, 900)])
+    both = view(10, 900, turn=1)._replace(candidates=[again, Candidate("other", 0, 900, 900)])
     assert chunks("fixed:400", both, 400) == [(0, 120, "end_of_prompt"), (1, 270, "budget")]

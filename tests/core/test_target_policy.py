@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -214,7 +213,7 @@ def test_a_tighter_target_never_gives_larger_chunks() -> None:
     sizes = []
     for milliseconds in range(5, 500, 5):
         target = milliseconds / 1000
-        own_view = replace(view, earliest_deadline=view.now + target, tightest_target=target)
+        own_view = view._replace(earliest_deadline=view.now + target, tightest_target=target)
         chunks = Target(8192, Pacing(target)).plan(own_view).chunks
         sizes.append(sum(quota.tokens for quota in chunks))
     assert sizes == sorted(sizes)
@@ -228,12 +227,12 @@ def test_an_executor_that_sheds_rows_is_told_when_the_step_must_end() -> None:
     list(busy_steps(driver, 20, prompt=100_000))
     view = view_of(driver)
     assert Target(8192, Pacing(0.1)).plan(view).most_seconds is None, "this one does not"
-    view = replace(view, caps=ExecutorCaps(sheds_rows=True), earliest_deadline=view.now + 0.08, num_in_flight=0)
+    view = view._replace(caps=ExecutorCaps(sheds_rows=True), earliest_deadline=view.now + 0.08, num_in_flight=0)
     assert Target(8192, Pacing(0.1)).plan(view).most_seconds == pytest.approx(0.08 - view.overhead)
-    assert Target(8192, Pacing(0.1)).plan(replace(view, num_decodes=0)).most_seconds is None, "nobody waits"
+    assert Target(8192, Pacing(0.1)).plan(view._replace(num_decodes=0)).most_seconds is None, "nobody waits"
     infeasible = Target(8192, Pacing(0.001))
     for _ in range(20):
-        quotas = infeasible.plan(replace(view, earliest_deadline=view.now + 0.001, tightest_target=0.001))
+        quotas = infeasible.plan(view._replace(earliest_deadline=view.now + 0.001, tightest_target=0.001))
     floor = view.caps.step_shape(num_decodes=4, decode_context=view.decode_context, chunks=[(0, FLOOR_TOKENS)])
     least = view.step_time.upper(floor)
     assert quotas.most_seconds is not None

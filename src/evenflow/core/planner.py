@@ -143,8 +143,9 @@ class Planner(Generic[RequestType]):
             turn=self.order.length_of_turn([(self.requests[one.request_id], one.start) for one in prompts]),
         )
         quotas = self.policy.plan(view)
-        if self.pacing is not None:
-            self.pacing = replace(self.pacing, feasible=self._num_stages * self.policy.shortest_step)
+        feasible = self._num_stages * self.policy.shortest_step
+        if self.pacing is not None and feasible != self.pacing.feasible:
+            self.pacing = replace(self.pacing, feasible=feasible)
         return quotas
 
     def charge(

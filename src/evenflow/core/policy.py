@@ -37,8 +37,7 @@ class Candidate(NamedTuple):
     num_prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(NamedTuple):
     """What a policy knows when it plans a step."""
 
     now: float
