@@ -1,5 +1,5 @@
 """What planning costs: schedule() + commit() and the steering of a host with 64 to 1,024 decoding requests, with a
-budget and with a target, and a long prompt's prefix lookup.
+budget, with a target and with a prompt to compute besides, and a long prompt's prefix lookup.
 
 Run: python benchmarks/scheduler_cost.py
 To compare with another checkout, set PYTHONPATH to its `src`.
@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 
-from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult
+from evenflow.core.plan import ExecutorCaps, StepPlan, StepResult, StepShape
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.prefix_cache import hash_blocks
 from evenflow.core.request import Request, SamplingParams
@@ -22,25 +22,38 @@ from evenflow.hosts.steering import Decode, Host, HostLoad, HostRequest, Steerin
 
 STEPS = 400
 LONG_PROMPT = 100_000
+ENDLESS_PROMPT = 1_000_000  # tokens: more than STEPS steps compute under TARGET
+CAPS = ExecutorCaps()
 TARGET = PolicySpec.parse("target:50ms")
+
+
+def seconds_of(shape: StepShape) -> float:
+    """A machine on which a step of 256 streams leaves room for some 1,000 tokens of prefill within TARGET."""
+    return 0.004 + 4e-5 * shape.total_rows + 1e-9 * shape.prefill_attention
 
 
 def answer(plan: StepPlan) -> StepResult:
     """The cheapest executor: token 1 for every request."""
     tokens = ((1,),) * len(plan.decodes) + tuple((1,) if chunk.samples else () for chunk in plan.chunks)
-    return StepResult(plan.step_id, tokens, 0.01)
+    return StepResult(plan.step_id, tokens, seconds_of(plan.shape(CAPS)))
 
 
 def decoding_scheduler(num_requests: int, policy: PolicySpec = DEFAULT_POLICY) -> Scheduler:
-    scheduler = Scheduler(SchedulerConfig(num_blocks=num_requests * 64, max_num_seqs=num_requests, policy=policy))
+    """With these streams, and room for one request more."""
+    num_blocks = num_requests * 64 + ENDLESS_PROMPT // 16 + 1
+    scheduler = Scheduler(SchedulerConfig(num_blocks=num_blocks, max_num_seqs=num_requests + 1, policy=policy))
     for index in range(num_requests):
-        prompt = [index, *range(2, 32)]
-        sampling = SamplingParams(max_tokens=900, ignore_eos=True)
-        hashes = hash_blocks(prompt, scheduler.block_size)
-        scheduler.add(Request(str(index), prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes))
+        add(scheduler, str(index), [index, *range(2, 32)], 0.0)
     while len(scheduler.waiting) or scheduler.num_running < num_requests:
         step(scheduler)
     return scheduler
+
+
+def add(scheduler: Scheduler, name: str, prompt: list[int], now: float) -> None:
+    sampling = SamplingParams(max_tokens=900, ignore_eos=True)
+    hashes = hash_blocks(prompt, scheduler.block_size)
+    request = Request(name, prompt, sampling, seed=0, max_model_len=1 << 20, block_hashes=hashes, arrival_time=now)
+    scheduler.add(request)
 
 
 def step(scheduler: Scheduler) -> StepPlan:
@@ -50,19 +63,23 @@ def step(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def step_cost(num_requests: int, policy: PolicySpec = DEFAULT_POLICY) -> float:
-    """Median seconds of one schedule() + commit()."""
-    scheduler = decoding_scheduler(num_requests, policy)
+def step_cost(num_requests: int, policy: PolicySpec = DEFAULT_POLICY, *, has_prompt: bool = False) -> float:
+    """Median seconds of one schedule() + commit(), if asked with a chunk of a prompt that does not end."""
+    scheduler, now = decoding_scheduler(num_requests, policy), 0.0
+    if has_prompt:
+        add(scheduler, "endless", [1] * ENDLESS_PROMPT, now)
     costs = []
     for _ in range(STEPS):
         plan_start = time.perf_counter()
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(now)
         planned = time.perf_counter() - plan_start
         assert plan is not None
         assert len(plan.decodes) == num_requests
+        assert len(plan.chunks) == has_prompt
         result = answer(plan)
+        now += result.seconds
         commit_start = time.perf_counter()
-        scheduler.commit(result, 0.0)
+        scheduler.commit(result, now)
         costs.append(planned + time.perf_counter() - commit_start)
     return statistics.median(costs)
 
@@ -109,9 +126,15 @@ def lookup_cost() -> tuple[float, float]:
 
 
 def main() -> None:
-    print("schedule() + commit() with a budget, with a target, and the steering, median of", STEPS, "steps")
+    print("schedule() + commit() with a budget, with a target, with a target beside a prompt; the steering")
+    print(f"median of {STEPS} steps")
     for num_requests in (64, 256, 1024):
-        parts = step_cost(num_requests), step_cost(num_requests, TARGET), steering_cost(num_requests)
+        parts = (
+            step_cost(num_requests),
+            step_cost(num_requests, TARGET),
+            step_cost(num_requests, TARGET, has_prompt=True),
+            steering_cost(num_requests),
+        )
         figures = ", ".join(f"{seconds * 1e3:6.3f}" for seconds in parts)
         print(f"  {num_requests:5d} decoding: {figures} ms, {parts[0] / num_requests * 1e6:5.2f} µs per request")
     hashing, lookup = lookup_cost()
