@@ -70,9 +70,9 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, at most `num_free`. Evicts published prefixes when clean blocks run out."""
-        if count > self.num_free:
-            raise ValueError(f"asked for {count} blocks with {self.num_free} free")
         num_clean = len(self._clean)
+        if count > num_clean and count > self.num_free:
+            raise ValueError(f"asked for {count} blocks with {self.num_free} free")
         blocks = [self._clean.pop() for _ in range(count if count <= num_clean else num_clean)]
         if count > num_clean:
             evicted = self._idle.pop(count - num_clean)

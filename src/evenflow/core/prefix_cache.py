@@ -25,8 +25,8 @@ def hash_blocks(
     parent = parents[-1] if parents else blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     first = len(parents)
     num_full = len(token_ids) // block_size
-    data = array("I", token_ids[first * block_size : num_full * block_size]).tobytes()
-    stride = block_size * array("I").itemsize
+    ids = array("I", token_ids[first * block_size : num_full * block_size])
+    data, stride = ids.tobytes(), block_size * ids.itemsize
     hashes = []
     for offset in range(0, len(data), stride):
         parent = blake2b(parent + data[offset : offset + stride], digest_size=_DIGEST_BYTES).digest()

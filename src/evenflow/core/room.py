@@ -209,7 +209,7 @@ class Room:
         without_block: set[str] = set()
         secured: set[str] = set()
         for request in self._order.by_urgency(full):
-            if request.status is not Status.RUNNING or request.num_unscheduled == 0:
+            if request.status is not Status.RUNNING or request.num_scheduled >= request.max_known_tokens - 1:
                 continue
             if self._make_room(request, secured):
                 self._seats.append_blocks(request, 1)
