@@ -162,6 +162,7 @@ def request(path: str, content: bytes = b"", num_bytes: int | None = None) -> by
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SCHEMA = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 ATTACKS: dict[str, Attack] = {
     "nothing": lambda target: time.sleep(0.2),
     "slow grammars": slow_grammar,
@@ -219,6 +220,7 @@ ATTACKS: dict[str, Attack] = {
         lambda: [request(COMPLETIONS, b'{"prompt": "' + b"a" * 7_000_000, 8_000_000) for _ in range(20)],
         drip=b"a" * 17_000,
     ),
+    "one-byte chunks": unread(lambda: [CHUNKED + b"1\r\na\r\n" * 60_000] * 100),
     "unread live feeds": unread(lambda: [request("/live/feed") for _ in range(64)]),
 }
 
@@ -325,7 +327,8 @@ def measure(pid: int, url: str, names: Sequence[str], num_clients: int, seconds:
             try:
                 ask(url)
             except httpx.HTTPError as error:
-                print(f"  honest client: {error!r:.200}", flush=True)
+                said = error.response.text if isinstance(error, httpx.HTTPStatusError) else repr(error)
+                print(f"  honest client, {ask.__name__}: {said:.200}", flush=True)
                 worst[place] = float("inf")
             worst[place] = max(worst[place], time.monotonic() - began)
         time.sleep(0.05)

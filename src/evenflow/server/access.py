@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from evenflow.core.service_classes import ServiceClass
@@ -122,9 +121,13 @@ def turn_of(keys: ApiKeys, scope: Scope) -> str:
     address, path = (scope.get("client") or ("",))[0], scope["path"]
     if path in MONITORED:
         return f"{address} {path}"
-    headers = Headers(scope=scope)
+    first = dict(reversed(scope["headers"]))  # of each name, as in `Headers.get`, which takes ten times as long
+    found = [first.get(name) for name in (b"authorization", b"x-api-key")]
+    if not any(found):
+        return address
+    authorization, api_key = (None if value is None else value.decode("latin-1") for value in found)
     try:
-        return keys.check(headers.get("authorization"), address, headers.get("x-api-key")).client
+        return keys.check(authorization, address, api_key).client
     except ApiError:
         return address
 

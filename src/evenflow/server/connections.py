@@ -22,6 +22,7 @@ from evenflow.server.request_lines import RequestLines
 MAX_URL_BYTES = 8 << 10
 MAX_HEAD_BYTES = 64 << 10  # the URL and all headers
 MAX_HEADERS = 128
+MAX_SMALL_CHUNKS = 8192  # of a body, and one more for each 32 bytes of it: each takes as long as 1 kB of a large one
 MAX_PIPELINED = 16  # requests behind a body that were parsed with it
 HEADER_TIMEOUT_S = 10.0  # from the first byte, or from the connection if none comes
 GRACE_S = 20.0  # a client that sends or reads less than the next two figures in such a time is given up
@@ -119,6 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._received = 0  # of an unfinished head
         self._head_bytes = 0  # of its complete headers
         self._num_headers = 0
+        self._num_chunks = 0
         self._rest = b""  # requests that wait for the response before theirs, not parsed yet
         self._is_head_complete = False
         self._is_complete = True  # no request is being received
@@ -128,6 +130,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.app_bytes: Callable[[], int] = int  # what else the app holds for the current request
         self._unread: tuple[float, int] | None = None  # since when, and the bytes that must have been read in time
         self._running: RequestResponseCycle | None = None
+        self.has_left = False  # is its client gone?
+        self.turn: asyncio.Future[None] | None = None  # that its request waits for
         self._is_started = False  # has the app begun with it?
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -143,16 +147,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self._unset_keepalive_if_required()
         self.held.discard(self)
+        self.has_left = True
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(None)
         if self._running is not None:  # with a pipeline it is not the last one, which is all that uvicorn knows
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
-
-    @property
-    def has_left(self) -> bool:
-        """Is the client of the request that runs gone?"""
-        return self._running is not None and self._running.disconnected
+        # Its requests refer to it: only a full garbage collection would free both, and a flood leaves 40,000 of them.
+        self.cycle = self.scope = self._running = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        self._rest = b""
+        self.app_bytes = int
 
     def start(self) -> None:
         """The app begins with the request."""
@@ -275,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self) -> None:
-        if not (self.pipeline or self.cycle.response_started or self.transport.is_closing()):
+        if not (self.transport.is_closing() or self.pipeline or self.cycle.response_started):
             self.transport.write(_PROBE)
 
     # ---- the parser ----
@@ -284,7 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)["state"]["connection"] = self
         self._is_complete = self._is_head_complete = False
-        self._received = self._head_bytes = self._num_headers = 0
+        self._received = self._head_bytes = self._num_headers = self._num_chunks = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(ApiError(429, f"Got more than {MAX_PIPELINED} requests before their responses."))
 
@@ -308,6 +316,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
         self.owner = type(self).owner_of(cast("Scope", self.scope))  # before its body is held
+        self.held.know(self)
+
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._request_bytes // 32:
+            self._refuse(ApiError(400, f"Got {self._num_chunks} chunks of a body but expected fewer and larger ones."))
 
     def on_message_complete(self) -> None:
         self._is_complete = True

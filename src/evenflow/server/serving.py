@@ -33,6 +33,7 @@ from evenflow.server.api.response_size import TokenSizes
 from evenflow.server.api.service import ModelService, Service, fingerprint
 from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
+from evenflow.server.arrivals import Arrivals
 from evenflow.server.connections import BoundedProtocol, bounded_protocol, in_pieces
 from evenflow.server.engine.process import EngineFactory
 from evenflow.server.engine.served_engine import ServedEngine
@@ -52,9 +53,8 @@ logger = logging.getLogger("evenflow")
 _GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
 _ONE_SIGNAL_S = 0.2  # from several senders, or from one to a process and to its group
+_FEW_CONNECTIONS = 64  # with more the server is busy, with requests or without
 _TICKS_PER_CHECK = 5  # of 0.1 s: between looks at what connections hold
-_ACCEPTS_PER_ROUND = 256  # of the event loop; uvloop by itself takes one: behind a burst, others would wait for seconds
-_NO_FILES_PAUSE_S = 1.0  # without accepting, when no more files can be opened
 _BACKLOG = 2048  # connections that wait to be accepted
 _UNREAD_BYTES = 128 << 10  # of a connection that the system holds, twice as many on Linux: else it takes megabytes
 
@@ -207,9 +207,10 @@ class Server(uvicorn.Server):
         self._exit_asked_at = -math.inf
         self._had_terminal = False
         self._was_busy = True  # at the last check
-        self._opening: set[asyncio.Task[object]] = set()  # connections that have been accepted
+        self._arrivals: list[Arrivals] = []
         hosts = (settings.host, *settings.allowed_hosts)
         self._keys = keys = settings.make_keys()
+        self._protocol = bounded_protocol(partial(turn_of, keys))
         self._settings = settings
         self._reload_lock = asyncio.Lock()
         self._reloads: set[asyncio.Task[None]] = set()
@@ -217,7 +218,7 @@ class Server(uvicorn.Server):
         app = make_app(service, observer, self._feed, keys, hosts, settings.allowed_origins)
         config = uvicorn.Config(
             in_pieces(Turns(app), self._lines),
-            http=bounded_protocol(partial(turn_of, keys)),
+            http=self._protocol,
             ws="none",
             access_log=False,
             log_config=None,
@@ -239,7 +240,8 @@ class Server(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 cast("BoundedProtocol", connection).check(now)
-            was_busy, self._was_busy = self._was_busy, self.service.gate.num_inside > 0
+            has_many = len(self.server_state.connections) > _FEW_CONNECTIONS
+            was_busy, self._was_busy = self._was_busy, has_many or self.service.gate.num_inside > 0
             if was_busy and not self._was_busy:  # it takes milliseconds, for which nobody waits
                 gc.collect()  # errors hold on to what they interrupted
                 return_freed_memory()
@@ -247,40 +249,17 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        for listener in sockets or ():
-            self._accept_from(listener)
-
-    def _accept_from(self, listener: socket.socket) -> None:
         if not self.should_exit:
-            listener.setblocking(False)
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        for _ in range(_ACCEPTS_PER_ROUND):
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                logger.error("Cannot accept connections: %s. Next try in %g s.", error.strerror, _NO_FILES_PAUSE_S)
-                loop.remove_reader(listener)
-                loop.call_later(_NO_FILES_PAUSE_S, self._accept_from, listener)
-                return
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opening = loop.create_task(loop.connect_accepted_socket(self._new_protocol, connection))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+            made = self._protocol
+            self._arrivals = [Arrivals(one, self._new_protocol, made.held, made.owner_of) for one in sockets or ()]
 
     def _new_protocol(self) -> BoundedProtocol:
-        protocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)
-        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return self._protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
-        for listener in sockets or ():
-            asyncio.get_running_loop().remove_reader(listener)
+        for arrivals in self._arrivals:
+            arrivals.close()
         await super().shutdown(sockets)
         self._lines.close()
 

@@ -8,9 +8,10 @@ connection would come at once.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from evenflow.server.lanes import Lanes
 
 _STARTS_PER_ROUND = 4
 
@@ -20,15 +21,15 @@ class Turns:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._lanes: dict[str, deque[asyncio.Future[None]]] = {}  # the one whose turn it is comes first
+        self._lanes: Lanes[asyncio.Future[None]] = Lanes()
         self._num_started = 0  # in this round
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             connection = scope["state"]["connection"]
             if self._lanes or self._num_started >= _STARTS_PER_ROUND:
-                turn = asyncio.get_running_loop().create_future()
-                self._lanes.setdefault(connection.owner, deque()).append(turn)
+                connection.turn = turn = asyncio.get_running_loop().create_future()
+                self._lanes.put(connection.owner, turn)
                 await turn
                 if connection.has_left:
                     return
@@ -45,11 +46,7 @@ class Turns:
     def _next_round(self) -> None:
         self._num_started = 0
         while self._lanes and self._num_started < _STARTS_PER_ROUND:
-            lane = next(iter(self._lanes))
-            waiting = self._lanes.pop(lane)
-            turn = waiting.popleft()
-            if waiting:
-                self._lanes[lane] = waiting  # behind the others
-            if not turn.cancelled():
+            turn = self._lanes.take()
+            if not turn.done():  # its client is still there
                 turn.set_result(None)
                 self._count()

@@ -41,6 +41,13 @@ _GENERATION: Parts = {
     "bad_words": _field("bad_words", ["b" * 99] * 40),
     "metadata": _field("metadata", {"a": "b" * 50_000}),
 }
+_OLLAMA: Parts = {
+    "model": [{"model": "a-model"}, {"model": "a-model:latest"}],
+    "streams": ({}, {"stream": False}),
+    "options": _field("options", {"num_predict": 1}, {"num_predict": 90}, {"num_predict": -1, "stop": _STOPS}),
+    "format": _field("format", "json"),
+    "think": _field("think", True),
+}
 PARTS: Mapping[str, Parts] = {
     "/v1/completions": {
         "prompt": [{"prompt": one} for one in ("a", _TEXT, [494] * 900, [[494] * 300] * 3, ["a"] * 3)],
@@ -76,6 +83,17 @@ PARTS: Mapping[str, Parts] = {
         "system": _field("system", "\x01" * 90),
         "stop": _field("stop_sequences", _STOPS[:4]),
         "tools": _field("tools", [_ANTHROPIC_TOOL]),
+    },
+    "/api/chat": {
+        "messages": [{"messages": [_message(one)] * number} for one, number in (("a", 1), (_TEXT, 1), ("a" * 90, 9))],
+        "tools": _field("tools", [_FUNCTION]),
+        **_OLLAMA,
+    },
+    "/api/generate": {
+        "prompt": [{"prompt": one} for one in ("a", _TEXT, "a " * 400)],
+        "raw": _field("raw", True),
+        "system": _field("system", "\x01" * 90),
+        **_OLLAMA,
     },
 }
 _EXCLUDED = ({"streams", "prompt_logprobs"}, {"streams", "best_of"})  # refused, whatever their sizes
