@@ -45,7 +45,6 @@ _OLLAMA: Parts = {
     "model": [{"model": "a-model"}, {"model": "a-model:latest"}],
     "streams": ({}, {"stream": False}),
     "options": _field("options", {"num_predict": 1}, {"num_predict": 90}, {"num_predict": -1, "stop": _STOPS}),
-    "format": _field("format", "json"),
     "think": _field("think", True),
 }
 PARTS: Mapping[str, Parts] = {
