@@ -515,7 +515,7 @@ def test_memory_is_returned_after_a_burst_of_connections_too(monkeypatch: pytest
     with scripted_server() as server:
         server.until(lambda: bool(returned))
         opened = [connect(server) for _ in range(5)]
-        server.until(lambda: server.server._was_busy)
+        server.until(lambda: server.server._work == (False, True))
         returned.clear()
         for connection in opened:
             connection.close()

@@ -53,7 +53,7 @@ logger = logging.getLogger("evenflow")
 _GRACE_S = 2.0  # for error responses to be sent after the drain
 _DRAIN_CHECK_S = 0.05
 _ONE_SIGNAL_S = 0.2  # from several senders, or from one to a process and to its group
-_FEW_CONNECTIONS = 64  # with more the server is busy, with requests or without
+_FEW_CONNECTIONS = 64  # what a flood of more leaves is freed at once, though no request ran
 _TICKS_PER_CHECK = 5  # of 0.1 s: between looks at what connections hold
 _BACKLOG = 2048  # connections that wait to be accepted
 _UNREAD_BYTES = 128 << 10  # of a connection that the system holds, twice as many on Linux: else it takes megabytes
@@ -206,7 +206,7 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._exit_asked_at = -math.inf
         self._had_terminal = False
-        self._was_busy = True  # at the last check
+        self._work = (True, True)  # at the last check: did requests run, and were there many connections?
         self._arrivals: list[Arrivals] = []
         hosts = (settings.host, *settings.allowed_hosts)
         self._keys = keys = settings.make_keys()
@@ -240,9 +240,9 @@ class Server(uvicorn.Server):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 cast("BoundedProtocol", connection).check(now)
-            has_many = len(self.server_state.connections) > _FEW_CONNECTIONS
-            was_busy, self._was_busy = self._was_busy, has_many or self.service.gate.num_inside > 0
-            if was_busy and not self._was_busy:  # it takes milliseconds, for which nobody waits
+            is_busy = self.service.gate.num_inside > 0
+            had_work, self._work = self._work, (is_busy, len(self.server_state.connections) > _FEW_CONNECTIONS)
+            if not is_busy and had_work > self._work:  # it takes milliseconds, for which nobody waits
                 gc.collect()  # errors hold on to what they interrupted
                 return_freed_memory()
         return await super().on_tick(counter)
