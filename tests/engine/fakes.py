@@ -38,7 +38,7 @@ class NumberCodec:
 
     encode_inside = encode
 
-    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> NumberDecoder:
+    def stream_decoder(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> NumberDecoder:
         return NumberDecoder()
 
 

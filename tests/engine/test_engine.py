@@ -102,6 +102,19 @@ def test_stop_strings_are_looked_for_after_min_tokens(depth: int) -> None:
             assert len(output.token_ids) == (met[0][0] if met else 10)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_text_ends_with_the_stop_if_asked_for(depth: int) -> None:
+    prompt = list(range(30))
+    tokens = fake_continuation(prompt, 10, VOCAB)
+    words = [f" {token}" for token in tokens]
+    for stop in ({"stop": ("".join(words[2:4]), words[3])}, {"stop_token_ids": (tokens[3],)}):
+        llm = fake_llm(depth=depth)
+        add(llm, prompt, max_tokens=10, include_stop_str_in_output=True, **stop)
+        outputs, deltas = run(llm)
+        assert outputs["r"].text == "".join(delta.text for delta in deltas) == "".join(words[:4])
+        assert outputs["r"].finish_reason == "stop"
+
+
 def test_a_stop_string_met_early_hides_no_longer_one() -> None:
     """The end of the early text may be held back as the beginning of another stop string."""
     prompt = list(range(30))

@@ -49,6 +49,8 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one, and keeps it for the request's life
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False  # the text ends with the stop string or token, not before it
+    skip_special_tokens: bool = True  # False: control tokens have their text in the output
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives for each output token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; -1: all, for short prompts
@@ -84,6 +86,9 @@ class SamplingParams:
                 _require_int(name, value, least, most)
         for name in ("tbt_target", "ttft_target", "deadline"):
             _seconds(self, name)
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"Got {name}={value!r} but expected True or False.")
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0)
         if not all(isinstance(text, str) and text for text in self.stop):

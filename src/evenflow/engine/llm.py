@@ -19,7 +19,7 @@ from evenflow.engine.engine import Engine
 from evenflow.engine.engine_thread import EngineThread
 from evenflow.engine.intake import Intake
 from evenflow.engine.outputs import Delta, Outputs, RequestOutput, joined
-from evenflow.engine.prompts import Conversation, Prompt, as_batch, as_conversations, read_prompt
+from evenflow.engine.prompts import Conversation, Prompt, Prompts, as_batch, as_conversations, read_prompt
 from evenflow.errors import EngineFailed, InvalidRequest
 
 Kind = TypeVar("Kind")
@@ -54,7 +54,7 @@ class LLM(BaseLLM):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[Delta], None] | None = None,
@@ -95,7 +95,7 @@ class LLM(BaseLLM):
         prompts = [self.encode_chat(messages) for messages in as_conversations(conversations)]
         return self.generate(prompts, sampling_params, on_delta=on_delta, priority=priority)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[RequestOutput]:
+    def embed(self, prompts: Prompts, pooling: Pooling = "last") -> list[RequestOutput]:
         """Embed each prompt as a unit vector in `embedding`, from its last token or the mean of all."""
         return self.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling))
 

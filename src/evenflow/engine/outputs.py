@@ -142,19 +142,20 @@ class TextCodec(Protocol):
 
     def encode_inside(self, text: str) -> list[int]: ...
 
-    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> TextDecoder: ...
+    def stream_decoder(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> TextDecoder: ...
 
 
 class StopFinder:
     """Holds back text that may still turn out part of a stop string."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, includes_stop: bool = False) -> None:
         self._stops = stops
+        self._includes_stop = includes_stop
         self._held = ""
         self._num_early = 0  # characters of early text
 
     def push(self, text: str, *, is_early: bool = False) -> tuple[str, str | None]:
-        """Returns the text that is now certain, and the stop string met, if any; the text then ends before it.
+        """Returns the text that is now certain, and the stop string met, if any; the text then ends before it, or with it.
 
         No stop string may end in early text, but one that ends later may begin there.
         """
@@ -166,7 +167,8 @@ class StopFinder:
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop, self._first(stop))) >= 0]
         if found:
             first, met = min(found, key=lambda one: one[0])
-            certain, self._held = self._held[:first], ""
+            end = first + len(met) if self._includes_stop else first
+            certain, self._held = self._held[:end], ""
             return certain, met
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
@@ -194,7 +196,8 @@ class OutputBuilder:
     def __init__(self, request: Request, decoder: TextDecoder | None) -> None:
         self.output = RequestOutput(request.id, request.tokens[: request.num_prompt_tokens])
         self._decoder = decoder
-        self._stop_finder = StopFinder(request.sampling.stop)
+        self._includes_stop = request.sampling.include_stop_str_in_output
+        self._stop_finder = StopFinder(request.sampling.stop, includes_stop=self._includes_stop)
         self._min_tokens = request.sampling.min_tokens
         self._stop_token_ids = request.stop_token_ids
         self._arrival = request.arrival_time
@@ -230,7 +233,7 @@ class OutputBuilder:
         text, met = "", None
         if self._decoder is not None:
             shown = tokens
-            if ended is not None and ended.reason == FinishReason.STOP:  # the stop token is not part of the text
+            if ended is not None and ended.reason == FinishReason.STOP and not self._includes_stop:
                 shown = tuple(token for token in tokens if token not in self._stop_token_ids)
             if num_early:
                 text, _ = self._stop_finder.push("".join(map(self._decoder.push, shown[:num_early])), is_early=True)
@@ -275,7 +278,10 @@ class Outputs:
 
     def add(self, request: Request, engine_id: str | None = None) -> RequestOutput:
         """`engine_id`: the engine's name for it; None: its own."""
-        decoder = None if self._codec is None else self._codec.stream_decoder(request.tokens)
+        decoder = None
+        if self._codec is not None:
+            skips = request.sampling.skip_special_tokens
+            decoder = self._codec.stream_decoder(request.tokens, skip_special_tokens=skips)
         builder = self._builders[engine_id or request.id] = OutputBuilder(request, decoder)
         return builder.output
 

@@ -24,11 +24,13 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+# One or several. Written without a union of sequences: type checkers then infer the type of a literal list.
+Prompts = str | TextPrompt | TokensPrompt | Sequence[int | Prompt]
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_batch(prompts: Prompts) -> list[Prompt]:
     """One prompt is a text, a list of token ids or a mapping; several are a list of them."""
     if isinstance(prompts, str | Mapping):
         return [cast("Prompt", prompts)]

@@ -91,6 +91,39 @@ def test_a_stop_token_ends_the_answer_and_is_no_text(server: RunningServer) -> N
     assert answer["usage"]["completion_tokens"] == 4
 
 
+def test_a_stop_is_part_of_the_text_if_asked_for(server: RunningServer) -> None:
+    tokens = small_tokenizer().encode(SCRIPT, add_special_tokens=False)
+    upto_token = small_tokenizer().decode(tokens[:4])
+    upto_stop = SCRIPT[: SCRIPT.index("!") + 1]
+    stops = {"stop": ["d 😀!", "nothing"]}, {"stop_token_ids": [tokens[3]]}
+    for stop, wanted in zip(stops, (upto_stop, upto_token), strict=True):
+        body = {"max_tokens": 100, "include_stop_str_in_output": True, **stop}
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", chat)):
+            [choice] = server.post(path, {**prompt, **body}).json()["choices"]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert (text, choice["finish_reason"]) == (wanted, "stop")
+        events = server.events("/v1/completions", {"prompt": "hi", **body})
+        assert "".join(event["choices"][0]["text"] for event in events) == wanted
+
+
+def test_control_tokens_are_text_if_asked_for() -> None:
+    said = "one<|im_start|> two<|end|>"
+    with scripted_server(script=said) as server:
+        for skips, text in ((True, "one two"), (False, "one<|im_start|> two")):
+            body = {"max_tokens": 50, "skip_special_tokens": skips, "logprobs": 1, "echo": True}
+            [choice] = server.post("/v1/completions", {"prompt": [3, *map(ord, "a")], **body}).json()["choices"]
+            assert choice["text"].endswith(text)
+            prompt = small_tokenizer().decode([3, *map(ord, "a")], skip_special_tokens=skips)
+            assert choice["text"] == prompt + text
+            assert choice["logprobs"]["text_offset"][-1] == len(prompt + text)
+            chat = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": skips}
+            message = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]
+            assert message["content"] == text
+        asked = {"prompt": "hi", "max_tokens": 50, "skip_special_tokens": False, "include_stop_str_in_output": True}
+        assert server.post("/v1/completions", asked).json()["choices"][0]["text"] == said
+
+
 def test_batches_of_texts_and_of_token_ids_answer_in_order(noise: RunningServer) -> None:
     prompts = [[5, 6, 7], [8, 9], [10]]
     answer = noise.post("/v1/completions", {"prompt": prompts, "max_tokens": 6, "n": 2}).json()

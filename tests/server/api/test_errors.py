@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (COMPLETION, {"prompt": "a", "seed": 2**63}, 400, "seed"),
     (COMPLETION, {"prompt": "a", "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
     (COMPLETION, {"prompt": "a", "include_stop_str_in_output": 0}, 400, "include_stop_str_in_output"),
-    (COMPLETION, {"prompt": "a", "skip_special_tokens": False}, 400, "only true is supported"),
+    (COMPLETION, {"prompt": "a", "spaces_between_special_tokens": False}, 400, "only true is supported"),
     (COMPLETION, {"prompt": "a", "best_of": True}, 400, "best_of"),
     ("/tokenize", {}, 400, "prompt or messages"),
     ("/tokenize", {"prompt": "a", "model": "other"}, 404, "other"),

@@ -86,9 +86,9 @@ class Tokenizer:
         stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
         return "".join(map(stream.push, token_ids)) + stream.flush()
 
-    def stream_decoder(self, prompt_token_ids: Iterable[int]) -> "StreamDecoder":
+    def stream_decoder(self, prompt_token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> "StreamDecoder":
         """A decoder for the answer to this prompt."""
-        return StreamDecoder(self, prompt_token_ids)
+        return StreamDecoder(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of a token, often only part of a character."""

@@ -32,6 +32,7 @@ class CompletionFormat:
         self.job = Job.of_choices(service, body, caller, id_prefix="cmpl-", num_prompts=len(self._prompts))
         self.job.grammar = body.grammar
         self._body = body
+        self._skips_special = body.skip_special_tokens is not False
         self._tokenizer = service.tokenizer
         self._choices = Choices(self.job, "text_completion", b"text", b'""')
         self.last_events = self._choices.last_events
@@ -57,13 +58,16 @@ class CompletionFormat:
             service.check_length(len(token_ids), body.max_tokens, "prompt")
             prompts.append(token_ids)
             if body.echo:
-                text = prompt if isinstance(prompt, str) and token_ids is whole else self._tokenizer.decode(token_ids)
+                text = prompt if isinstance(prompt, str) and token_ids is whole else self._decoded(token_ids)
                 self._echoed_prompts.append(text)
         self._size().check(sum(map(len, prompts)), self._max_tokens)
         requests: list[Prepared] = []
         for token_ids in prompts:
             requests += self.job.requests(body, token_ids, max(self._max_tokens, 1), first_index=len(requests))
         return requests
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _size(self) -> ResponseSize:
         """Each choice repeats what is asked for of its prompt."""
@@ -179,13 +183,15 @@ class CompletionFormat:
             scored = self._scored[index // self._body.num_choices] if self._scored else output
             all_ids += prompt_ids
             all_rows.extend(scored.prompt_logprobs or LogprobRows())
-            text_offsets += TextOffsets(StreamDecoder(tokenizer)).take(prompt_ids)
+            decoder = StreamDecoder(tokenizer, skip_special_tokens=self._skips_special)
+            text_offsets += TextOffsets(decoder).take(prompt_ids)
         if self._max_tokens:
             all_ids += token_ids
             all_rows.extend(rows)
             if index not in self._text_offsets:
                 start = len(self._text(index, "", is_first=True))
-                self._text_offsets[index] = TextOffsets(tokenizer.stream_decoder(prompt_ids), start)
+                decoder = tokenizer.stream_decoder(prompt_ids, skip_special_tokens=self._skips_special)
+                self._text_offsets[index] = TextOffsets(decoder, start)
             text_offsets += self._text_offsets[index].take(token_ids)
         return completion_logprobs(tokenizer, all_ids, all_rows, self._body.logprobs or 0, text_offsets)
 

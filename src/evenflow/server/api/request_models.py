@@ -31,7 +31,7 @@ FEW = Field(max_length=1024, fail_fast=True)
 MAX_INT = 2**63 - 1  # of a field without a bound of its own: no message between processes takes more
 _SAMPLING_FIELDS = (  # that SamplingParams takes as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos"),
+    *("min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
 )
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -169,9 +169,11 @@ class GenerationBody(EngineBody, GrammarFields, TokenFields):
     store: bool | None = Field(None, description="Has no effect: nothing is ever stored.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
     prompt_cache_key: str | None = Field(None, description="Has no effect: see tenant.")
-    skip_special_tokens: OnlyTrue | None = None
+    skip_special_tokens: bool | None = Field(None, description="true by default; false shows control tokens as text.")
     spaces_between_special_tokens: OnlyTrue | None = None
-    include_stop_str_in_output: OnlyFalse | None = None
+    include_stop_str_in_output: bool | None = Field(
+        None, description="End the text with the stop string or token that was met; false by default: before it."
+    )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationBody:
