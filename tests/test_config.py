@@ -103,7 +103,7 @@ def test_an_unknown_setting_is_named() -> None:
         ("LLM(tbt_taget=0.4)", 'Unexpected keyword argument "tbt_taget"'),
         ('AsyncLLM("default", max_num_seqs="8")', 'has incompatible type "str"; expected "int"'),
         ('LLM().generate([{"prompt": "a"}, {"prompt_token_ids": [1]}, "b", [1, 2]])', None),
-        ('LLM().embed([[1, 2], [3]])', None),
+        ("LLM().embed([[1, 2], [3]])", None),
         ('LLM().generate([{"promt": "a"}])', "incompatible type"),
         ('LLM().generate({"promt": "a"})', 'Extra key "promt"|incompatible type'),
         ('LLM().generate({"prompt": "a"}, SamplingParams(n=2, temperature=1))', None),

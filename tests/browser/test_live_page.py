@@ -425,6 +425,32 @@ def test_everything_has_a_name_and_a_visible_focus(pages: Pages, address: str) -
     assert {"target-range", "target-number", "load", "pause", "steps", "message", "new-chat"} <= set(focused)
 
 
+def test_one_click_shows_the_life_of_a_request(pages: Pages, address: str) -> None:
+    page = pages.open(address)
+    until(page, IS_LIVE)
+    assert not page.locator("#life").is_visible()
+    say(page, "hello", padding="300", max_tokens=5)
+    wait_for_answer(page)
+    page.get_by_role("button", name="What the server did").click()
+    rows = page.locator("#life-table tbody tr")
+    until_seen(page, lambda: rows.count() >= 5)
+    texts = rows.all_inner_texts()
+    assert re.search(r"arrived with [\d,]+ prompt tokens", texts[0])
+    assert any("no longer because the prompt ended" in text for text in texts)
+    assert any("first token" in text for text in texts)
+    assert "ended with 5 tokens: length" in texts[-1]
+    page.get_by_role("button", name="Close").click()
+    assert not page.locator("#life").is_visible()
+    with streaming(address, 2):  # and of a stall, with its causes
+        httpx.put(f"{address}/v1/target", json={"tbt_target": "0.1ms"}).raise_for_status()
+        stall = page.locator("#stalls button").first
+        until_seen(page, stall.is_visible)
+        httpx.put(f"{address}/v1/target", json={"tbt_target": "500ms"}).raise_for_status()
+    page.locator("#stalls button").first.click()
+    until_seen(page, lambda: page.locator("#life-table tr.late").count() > 0)
+    assert re.search(r"too late\s+[\d.]+ m?s\s+[\d.]+ m?s \w", page.locator("#life-table tr.late").first.inner_text())
+
+
 def test_motion_is_reduced_for_those_who_ask(pages: Pages, address: str) -> None:
     page = pages.open(address, reduced_motion="reduce")
     with streaming(address, 2):

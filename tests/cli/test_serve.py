@@ -30,6 +30,10 @@ BAD_SERVE = {
     "no answers": (["--max-n", 0], "max_n=0"),
     "no size": (["--max-body-size", "much"], "'much'"),
     "no duration": (["--drain-time", "soon"], "'soon'"),
+    "other model without a name": (["--other-model", "=x"], "'=x'"),
+    "other model with the name of the first": (["--served-model-name", "a", "--other-model", "a=x"], "'a=x'"),
+    "two others of one name": (["--other-model", "a=x", "--other-model", "a=y"], "'a=y'"),
+    "missing other model": (["--other-model", "a=/no/such/model"], "/no/such/model"),
     "empty name": (["--served-model-name", ""], "--served-model-name"),
     "missing model": (["--model", "/no/such/model"], "/no/such/model"),
     "too little memory, said by the engine": (["--kv-cache-memory", "1KiB"], "1024 bytes"),
@@ -139,6 +143,19 @@ def test_keys_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
         for key in ("from-the-environment", "from-the-file", "from-the-line"):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.get(url + "/v1/models", headers=headers, verify=False).status_code == 200
+
+
+def test_another_model_is_loaded_when_a_request_names_it() -> None:
+    with serving("--served-model-name", "small", "--other-model", f"long={long_context_llama()}") as (process, url):
+        for name, context in (("small", 256), ("long", 4096), ("small", 256)):
+            asked = {"model": name, "prompt": "hi", "max_tokens": 3, "temperature": 0}
+            answer = httpx.post(url + "/v1/completions", json=asked, timeout=60, verify=False).json()
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == (name, 3)
+            models = httpx.get(url + "/v1/models", verify=False).json()["data"]
+            assert [one["id"] for one in models] == ["small", "long"]
+            assert {one["id"]: one["max_model_len"] for one in models}[name] == context
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:

@@ -100,6 +100,7 @@ def test_an_answer_may_end_exactly_where_the_grammar_does() -> None:
         (Grammar.choice(["yes", "no", "你好"]), "你好"),
         (Grammar.regex(r"/path/\d{2}"), "/path/42"),
         (Grammar.lark('start: "a" middle "b"\nmiddle: /[0-9]+/ | "x" middle'), "axx17b"),
+        (Grammar.lark('root ::= "a" middle "b"\nmiddle ::= [0-9]+ | "x" middle'), "axx17b"),  # GBNF
     ],
 )
 def test_what_matches_may_be_written(grammar: Grammar, text: str) -> None:

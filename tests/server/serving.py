@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from evenflow.server.access import Caller
 from evenflow.server.engine.process import build_served_engine
 from evenflow.server.engine.served_engine import ServedEngine
 from evenflow.server.gate import ServerLimits
-from evenflow.server.serving import Server, ServerSettings, bind, serve
+from evenflow.server.serving import ModelSource, Server, ServerSettings, bind, serve
 from tests.models import byte_level_tokenizer
 from tests.server.engines import scripted_engine
 
@@ -102,7 +102,10 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    factory: Callable[[], Engine], tokenizer: Callable[[], Tokenizer] = small_tokenizer, **settings: Any
+    factory: Callable[[], Engine],
+    tokenizer: Callable[[], Tokenizer] = small_tokenizer,
+    others: Sequence[ModelSource] = (),
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     """Serve in a thread of this process until the context ends."""
     listener = bind("127.0.0.1", 0)
@@ -121,7 +124,7 @@ def running_server(
         )
         try:
             asyncio.Runner(loop_factory=uvloop.new_event_loop).run(
-                serve(chosen, listener, factory, tokenizer, on_ready)
+                serve(chosen, listener, factory, tokenizer, on_ready, others)
             )
         finally:
             ready.set()

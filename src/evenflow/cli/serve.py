@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,17 +60,19 @@ def serve(
     with bind(options.host, options.port) as listener:
         if options.record is not None:
             _empty(options.record)
-        find_model(config.model)  # before the slow imports; fetches `default`, where a progress bar can be shown
+        others = options.other_configs(config)
+        for one in (config, *others.values()):
+            find_model(one.model)  # before the slow imports; fetches `default`, where a progress bar can be shown
         host, port = listener.getsockname()[:2]
 
         def say_ready(server: Server) -> None:
-            names, policy = ", ".join(settings.model_names), server.service.client.policy
+            names, policy = ", ".join([*settings.model_names, *others]), server.service.client.policy
             logger.info(
                 "Serving %s (%s) at http://%s:%d/v1, with a live page at http://%s:%d/, until Ctrl-C.",
                 *(names, policy, host, port, host, port),
             )
 
-        _run(options, serve_model(settings, listener, config, options.record, say_ready))
+        _run(options, serve_model(settings, listener, config, options.record, say_ready, others))
 
 
 def _empty(path: Path) -> None:
@@ -87,10 +89,11 @@ async def serve_model(
     config: EngineConfig,
     record: Path | None,
     on_ready: Callable[[Server], None],
+    others: Mapping[str, EngineConfig] | None = None,
 ) -> None:
-    """Serve a model by evenflow's own engine until a signal comes."""
+    """Serve a model by evenflow's own engine until a signal comes; `others`, by name, when requests ask for them."""
     from evenflow.server.engine.process import build_served_engine
-    from evenflow.server.serving import serve
+    from evenflow.server.serving import ModelSource, serve
 
     def freeze(server: Server) -> None:
         # Keep what is loaded now out of garbage collections: a full one would stall every stream.
@@ -98,12 +101,17 @@ async def serve_model(
         gc.freeze()
         on_ready(server)
 
-    def load_tokenizer() -> Tokenizer:
+    def load_tokenizer(config: EngineConfig) -> Tokenizer:
         from evenflow.model.loader import load_model  # slow: it imports torch
 
         return load_model(config.model, is_dummy=config.load_format == "dummy").tokenizer
 
-    await serve(settings, listener, partial(build_served_engine, config, record), load_tokenizer, freeze)
+    def source(names: tuple[str, ...], config: EngineConfig) -> ModelSource:
+        return ModelSource(names, partial(build_served_engine, config, record), partial(load_tokenizer, config))
+
+    first = source(settings.model_names, config)
+    more = [source((name,), one) for name, one in (others or {}).items()]
+    await serve(settings, listener, first.factory, first.load_tokenizer, freeze, more)
 
 
 def _run(options: ServeOptions, serving: Coroutine[Any, Any, None]) -> None:

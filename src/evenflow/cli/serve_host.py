@@ -35,7 +35,7 @@ _OWN_OPTIONS = (
     *("device", "weights", "load_format", "deterministic", "threads", "kv_cache_memory"),
     *("kv_offload_memory", "kv_offload_format", "cache_dir", "cache_dir_size"),
     *("max_response_size", "max_prompt_tokens", "max_n", "max_open_tokens", "shares", "allow_special_tokens"),
-    *("pooling", "otlp_endpoint", "request_log", "step_timeout", "record"),
+    *("pooling", "otlp_endpoint", "request_log", "step_timeout", "record", "other_model"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -59,6 +59,9 @@ class ServeOptions:
     host: str = option("Address to listen on; 0.0.0.0 is every address of this machine.", default="127.0.0.1")
     port: int = option("Port to listen on; 0 picks a free one.", default=8000)
     served_model_name: list[str] | None = option("Model name in requests, not --model; repeatable.", metavar="NAME")
+    other_model: list[str] | None = option(
+        "Another model, loaded in place of --model when a request names it; repeatable.", metavar="[NAME=]MODEL"
+    )
     api_key: list[str] | None = option(f"API key to require; repeatable. Safer: ${_KEY_VARIABLE}.", metavar="KEY")
     api_key_file: Path | None = option("File of API keys, one per line: KEY, or KEY name=NAME.", metavar="PATH")
     admin_api_key: list[str] | None = option(
@@ -126,6 +129,21 @@ class ServeOptions:
             if size > 1:
                 got = f"Got --{name.replace('_', '-')} {size}"
                 raise InvalidInput(f"{got} but evenflow's own engine runs on one device: use --engine vllm.")
+
+    def other_configs(self, config: EngineConfig) -> dict[str, EngineConfig]:
+        """The engines of the other models, by the name of each in requests."""
+        names, found = set(self.served_model_name or (config.model,)), dict[str, EngineConfig]()
+        for given in self.other_model or ():
+            name, separator, model = given.partition("=")
+            model = model if separator else name
+            if not name or not model:
+                raise InvalidInput(f"Got --other-model {given!r} but expected MODEL or NAME=MODEL.")
+            if name in names or name in found:
+                raise InvalidInput(
+                    f"Got --other-model {given!r} but a model of that name is served: NAME=MODEL renames."
+                )
+            found[name] = replace(config, model=model)
+        return found
 
     def read_shares(self) -> Shares:
         return Shares() if self.shares is None else read_shares(self.shares)

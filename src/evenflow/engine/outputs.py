@@ -155,7 +155,7 @@ class StopFinder:
         self._num_early = 0  # characters of early text
 
     def push(self, text: str, *, is_early: bool = False) -> tuple[str, str | None]:
-        """Returns the text that is now certain, and the stop string met, if any; the text then ends before it, or with it.
+        """Returns the text that is now certain, and the stop string met, if any: the text then ends.
 
         No stop string may end in early text, but one that ends later may begin there.
         """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import NamedTuple, cast
 
 import uvicorn
 
@@ -35,8 +35,9 @@ from evenflow.server.api.template_renderer import TemplateRenderer
 from evenflow.server.app import make_app
 from evenflow.server.arrivals import Arrivals
 from evenflow.server.connections import BoundedProtocol, bounded_protocol, in_pieces
+from evenflow.server.engine.model_switch import ModelSwitch
 from evenflow.server.engine.process import EngineFactory
-from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.engine.served_engine import ServedEngine, ServedModel
 from evenflow.server.gate import Gate, ServerLimits
 from evenflow.server.live.feed import LiveFeed
 from evenflow.server.metrics.observer import Observer
@@ -57,6 +58,14 @@ _FEW_CONNECTIONS = 64  # what a flood of more leaves is freed at once, though no
 _TICKS_PER_CHECK = 5  # of 0.1 s: between looks at what connections hold
 _BACKLOG = 2048  # connections that wait to be accepted
 _UNREAD_BYTES = 128 << 10  # of a connection that the system holds, twice as many on Linux: else it takes megabytes
+
+
+class ModelSource(NamedTuple):
+    """A model to serve: its names in requests, and how its engine is built, in another process, and its tokenizer."""
+
+    names: tuple[str, ...]
+    factory: EngineFactory
+    load_tokenizer: Callable[[], Tokenizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,32 +142,50 @@ async def serve(
     factory: EngineFactory,
     load_tokenizer: Callable[[], Tokenizer],
     on_ready: Callable[[Server], None] = lambda server: None,
+    others: Sequence[ModelSource] = (),
 ) -> None:
-    """Serve on a bound socket until a signal. Raises the error if the engine's first start fails."""
+    """Serve on a bound socket until a signal. Raises the error if the engine's first start fails.
+
+    The engine starts with the first model; `others` are loaded in its place when requests name them.
+    """
     tracer = make_tracer(settings.otlp_endpoint, settings.model_names[0])
     observer = Observer(settings.model_names[0])
     request_log = None if settings.request_log is None else RequestLog(settings.request_log, observer)
-    tokenizer = await asyncio.to_thread(load_tokenizer)
+    sources = [ModelSource(settings.model_names, factory, load_tokenizer), *others]
+    tokenizers = [await asyncio.to_thread(source.load_tokenizer) for source in sources]
     if tracer is not None:
         observer.listen(tracer)
-    grammar_gate = GrammarGate(tokenizer, tokenizer.vocab_size)
-    templates = TemplateRenderer(tokenizer, allows_special_tokens=settings.allows_special_tokens)
-    client = ServedEngine(factory, tokenizer, observer)
+    models = [ServedModel(one.names[0], one.factory, codec) for one, codec in zip(sources, tokenizers, strict=True)]
+    client = ServedEngine(models[0], observer)
+    gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected, settings.shares)
+    work, switch, services = LargeWork(), ModelSwitch(client), list[ModelService]()
+    for source, tokenizer, model in zip(sources, tokenizers, models, strict=True):
+        service = ModelService(
+            *(client, gate, work),
+            tokenizer=tokenizer,
+            token_sizes=TokenSizes(tokenizer),
+            grammar_gate=GrammarGate(tokenizer, tokenizer.vocab_size),
+            templates=TemplateRenderer(tokenizer, allows_special_tokens=settings.allows_special_tokens),
+            model_names=source.names,
+            system_fingerprint=fingerprint(settings.engine + (model.name if others else "")),
+            model=model,
+            switch=switch,
+            served=services,
+            pooling=settings.pooling,
+        )
+        services.append(service)
     try:
-        await templates.start()
+        await services[0].templates.start()
         await client.start()
-        gate = Gate(settings.limits, lambda: client.max_num_seqs, observer.on_request_rejected, settings.shares)
-        named = settings.model_names, fingerprint(settings.engine)
-        parts = client, gate, LargeWork(), tokenizer, TokenSizes(tokenizer), grammar_gate, templates
-        service = ModelService(*parts, *named, pooling=settings.pooling)
-        server = Server(service, observer, settings)
+        server = Server(services[0], observer, settings)
         listen(listener)
         on_ready(server)
         await server.serve(sockets=[listener])
     finally:
+        switch.close(EngineFailed("the server is shutting down"))
         await client.close()
-        await grammar_gate.close()
-        await templates.close()
+        for one in services:
+            await one.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         if request_log is not None:

@@ -68,6 +68,25 @@ def test_openais_client_reads_them(server: RunningServer) -> None:
     assert_close(decoded, answer.data[0].embedding)
 
 
+def test_ollamas_routes_give_the_same_vectors(server: RunningServer) -> None:
+    both = server.post("/api/embed", {"model": MODEL, "input": [TEXT, "the"], "keep_alive": "5m"}).json()
+    for found, wanted in zip(both["embeddings"], embed(server, [TEXT, "the"]), strict=True):
+        assert_close(found, wanted)
+    assert both["model"] == MODEL
+    assert both["prompt_eval_count"] == server.post(PATH, {"input": [TEXT, "the"]}).json()["usage"]["prompt_tokens"]
+    assert both["total_duration"] > 0
+    [one] = server.post("/api/embed", {"model": MODEL, "input": TEXT, "dimensions": 8}).json()["embeddings"]
+    assert_close(one, embed(server, TEXT, dimensions=8)[0])
+    older = server.post("/api/embeddings", {"model": f"{MODEL}:latest", "prompt": TEXT}).json()
+    assert list(older) == ["embedding"]
+    assert_close(older["embedding"], embed(server, TEXT)[0])
+    long = {"model": MODEL, "input": TEXT * 100}
+    assert server.post("/api/embed", long).status_code == 200  # its last tokens
+    refused = server.post("/api/embed", {**long, "truncate": False})
+    assert (refused.status_code, list(refused.json())) == (400, ["error"])
+    assert "embedding" in server.post("/api/show", {"model": MODEL}).json()["capabilities"]
+
+
 def test_usage_counts_the_inputs(server: RunningServer) -> None:
     usage = server.post(PATH, {"input": [[5, 6, 7], [8]]}).json()["usage"]
     assert usage == {"prompt_tokens": 4, "total_tokens": 4}

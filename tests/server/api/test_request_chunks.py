@@ -46,6 +46,28 @@ def test_a_prompt_is_all_in_its_chunks(server: RunningServer) -> None:
     assert all(0 <= chunk["seconds"] <= chunk["end_s"] for chunk in chunks)
 
 
+def test_late_tokens_have_their_gaps_and_causes() -> None:
+    with scripted_server(policy="target:1ms", step_s=0.02) as server:
+        answer = server.openai().completions.create(model=MODEL, prompt=[7] * 40, max_tokens=12)
+        (request,) = ask(server, answer.id)
+    assert (request["output_tokens"], request["finish_reason"]) == (12, "length")
+    late = request["late"]
+    assert len(late) == 8  # the longest of eleven
+    for gap in late:
+        assert 0.02 <= gap["gap_s"] == pytest.approx(sum(cause["seconds"] for cause in gap["causes"]), abs=1e-4)
+        assert 0 < gap["late_s"] < gap["gap_s"]
+    times = [request["ttft_s"], *(gap["at_s"] for gap in late)]
+    assert times == sorted(times)
+    assert times[-1] <= request["end_s"]
+
+
+def test_a_request_that_runs_has_not_ended(server: RunningServer) -> None:
+    with server.openai().completions.create(model=MODEL, prompt="a", max_tokens=900, stream=True) as stream:
+        (request,) = ask(server, next(iter(stream)).id)
+    assert request["late"] == []
+    assert {request[name] for name in ("output_tokens", "finish_reason", "end_s")} == {None}
+
+
 def test_a_cached_prefix_has_no_chunk(server: RunningServer) -> None:
     prompt = [9] * 100
     server.openai().completions.create(model=MODEL, prompt=prompt, max_tokens=1)

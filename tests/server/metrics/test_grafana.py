@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.stepping import samples
 
 DASHBOARD = Path(__file__).parents[3] / "dashboards" / "grafana.json"
@@ -27,6 +29,24 @@ def test_every_query_is_answered() -> None:
             assert name in known, f"{name} in {query}"
         for label in re.findall(r"by \((\w+)\)", query):
             assert label in known[names[0]], f"{label} in {query}"
+
+
+def test_grafana_s_own_types_read_every_field() -> None:
+    """Reading drops fields that Grafana's schema does not have, and those of the wrong type."""
+    dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard").Dashboard
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder").JSONEncoder
+    written = json.loads(DASHBOARD.read_text())
+    read = json.loads(encoder().encode(dashboard.from_json(json.loads(DASHBOARD.read_text()))))
+    assert _kept(written, read) == written
+
+
+def _kept(written: Any, read: Any) -> Any:
+    """The part of `read` that was written: reading adds defaults."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return {name: _kept(value, read[name]) for name, value in written.items() if name in read}
+    if isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        return [_kept(*pair) for pair in zip(written, read, strict=True)]
+    return read
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:

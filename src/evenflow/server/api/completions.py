@@ -74,7 +74,7 @@ class CompletionFormat:
         body, sizes = self._body, self.job.service.token_sizes
         token_id = sizes.token_id * bool(body.return_token_ids)
         per_token = sizes.plain + sizes.completion_row(body.logprobs) + token_id
-        prompt_row = sizes.prompt_row(body.prompt_logprobs, self.job.service.client.limits.vocab_size)
+        prompt_row = sizes.prompt_row(body.prompt_logprobs, self.job.service.limits.vocab_size)
         per_prompt_token = prompt_row + token_id + per_token * bool(body.echo)
         per_step = 0 if body.stream else self.job.num_choices * per_token
         return ResponseSize(self.job, per_prompt_token=per_prompt_token * body.num_choices, per_step=per_step)

@@ -95,7 +95,7 @@ class Conversation:
         token_id = sizes.token_id * bool(body.return_token_ids)
         per_token = sizes.plain + sizes.chat_row(body.num_logprobs) + token_id
         per_token += CALL_BYTES if self._tool_use.tools else 0
-        prompt_row = sizes.prompt_row(body.prompt_logprobs, job.service.client.limits.vocab_size)
+        prompt_row = sizes.prompt_row(body.prompt_logprobs, job.service.limits.vocab_size)
         return ResponseSize(
             job,
             per_prompt_token=prompt_row + token_id * (job.num_choices if body.stream else 1),

@@ -28,13 +28,13 @@ MAX_INPUTS = 2048  # as with OpenAI
 # The most that a number takes in a response.
 _TEXT_BYTES = 24
 _BASE64_BYTES = 6
-_MANY = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+MANY = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 
 
 class EmbeddingsBody(EngineBody):
     """POST /v1/embeddings"""
 
-    input: Text | TokenIds | Annotated[list[Text], _MANY] | Annotated[list[TokenIds], _MANY] = Field(
+    input: Text | TokenIds | Annotated[list[Text], MANY] | Annotated[list[TokenIds], MANY] = Field(
         description="Text or token ids; a list of either is a batch."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -73,22 +73,26 @@ class EmbeddingsFormat:
         return requests
 
     def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        embeddings = [self._embedding(output) for output in outputs]
-        num_values = sum(map(len, embeddings))
         is_text = self._body.encoding_format != "base64"
-        size = num_values * (_TEXT_BYTES if is_text else _BASE64_BYTES)
+        encode = as_numbers if is_text else _as_base64
+        data = Rows(
+            list(enumerate(self.vectors(outputs))),
+            lambda one: {"object": "embedding", "index": one[0], "embedding": encode(one[1])},
+        )
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        return {"object": "list", "data": data, "model": self.job.model, "usage": counts}
+
+    def vectors(self, outputs: Sequence[RequestOutput]) -> list[array[float]]:
+        """One for each input; refused if they are too large a response."""
+        embeddings = [self._embedding(output) for output in outputs]
+        is_text = self._body.encoding_format != "base64"
+        size = sum(map(len, embeddings)) * (_TEXT_BYTES if is_text else _BASE64_BYTES)
         allowed = self.job.service.gate.limits.max_response_size
         if size > allowed:  # no setting says how many numbers the model gives
             advice = "send fewer inputs" + ", or set encoding_format to base64" * is_text
             message = f"The response may take {size} bytes but this server allows {allowed}: {advice}."
             raise ApiError(400, message, code="response_too_large", param="input")
-        encode = _as_numbers if is_text else _as_base64
-        data = Rows(
-            list(enumerate(embeddings)),
-            lambda one: {"object": "embedding", "index": one[0], "embedding": encode(one[1])},
-        )
-        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
-        return {"object": "list", "data": data, "model": self.job.model, "usage": counts}
+        return embeddings
 
     def _embedding(self, output: RequestOutput) -> array[float]:
         assert output.embedding is not None, "the engine pools what it is asked to"
@@ -109,6 +113,6 @@ def _as_base64(values: array[float]) -> str:
     return b64encode(values.tobytes()).decode()
 
 
-def _as_numbers(values: array[float]) -> msgspec.Raw:
+def as_numbers(values: array[float]) -> msgspec.Raw:
     """Written at once: as Python's numbers, those of a large batch would take eight times the memory."""
     return msgspec.Raw(encode_json(values.tolist()))

@@ -6,9 +6,12 @@ A client that disconnects aborts its requests at once, at any time. The bytes ar
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Self, TypeVar, cast
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
@@ -27,6 +30,7 @@ from evenflow.server.api.request_body import make_of_body
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.response_size import event_bytes, held_bytes, written_bytes
 from evenflow.server.api.service import ModelService
+from evenflow.server.engine.model_switch import Hold
 from evenflow.server.engine.served_engine import Prepared
 from evenflow.server.errors import ApiError, as_api_error
 
@@ -34,7 +38,16 @@ _WRITTEN_AT_ONCE = 1 << 18  # bytes of outputs in memory: writing them takes a m
 _NO_ROWS = LogprobRows()
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
+
+class NamesModel(Protocol):
+    """A body that names its model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
 BodyType = TypeVar("BodyType", bound=BaseModel)
+Result = TypeVar("Result")
 MakeFormat = Callable[[ModelService, BodyType, Caller], Format]
 
 
@@ -42,13 +55,21 @@ class EngineResponse(Response):
     """Submits its requests only when it is sent, so a response that is never sent holds nothing.
 
     It holds room for the job's `num_choices`, and as many run or wait at a time. `streaming` says how to send events,
-    which the format must then have; None: whole.
+    which the format must then have; None: whole. `hold`: of its model, if it had to wait for that.
     """
 
     def __init__(
-        self, form: Format, question: bytes | None, num_bytes: int, streaming: StreamOptions | None = None
+        self,
+        form: Format,
+        question: bytes | None,
+        num_bytes: int,
+        streaming: StreamOptions | None = None,
+        hold: Hold | None = None,
     ) -> None:
         super().__init__()
+        self._hold = hold
+        if hold is not None:
+            weakref.finalize(self, hold.release)  # of a response that is never sent
         self._format = form
         self._question = question  # for the chat template
         self._job = form.job
@@ -64,15 +85,19 @@ class EngineResponse(Response):
     ) -> Self:
         """The response to an HTTP request with such a body."""
 
-        def make_format(body: BodyType) -> tuple[Format, bytes | None]:
-            return with_question(make(service, body, request.state.caller))
+        def make_format(chosen: ModelService, body: BodyType) -> tuple[Format, bytes | None]:
+            return with_question(make(chosen, body, request.state.caller))
 
-        (form, question), num_bytes = await make_of_body(request, service, body_type, make_format)
-        return cls(form, question, num_bytes, form.job.body.streaming)
+        (form, question), num_bytes, hold = await make_for_model(request, service, body_type, make_format)
+        return cls(form, question, num_bytes, form.job.body.streaming, hold)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, service = self._job, self._service
-        with service.gate.enter(job.share, job.num_choices, job.service_class) as room:
+        with (
+            self._hold or nullcontext(),  # released also if the gate refuses
+            service.gate.enter(job.share, job.num_choices, job.service_class) as room,
+            self._hold or await service.switch.hold(service.model),
+        ):
             if job.grammar is not None:
                 await service.grammar_gate.check(job.grammar, job.caller.client)
             requests = deque(await self._prepare())
@@ -218,6 +243,42 @@ class EngineResponse(Response):
         rows, delta.output.logprobs = delta.output.logprobs or _NO_ROWS, None
         num_bytes, client = event_bytes(delta, rows), self._job.caller.client
         return await self._service.large_work.run(num_bytes, client, form.event, index, delta, rows, usage)
+
+
+async def make_for_model(
+    request: HttpRequest,
+    service: ModelService,
+    body_type: type[BodyType],
+    make: Callable[[ModelService, BodyType], Result],
+) -> tuple[Result, int, Hold | None]:
+    """What `make` makes of a body for the model that it names, its size, and the model's hold if the request waited.
+
+    In the job that parses the body, unless the model has to be loaded first.
+    """
+
+    def attempt(body: BodyType) -> Result | BodyType:
+        chosen = service.serving(cast("NamesModel", body).model)
+        return make(chosen, body) if chosen.is_free else body
+
+    made, num_bytes = await make_of_body(request, service, body_type, attempt)
+    if not isinstance(made, body_type):
+        return cast("Result", made), num_bytes, None
+    chosen = service.serving(cast("NamesModel", made).model)
+    found, hold = await make_loaded(chosen, request.state.caller, num_bytes, partial(make, chosen, made))
+    return found, num_bytes, hold
+
+
+async def make_loaded(
+    service: ModelService, caller: Caller, num_bytes: int, make: Callable[[], Result]
+) -> tuple[Result, Hold | None]:
+    """What `make` makes once the model is loaded, and the model's hold if it had to be waited for."""
+    hold = None if service.is_free else await service.hold(caller)
+    try:
+        return await service.large_work.run(num_bytes, caller.client, make), hold
+    except BaseException:
+        if hold is not None:
+            hold.release()
+        raise
 
 
 def with_question(form: Format) -> tuple[Format, bytes | None]:

@@ -66,7 +66,7 @@ class Job:
         if most is None:
             return token_ids
         if most == -1:
-            room = self.service.client.limits.max_model_len - max(1, max_tokens or 1)
+            room = self.service.limits.max_model_len - max(1, max_tokens or 1)
             most = max(1, min(room, self.service.gate.limits.max_prompt_tokens or room))
         if len(token_ids) <= most:
             return token_ids
@@ -122,7 +122,7 @@ class ResponseSize:
     def tokens_that_fit(self, num_prompt_tokens: int) -> int:
         """How long each choice of a prompt may get if the client does not say."""
         self.check(num_prompt_tokens, 1)
-        room = self.job.service.client.limits.max_model_len - num_prompt_tokens
+        room = self.job.service.limits.max_model_len - num_prompt_tokens
         if not self.per_step:
             return room
         return min(room, (self._limit - self.most_bytes(num_prompt_tokens, 0)) // self.per_step)

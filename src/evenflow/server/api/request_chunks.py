@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}/chunks: how a request's prompt was prefilled, chunk by chunk, while it runs and afterwards.
+"""GET /v1/requests/{id}/chunks: how a request was served, its prompt chunk by chunk, while it runs and afterwards.
 
 It reads what the Observer recorded, so it is the same for evenflow's own engine and for a host engine.
 """
@@ -58,7 +58,7 @@ def request_routes(recent: RecentRequests) -> APIRouter:
 
     @routes.get(
         "/v1/requests/{request_id:path}/chunks",
-        summary="How a request's prompt was prefilled",
+        summary="How a request was served: its prompt's chunks, and its late tokens",
         **described(models.RequestChunks, errors=(404,)),
     )
     async def request_chunks(request_id: str, request: Request) -> Response:
@@ -69,13 +69,15 @@ def request_routes(recent: RecentRequests) -> APIRouter:
                 "expected the id of a response."
             )
             raise ApiError(404, message, code="request_not_found", param="request_id")
-        content = {"id": request_id, "object": "request.chunks", "requests": [_prefill(record) for record in records]}
+        content = {"id": request_id, "object": "request.chunks", "requests": [_life(record) for record in records]}
         return Response(encode_json(content), media_type="application/json")
 
     return routes
 
 
-def _prefill(record: ServedRequest) -> dict[str, Any]:
+def _life(record: ServedRequest) -> dict[str, Any]:
+    has_ended = bool(record.finish_reason)
+
     def since_arrival(at: float | None) -> float | None:
         return None if at is None else round(at - record.started_at, 6)
 
@@ -95,4 +97,19 @@ def _prefill(record: ServedRequest) -> dict[str, Any]:
             }
             for at, chunk in record.chunks
         ],
+        "late": [
+            {
+                "at_s": since_arrival(stall.at),
+                "gap_s": round(stall.gap_s, 6),
+                "late_s": round(stall.late_s, 6),
+                "causes": [  # without the other requests' ids
+                    {"kind": cause.kind, "seconds": round(cause.seconds, 6), "tokens": cause.num_tokens}
+                    for cause in stall.causes
+                ],
+            }
+            for stall in sorted(record.late, key=lambda one: one.at)
+        ],
+        "output_tokens": record.num_output_tokens if has_ended else None,
+        "finish_reason": record.finish_reason or None,
+        "end_s": since_arrival(record.finished_at) if has_ended else None,
     }

@@ -118,7 +118,7 @@ class ModelCard(_Response):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None  # None: it has not been loaded yet
 
 
 class ModelList(_Response):
@@ -172,6 +172,21 @@ class PromptChunk(_Response):
     end_s: float  # when the step ended, after the request arrived
 
 
+class GapCause(_Response):
+    kind: str
+    seconds: float
+    tokens: int  # of the prompt's chunk that caused it; else 0
+
+
+class LateGap(_Response):
+    """A gap before a token that came too late."""
+
+    at_s: float  # when it came
+    gap_s: float
+    late_s: float  # how much too late
+    causes: list[GapCause]  # largest first; they add up to the gap
+
+
 class PrefilledRequest(_Response):
     """Times are seconds since the request arrived; null: not yet."""
 
@@ -181,6 +196,10 @@ class PrefilledRequest(_Response):
     queue_s: float | None  # when its first step began
     ttft_s: float | None
     chunks: list[PromptChunk]
+    late: list[LateGap]  # the longest, in the order of time
+    output_tokens: int | None
+    finish_reason: str | None
+    end_s: float | None
 
 
 class RequestChunks(_Response):

@@ -64,7 +64,7 @@ def generation_routes(service: ModelService) -> APIRouter:
 
     @routes.post("/v1/rerank", include_in_schema=False)
     async def rerank() -> Response:
-        names = ", ".join(service.model_names)
+        names = ", ".join(service.all_names)
         reason = "ranking documents needs a model with a score head, which no architecture of this engine has"
         raise ApiError(501, f"{names} cannot do this: {reason}. Use --engine vllm.", code="unsupported_endpoint")
 
@@ -77,7 +77,8 @@ def health_routes(service: Service) -> APIRouter:
 
     @routes.get("/health", summary="Whether the engine is up", **described(models.Status, errors=(503,)))
     async def health() -> Response:
-        if not (service.client.is_up or service.client.is_warming_up):
+        is_switching = isinstance(service, ModelService) and service.switch.is_switching
+        if not (service.client.is_up or service.client.is_warming_up or is_switching):
             raise overloaded("The engine is down; it is being restarted.")
         return _json({"status": "ok"})
 
@@ -85,6 +86,8 @@ def health_routes(service: Service) -> APIRouter:
     async def ready() -> Response:
         if service.gate.is_draining:
             raise overloaded("The server accepts no requests now: it is shutting down.")
+        if isinstance(service, ModelService) and service.switch.is_switching:
+            return _json({"status": "ready"})  # requests are accepted, and wait for their model
         if not service.client.is_up:
             raise overloaded(f"The server accepts no requests now: {service.client.failure}.")
         if (stuck := service.client.admission_failure) is not None:
@@ -101,42 +104,43 @@ def health_routes(service: Service) -> APIRouter:
 def model_routes(service: ModelService) -> APIRouter:
     """The model and its tokenizer."""
     routes = APIRouter()
-    engine = service.client
 
     def model_card(name: str) -> dict[str, object]:
+        intake = service.serving(name).model.intake
         return {
             "id": name,
             "object": "model",
             "created": service.started_at,
             "owned_by": "evenflow",
-            "max_model_len": engine.limits.max_model_len,
+            "max_model_len": None if intake is None else intake.limits.max_model_len,
         }
 
     @routes.get("/v1/models", summary="The served models", **described(models.ModelList))
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [model_card(name) for name in service.model_names]})
+        return _json({"object": "list", "data": [model_card(name) for name in service.all_names]})
 
     @routes.get("/v1/models/{name:path}", summary="One model", **described(models.ModelCard, errors=(404,)))
     async def model(name: str) -> Response:
-        return _json(model_card(service.model_name(name)))
+        return _json(model_card(service.serving(name).model_name(name)))
 
     @routes.post(
         "/tokenize", summary="Text to tokens", **described(models.Tokens, body=TokenizeBody, errors=BUSY_ERRORS)
     )
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, service, TokenizeBody)
-        service.model_name(body.model)
-        caller = request.state.caller
-        rendered = await service.render(num_bytes, caller.client, _template_question, service, body)
-        return await service.in_turn(caller, num_bytes, _tokenize, service, body, rendered)
+        caller, chosen = request.state.caller, service.serving(body.model)
+        with await chosen.hold(caller):
+            rendered = await chosen.render(num_bytes, caller.client, _template_question, chosen, body)
+            return await chosen.in_turn(caller, num_bytes, _tokenize, chosen, body, rendered)
 
     @routes.post(
         "/detokenize", summary="Tokens to text", **described(models.PlainText, body=DetokenizeBody, errors=BUSY_ERRORS)
     )
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await read_body(request, service, DetokenizeBody)
-        service.model_name(body.model)
-        return await service.in_turn(request.state.caller, num_bytes, _detokenize, service, body)
+        caller, chosen = request.state.caller, service.serving(body.model)
+        with await chosen.hold(caller):
+            return await chosen.in_turn(caller, num_bytes, _detokenize, chosen, body)
 
     return routes
 
@@ -183,7 +187,7 @@ def _template_question(service: ModelService, body: TokenizeBody) -> bytes | Non
 
 
 def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Response:
-    tokenizer, max_model_len = service.tokenizer, service.client.limits.max_model_len
+    tokenizer, max_model_len = service.tokenizer, service.limits.max_model_len
     if body.messages is not None:
         tokens = encode_rendered(service, rendered)
     else:
@@ -197,7 +201,7 @@ def _tokenize(service: ModelService, body: TokenizeBody, rendered: str) -> Respo
 
 
 def _detokenize(service: ModelService, body: DetokenizeBody) -> Response:
-    vocab_size = service.client.limits.vocab_size
+    vocab_size = service.limits.vocab_size
     for token in body.tokens:
         if token >= vocab_size:
             raise ApiError(400, f"Got token id {token} but the vocabulary has ids 0 to {vocab_size - 1}.")

@@ -6,12 +6,14 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from evenflow import __version__
 from evenflow.bench.live_load import LoadLimits
 from evenflow.core.request import Pooling
+from evenflow.engine.intake import Limits
 from evenflow.errors import EvenflowError, InvalidRequest
 from evenflow.model.text.tokenizer import Tokenizer
 from evenflow.server.access import Caller
@@ -19,7 +21,8 @@ from evenflow.server.api.grammar_gate import GrammarGate
 from evenflow.server.api.large_work import LargeWork
 from evenflow.server.api.response_size import TokenSizes
 from evenflow.server.api.template_renderer import TemplateRenderer
-from evenflow.server.engine.served_engine import ServedEngine
+from evenflow.server.engine.model_switch import Hold, ModelSwitch
+from evenflow.server.engine.served_engine import ServedEngine, ServedModel
 from evenflow.server.engine.supervised import SupervisedEngine
 from evenflow.server.errors import ApiError
 from evenflow.server.gate import Gate
@@ -64,12 +67,21 @@ class ModelService(Service):
     templates: TemplateRenderer
     model_names: tuple[str, ...]
     system_fingerprint: str
+    model: ServedModel
+    switch: ModelSwitch
+    served: list[ModelService]  # all of this server, this one among them; the first is the default
     pooling: Pooling | None = None  # of embeddings; None: the server gives none
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def fail_all(self, failure: EvenflowError) -> None:
         # Named, because a class with slots is made anew by its decorator, which `super()` does not know.
+        self.switch.close(failure)
         await Service.fail_all(self, failure)
+        for one in self.served:
+            await one.close()
+
+    async def close(self) -> None:
+        """End its helper processes."""
         await self.grammar_gate.close()
         await self.templates.close()
 
@@ -101,14 +113,45 @@ class ModelService(Service):
         question = await self.large_work.run(num_bytes, client, make_question, *args, **options)
         return "" if question is None else await self.templates.render(question, client)
 
-    def model_name(self, requested: str | None) -> str:
-        """The name for the response; a 404 if no such model is served."""
+    @property
+    def limits(self) -> Limits:
+        """Of a model that has been loaded."""
+        assert self.model.intake is not None
+        return self.model.intake.limits
+
+    @property
+    def all_names(self) -> list[str]:
+        """Of all models."""
+        return [name for one in self.served for name in one.model_names]
+
+    def serving(self, requested: str | None) -> ModelService:
+        """The service of the model with this name; a 404 if there is none."""
         if requested is None:
-            return self.model_names[0]
-        if requested not in self.model_names:
-            message = f"The model {requested!r} is not served; served: {', '.join(self.model_names)}."
-            raise ApiError(404, message, code="model_not_found", param="model")
-        return requested
+            return self.served[0]
+        for one in self.served:
+            if one._own_name(requested) is not None:
+                return one
+        message = f"The model {requested!r} is not served; served: {', '.join(self.all_names)}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+    def model_name(self, requested: str | None) -> str:
+        """This model's name for the response to a request that asks for it by this one."""
+        return (None if requested is None else self._own_name(requested)) or self.model_names[0]
+
+    def _own_name(self, requested: str) -> str | None:
+        """Ollama's clients add :latest to names without a tag."""
+        names = (requested, requested.removesuffix(":latest"))
+        return next((name for name in names if name in self.model_names), None)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether requests for this model need not wait for it to be loaded."""
+        return self.switch.is_free(self.model)
+
+    async def hold(self, caller: Caller) -> Hold:
+        """Keep this model loaded, after loading it if needed: who waits for that takes a place of the queue."""
+        with nullcontext() if self.is_free else self.gate.enter(caller.limited_as(""), 1):
+            return await self.switch.hold(self.model)
 
     def check_text(self, texts: Iterable[str], param: str) -> None:
         """Refuse a text that no tokenizer could fit into the context, before it is tokenized."""
@@ -134,7 +177,7 @@ class ModelService(Service):
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return min(self.client.limits.max_model_len, self.gate.limits.max_prompt_tokens or sys.maxsize)
+        return min(self.limits.max_model_len, self.gate.limits.max_prompt_tokens or sys.maxsize)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Refuse a prompt that is too long, by itself or together with the requested output."""
@@ -142,14 +185,14 @@ class ModelService(Service):
         try:
             if max_prompt and num_prompt_tokens > max_prompt:
                 raise InvalidRequest(f"Got a prompt of {num_prompt_tokens} tokens but this server allows {max_prompt}.")
-            self.client.limits.check_length(num_prompt_tokens, max_tokens)
+            self.limits.check_length(num_prompt_tokens, max_tokens)
         except InvalidRequest as error:
             raise ApiError(400, str(error), code="context_length_exceeded", param=param) from None
 
     async def load_limits(self) -> LoadLimits:
         """What the live page's load has to fit in."""
         return LoadLimits(
-            max_model_len=self.client.limits.max_model_len,
+            max_model_len=self.limits.max_model_len,
             max_prompt_tokens=self.gate.limits.max_prompt_tokens,
             max_requests=self.gate.max_tenant_running,
             count_tokens=lambda text: len(self.tokenizer.encode(text, add_special_tokens=False)),

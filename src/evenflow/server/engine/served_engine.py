@@ -9,13 +9,14 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple
 
 from evenflow.core.grammar import Grammar
 from evenflow.core.policies import DEFAULT_POLICY, PolicySpec
 from evenflow.core.request import Request, SamplingParams
-from evenflow.core.service_classes import Classes
+from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.engine.client import EngineClient, Stream
 from evenflow.engine.intake import Intake, Limits
 from evenflow.engine.messages import Add, Command, Failed, Ready, Refused, SetPolicy, SetWeights, Stepped, read_event
@@ -43,40 +44,34 @@ class Prepared(NamedTuple):
     command: Add  # what is sent for it
 
 
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """What an engine serves. `factory` builds it in the child process, which must be able to import it."""
+
+    name: str
+    factory: EngineFactory
+    codec: TextCodec
+    intake: Intake | None = None  # since it was first loaded
+    policy: PolicySpec = DEFAULT_POLICY  # when it was last loaded
+
+
 class ServedEngine(SupervisedEngine):
-    """The engine of evenflow itself. `factory` builds it in the child process, which must be able to import it."""
+    """The engine of evenflow itself, which serves one model at a time."""
 
     policy: PolicySpec
 
-    def __init__(
-        self,
-        factory: EngineFactory,
-        codec: TextCodec,
-        observer: Observer,
-    ) -> None:
+    def __init__(self, model: ServedModel, observer: Observer) -> None:
         super().__init__("the engine", DEFAULT_POLICY, observer)
-        self._factory = factory
-        self._codec = codec
-        self._client = EngineClient(codec, self._send, self._on_end)
+        self.model = model
+        self._client = EngineClient(model.codec, self._send, self._on_end)
         self._link: Link | None = None
         self._exit_error: EvenflowError | None = None  # of the current process
-        self._intake: Intake | None = None
         self._new_weights: dict[str, float] | None = None  # of tenants, since the start of the server
         self._num_idle_checks = 0
         self.max_num_seqs = 0  # until the engine is ready
+        self.classes = DEFAULT_CLASSES  # likewise
 
     # ---- what routes use ----
-
-    @property
-    def limits(self) -> Limits:
-        assert self._intake is not None
-        return self._intake.limits
-
-    @property
-    def classes(self) -> Classes:
-        """The engine's classes of service."""
-        assert self._intake is not None
-        return self._intake.classes
 
     @property
     def num_open(self) -> int:
@@ -94,8 +89,8 @@ class ServedEngine(SupervisedEngine):
         service_class: str | None = None,
     ) -> Prepared:
         """Check, tokenise, hash and encode a request, on any thread."""
-        assert self._intake is not None
-        request = self._intake.prepare(
+        assert self.model.intake is not None
+        request = self.model.intake.prepare(
             prompt,
             sampling,
             policy=self.policy,
@@ -162,11 +157,20 @@ class ServedEngine(SupervisedEngine):
 
     # ---- the process ----
 
+    async def switch(self, model: ServedModel) -> None:
+        """Serve another model, while no request is open. Raises the error that its start fails with."""
+        self.model.policy = self.policy
+        await self.close()
+        self._go_down(EngineFailed(f"the model {model.name!r} is being loaded"))
+        self.model, self.policy = model, model.policy
+        self._client = EngineClient(model.codec, self._send, self._on_end)
+        await self.start()
+
     async def _run_process(self) -> None:
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         pulse = context.Value("d", math.inf, lock=False)
-        arguments = (theirs, self._factory, pulse)
+        arguments = (theirs, self.model.factory, pulse)
         process = context.Process(target=run_engine_process, args=arguments, name="evenflow-engine", daemon=True)
         start_shielded(process)
         theirs.close()
@@ -218,12 +222,14 @@ class ServedEngine(SupervisedEngine):
 
     def _on_ready(self, ready: Ready) -> None:
         self.max_num_seqs = ready.max_num_seqs
-        if self._intake is None:
+        model, self.classes = self.model, ready.classes
+        if model.intake is None:
             limits = Limits(ready.max_model_len, ready.vocab_size)
-            self._intake = Intake(
-                limits, ready.block_size, self._codec, check_grammar=_checked_before, classes=ready.classes
+            model.intake = Intake(
+                limits, ready.block_size, model.codec, check_grammar=_checked_before, classes=ready.classes
             )
             self.policy = ready.policy
+        self._observer.on_model_loaded(model.name)
         self._go_up(max_model_len=ready.max_model_len, num_blocks=ready.num_blocks, block_size=ready.block_size)
         if self.policy != ready.policy:  # it was changed before this restart
             self._send(SetPolicy(self.policy))

@@ -71,6 +71,11 @@ class SupervisedEngine(ABC):
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether no process runs, and none will by itself: its first start failed, or it is closed."""
+        return self._supervisor is None or self._supervisor.done()
+
     @abstractmethod
     async def _run_process(self) -> None:
         """One process from start to end, or until cancelled. Calls `_go_up` and `_go_down`."""

@@ -154,7 +154,7 @@ class LiveFeed(Listener):
             return
         self._readers[client] += 1
         try:
-            yield _message("hello", {"model": self._observer.model_name})
+            yield _message("hello", {"model": self._observer.loaded_model})
             num_sent = max(0, self._num_steps - _STEPS_AT_ONCE)
             for batch in count():
                 if self._is_closed:

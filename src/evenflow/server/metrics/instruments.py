@@ -158,6 +158,8 @@ class EvenflowMetrics:
         counter, gauge, histogram, split = factory.counter, factory.gauge, factory.histogram, factory.split_counter
         self.up = gauge("evenflow:up", "1 while the engine is up.")
         self.restarts = counter("evenflow:engine_restarts", "Restarts of the engine process.")
+        self.model_loaded = factory.split_gauge("evenflow:model_loaded", "1 for the model in memory.", "served_model")
+        self.model_loads = split("evenflow:model_loads", "Starts of an engine with this model.", "served_model")
         self.retries = split("evenflow:retries", "Requests computed again after a fault of this.", "fault", FAULTS)
         self.stuck = gauge("evenflow:stuck", "1 while no request is admitted although one fits: a bug.")
         self.rejected = split("evenflow:rejected_requests", "Refused requests.", "reason", REFUSALS)

@@ -20,7 +20,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from evenflow.best_effort import BestEffort
-from evenflow.core.report import ChunkReport, StepReport
+from evenflow.core.deadlines import LateToken
+from evenflow.core.report import ChunkReport, Stall, StepReport
 from evenflow.server.access import Caller
 from evenflow.server.metrics.by_class import ClassFigures
 from evenflow.server.metrics.distributions import RecentQuantiles
@@ -36,6 +37,7 @@ from evenflow.server.metrics.instruments import (
 logger = logging.getLogger("evenflow.server")
 
 WINDOW_S = 60  # of the recent quantiles
+MAX_LATE = 8  # gaps kept per request
 MAX_CHUNKS = 4096  # kept per open request: repeated preemptions may add any number
 
 
@@ -74,6 +76,7 @@ class ServedRequest:
     chunks: deque[tuple[float, ChunkReport]] = field(  # the latest, each with its commit time
         default_factory=lambda: deque(maxlen=MAX_CHUNKS)
     )
+    late: list[Stall] = field(default_factory=list)  # its longest gaps before late tokens, longest first
     num_output_tokens: int = 0
     finish_reason: str = ""
     error: str | None = None
@@ -83,6 +86,13 @@ class ServedRequest:
     def num_computed_tokens(self) -> int:
         """Prompt tokens that were not cached."""
         return max(0, self.num_prompt_tokens - self.num_cached_tokens)
+
+    def keep_late(self, token: LateToken, report: StepReport) -> None:
+        """Keep this gap if it is one of the longest."""
+        if len(self.late) < MAX_LATE or token.gap > self.late[-1].gap_s:
+            self.late.append(report.explain(token))
+            self.late.sort(key=lambda one: -one.gap_s)
+            del self.late[MAX_LATE:]
 
 
 class Listener:
@@ -108,7 +118,7 @@ class Observer:
     """Turns the engine's state, steps and requests into metrics."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.model_name = model_name
+        self.loaded_model = model_name  # the name of that which the engine serves now
         self.clock = clock  # the source of all times here
         self.collectors = CollectorRegistry()
         self.engine_state = EngineState(is_up=False)
@@ -150,6 +160,13 @@ class Observer:
             self._factory.info("vllm:cache_config_info", "The KV cache's sizes.", sizes)
         if not state.is_up:
             self.last_report = self.admission_failure = None
+
+    def on_model_loaded(self, name: str) -> None:
+        """The engine serves this model from now on."""
+        self._own.model_loaded(self.loaded_model).set(0)
+        self._own.model_loaded(name).set(1)
+        self._own.model_loads(name).inc()
+        self.loaded_model = name
 
     def on_step(self, report: StepReport) -> None:
         """A step was committed. Call before `on_request_finished` for the requests it ended."""
@@ -309,6 +326,9 @@ class Observer:
 
     def _count_late_tokens(self, report: StepReport) -> None:
         self._own.late_tokens.inc(len(report.late))
+        for token in report.late:
+            if (record := self.requests.get(token.request_id)) is not None:
+                record.keep_late(token, report)
         if (stall := report.stall) is not None:
             self._own.stalls.inc()
             for cause in stall.causes:

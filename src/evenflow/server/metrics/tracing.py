@@ -38,7 +38,7 @@ class RequestTracer(Listener):
             start_time=self._time_of_day(record.started_at),
             attributes={
                 "gen_ai.request.id": record.request_id,
-                "gen_ai.response.model": self._model_name,
+                "gen_ai.response.model": record.model or self._model_name,
                 "gen_ai.request.max_tokens": record.max_tokens,
                 "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
                 "gen_ai.usage.completion_tokens": record.num_output_tokens,

@@ -44,9 +44,10 @@ def messages_routes(service: ModelService, *, needs_key: bool) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         body, num_bytes = await read_body(request, service, CountTokensBody)
-        caller = request.state.caller
-        rendered = await service.render(num_bytes, caller.client, _question, service, body, caller)
-        tokens = await service.in_turn(caller, num_bytes, encode_rendered, service, rendered)
+        caller, chosen = request.state.caller, service.serving(body.model)
+        with await chosen.hold(caller):
+            rendered = await chosen.render(num_bytes, caller.client, _question, chosen, body, caller)
+            tokens = await chosen.in_turn(caller, num_bytes, encode_rendered, chosen, rendered)
         content, headers = encode_json({"input_tokens": len(tokens)}), {"request-id": new_request_id()}
         return Response(content, headers=headers, media_type="application/json")
 

@@ -14,21 +14,20 @@ from evenflow.engine.outputs import Delta, RequestOutput
 from evenflow.server.access import Caller
 from evenflow.server.api.completions import CompletionFormat
 from evenflow.server.api.conversation import Conversation
+from evenflow.server.api.embeddings import EmbeddingsFormat, as_numbers
 from evenflow.server.api.json_pieces import encode_json
-from evenflow.server.api.ollama.request import OllamaChatBody, OllamaGenerateBody
+from evenflow.server.api.ollama.request import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+)
 from evenflow.server.api.request_models import StreamOptions
 from evenflow.server.api.service import ModelService
 from evenflow.server.engine.served_engine import Prepared
 from evenflow.server.errors import ApiError
 
-_LATEST = ":latest"
 _LINES = {"content-type": "application/x-ndjson"}
-
-
-def find_model(service: ModelService, name: str) -> str:
-    """The served name. Ollama's clients add :latest to names without a tag."""
-    short = name.removesuffix(_LATEST)
-    return service.model_name(short if name not in service.model_names and short in service.model_names else name)
 
 
 def head(model: str) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class _OllamaFormat:
 
 class OllamaChatFormat(_OllamaFormat):
     def __init__(self, service: ModelService, body: OllamaChatBody, caller: Caller) -> None:
-        chat = body.chat(find_model(service, body.model))
+        chat = body.chat(body.model)
         conversation = Conversation(service, chat, caller, id_prefix="ollama-", ends_with_context=True)
         super().__init__(conversation, body.model, streams=body.streams)
 
@@ -127,18 +126,38 @@ class OllamaChatFormat(_OllamaFormat):
 
 class OllamaGenerateFormat(_OllamaFormat):
     def __init__(self, service: ModelService, body: OllamaGenerateBody, caller: Caller) -> None:
-        model = find_model(service, body.model)
         source: Conversation | _RawPrompt
         if body.is_plain:
-            source = _RawPrompt(service, body.completion(model), caller)
+            source = _RawPrompt(service, body.completion(body.model), caller)
         else:
             source = Conversation(
-                service, body.chat(model), caller, id_prefix="ollama-", param="prompt", ends_with_context=True
+                service, body.chat(body.model), caller, id_prefix="ollama-", param="prompt", ends_with_context=True
             )
         super().__init__(source, body.model, streams=body.streams)
 
     def _said(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         return {"response": text}
+
+
+class OllamaEmbedFormat(EmbeddingsFormat):
+    """Of /api/embed, and of the older /api/embeddings for one text."""
+
+    def __init__(self, service: ModelService, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller) -> None:
+        super().__init__(service, body.as_openai(), caller)
+        self._asked = body
+        self._began_at = time.perf_counter()
+
+    def response(self, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        vectors = [as_numbers(vector) for vector in self.vectors(outputs)]
+        if isinstance(self._asked, OllamaEmbeddingsBody):
+            return {"embedding": vectors[0]}
+        return {
+            "model": self._asked.model,
+            "embeddings": vectors,
+            "total_duration": _nanoseconds(time.perf_counter() - self._began_at),
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+        }
 
 
 def _parsed(arguments: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from evenflow.server.api.embeddings import MANY, EmbeddingsBody
 from evenflow.server.api.request_models import (
     MAX_INT,
     MAX_MESSAGES,
@@ -18,6 +19,7 @@ from evenflow.server.api.request_models import (
     CompletionBody,
     ServiceFields,
     StopText,
+    Text,
 )
 from evenflow.server.api.response_format import StrictModel
 from evenflow.server.api.tools import MAX_TOOLS
@@ -42,6 +44,9 @@ class Options(StrictModel):
     num_ctx: int | None = Field(None, description="Has no effect: the context is the server's --max-model-len.")
     num_keep: int | None = Field(None, description="Has no effect: a prompt over the context is refused, not cut.")
     repeat_last_n: int | None = Field(None, description="Has no effect: penalties count the whole text.")
+    mirostat: int | None = Field(None, ge=0, le=0, description="Must be 0: there is no such sampler.")
+    mirostat_eta: float | None = Field(None, description="Has no effect without it.")
+    mirostat_tau: float | None = Field(None, description="Has no effect without it.")
     num_batch: int | None = Field(None, description=_NO_EFFECT)
     num_gpu: int | None = Field(None, description=_NO_EFFECT)
     main_gpu: int | None = Field(None, description=_NO_EFFECT)
@@ -113,6 +118,7 @@ class OllamaCall(StrictModel):
     """A call that the model made. Ollama's calls have no ids."""
 
     id: str | None = None
+    index: int | None = Field(None, description="Has no effect.")
     type: Literal["function"] | None = None
     function: OllamaFunction
 
@@ -169,6 +175,38 @@ class OllamaGenerateBody(_Body):
         return CompletionBody(model=model, prompt=self.prompt, **fields)
 
 
+class _EmbeddingBody(StrictModel, ServiceFields):
+    model: str = Field(description="A name from /api/tags; :latest may follow it.")
+    options: Options | None = Field(None, description="Has no effect: nothing is sampled.")
+    keep_alive: str | float | None = Field(None, description="Has no effect: the model stays loaded.")
+
+    def embeddings(self, texts: str | list[str], **more: Any) -> EmbeddingsBody:
+        given = {name: value for name in ServiceFields.model_fields if (value := getattr(self, name)) is not None}
+        return EmbeddingsBody(model=self.model, input=texts, **given, **more)
+
+
+class OllamaEmbedBody(_EmbeddingBody):
+    """POST /api/embed"""
+
+    input: Text | Annotated[list[Text], MANY] = Field(description="A text, or several.")
+    truncate: bool | None = Field(None, description="Keep the last tokens of a longer text; false: refuse it.")
+    dimensions: int | None = Field(None, ge=1, le=MAX_INT, description="Keep the first ones, at unit length.")
+
+    def as_openai(self) -> EmbeddingsBody:
+        return self.embeddings(
+            self.input, dimensions=self.dimensions, truncate_prompt_tokens=None if self.truncate is False else -1
+        )
+
+
+class OllamaEmbeddingsBody(_EmbeddingBody):
+    """POST /api/embeddings, the older route for one text."""
+
+    prompt: Text
+
+    def as_openai(self) -> EmbeddingsBody:
+        return self.embeddings(self.prompt, truncate_prompt_tokens=-1)
+
+
 class OllamaShowBody(StrictModel):
     """POST /api/show"""
 
@@ -177,7 +215,7 @@ class OllamaShowBody(StrictModel):
     verbose: bool | None = Field(None, description="Has no effect.")
 
 
-OLLAMA_BODIES = (OllamaChatBody, OllamaGenerateBody, OllamaShowBody)
+OLLAMA_BODIES = (OllamaChatBody, OllamaGenerateBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaShowBody)
 
 
 def _messages(messages: list[OllamaMessage]) -> list[ChatMessage]:

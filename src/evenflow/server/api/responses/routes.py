@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from evenflow.server.access import Caller
-from evenflow.server.api.engine_response import EngineResponse, with_question
+from evenflow.server.api.engine_response import EngineResponse, make_loaded, with_question
 from evenflow.server.api.formats import Format
 from evenflow.server.api.json_pieces import encode_json
 from evenflow.server.api.openapi import described
@@ -37,16 +37,16 @@ def responses_routes(service: ModelService, store: ResponseStore | None = None) 
     )
     async def create_response(request: Request) -> Response:
         body, num_bytes = await read_body(request, service, ResponsesBody)
-        caller = request.state.caller
+        caller, chosen = request.state.caller, service.serving(body.model)
         previous = _previous(store, body, caller)
         if previous is not None:
             num_bytes += previous.num_bytes
 
         def make_format() -> tuple[Format, bytes | None]:
-            return with_question(ResponsesFormat(service, store, body, previous, caller))
+            return with_question(ResponsesFormat(chosen, store, body, previous, caller))
 
-        form, question = await work.run(num_bytes, caller.client, make_format)
-        return EngineResponse(form, question, num_bytes, form.job.body.streaming)
+        (form, question), hold = await make_loaded(chosen, caller, num_bytes, make_format)
+        return EngineResponse(form, question, num_bytes, form.job.body.streaming, hold)
 
     @routes.get(
         "/v1/responses/{response_id}", summary="A stored response", **described(ResponseObject, errors=(400, 404))

@@ -14,7 +14,8 @@ function padding(numWords) {
 }
 
 export class Chat {
-  constructor() {
+  constructor(life) {
+    this.life = life;
     this.model = "";
     this.stopper = null; // of the answer that runs
     this.messages = []; // without the system prompt, which may change
@@ -91,7 +92,8 @@ export class Chat {
     if (completion.text) messages.push({ role: "assistant", content: completion.text });
     else messages.pop();
     const figures = document.createElement("small");
-    figures.textContent = `${word}: ${completion.summary}.`;
+    figures.textContent = `${word}: ${completion.summary}. `;
+    if (completion.id) figures.append(this.life.button("What the server did", completion.id));
     turn.append(figures);
     this.scroll();
     return `${word}.`; // for screen readers

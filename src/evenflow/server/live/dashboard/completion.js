@@ -14,6 +14,7 @@ export class Refused extends Error {
 
 export class Completion {
   constructor() {
+    this.id = ""; // of the response
     this.text = "";
     this.sent = performance.now();
     this.times = []; // when each piece of text came
@@ -41,6 +42,7 @@ export class Completion {
 
   take(piece, onText) {
     if (piece.error) throw new Error(piece.error.message);
+    this.id = piece.id ?? this.id;
     const text = piece.choices?.[0]?.delta?.content;
     if (!text) return;
     this.text += text;

@@ -3,6 +3,7 @@
 import { Chat } from "./chat.js";
 import { Feed } from "./feed.js";
 import { askForKey } from "./key.js";
+import { Life } from "./life.js";
 import { LineChart } from "./lines.js";
 import { Load } from "./load.js";
 import { showShares } from "./shares.js";
@@ -17,7 +18,8 @@ const RATE_WINDOW_S = 2;
 const store = new StepStore();
 const picture = new StepPicture(element("steps"), store, showStep);
 const target = new TargetControl();
-const chat = new Chat();
+const life = new Life();
+const chat = new Chat(life);
 const load = new Load();
 const quantiles = { series: [{ colour: 0 }, { colour: 1 }], label: duration };
 const shares = { series: [{ colour: 0 }, { colour: 1 }], label: share, top: 1 };
@@ -89,9 +91,8 @@ function showStalls(stalls) {
       const item = document.createElement("li");
       const gap = document.createElement("b");
       const words = stallInWords(stall);
-      gap.textContent = words.gap;
+      gap.append(stall.id ? life.button(words.gap, stall.id) : words.gap); // others' requests have no id here
       item.append(gap, words.causes);
-      item.title = stall.id ?? "";
       return item;
     }),
   );

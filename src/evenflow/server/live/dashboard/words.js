@@ -40,10 +40,44 @@ const REASONS = {
   shed: "the step was slow, and left out the rest to be on time",
 };
 
-export function stallInWords(stall) {
-  const causes = stall.causes
-    .filter(([, seconds]) => seconds >= 0.02 * stall.gap)
+const causesInWords = (gap, causes) =>
+  causes
+    .filter(([, seconds]) => seconds >= 0.02 * gap)
     .map(([kind, seconds, who, tokens]) => `${duration(seconds)} ${CAUSES[kind]?.(who, tokens) ?? kind}`);
+
+// A request from arrival to end, as rows of a table: when, what, how long, why.
+export function eventsOfLife(life) {
+  const cached = life.cached_tokens ? `, ${count(life.cached_tokens)} of them cached` : "";
+  const events = [
+    { at: 0, texts: [`arrived with ${plural(life.prompt_tokens, "prompt token")}${cached}`, "", ""] },
+    { at: life.queue_s, texts: ["left the queue", duration(life.queue_s), ""] },
+    ...life.chunks.map((chunk) => ({
+      at: chunk.end_s,
+      texts: [
+        `tokens ${count(chunk.start)} to ${count(chunk.start + chunk.length)} (${count(chunk.length)})`,
+        duration(chunk.seconds),
+        `no longer because ${REASONS[chunk.reason] ?? chunk.reason}`,
+      ],
+    })),
+    { at: life.ttft_s, texts: ["first token", duration(life.ttft_s), ""] },
+    ...life.late.map(({ at_s, gap_s, late_s, causes }) => {
+      const words = causesInWords(gap_s, causes.map(({ kind, seconds, tokens }) => [kind, seconds, 0, tokens]));
+      return {
+        at: at_s,
+        isLate: true,
+        texts: [`a token ${duration(late_s)} too late`, duration(gap_s), words.join(", ")],
+      };
+    }),
+    { at: life.end_s, texts: [`ended with ${plural(life.output_tokens ?? 0, "token")}: ${life.finish_reason}`, "", ""] },
+  ];
+  return events
+    .filter(({ at }) => at !== null)
+    .sort((one, other) => one.at - other.at)
+    .map(({ at, isLate, texts }) => ({ isLate, texts: [duration(at), ...texts] }));
+}
+
+export function stallInWords(stall) {
+  const causes = causesInWords(stall.gap, stall.causes);
   const others = stall.streams > 1 ? `, and ${plural(stall.streams - 1, "other")} with it` : "";
   return { gap: `A token of ${request(stall.request)} waited ${duration(stall.gap)}`, causes: `${others}: ${causes.join(", ")}.` };
 }
