@@ -12,19 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from host_bench import write_model  # noqa: E402
 from load_client import LoadRun  # noqa: E402
 from named_loads import NAMES, named_load  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
-from record_vllm_steps import MAX_MODEL_LEN  # noqa: E402
-from sglang_loads import Bench  # noqa: E402
+from sglang_loads import Bench, start_engine  # noqa: E402
 
 from evenflow import __version__  # noqa: E402
 
@@ -37,23 +34,7 @@ _SLOW_S = 0.1
 
 
 async def measure(load_name: str, attention: str, folder: Path) -> None:
-    import sglang
-
-    started = time.perf_counter()
-    config = write_model(folder, is_tiny=False)
-    engine = sglang.Engine(
-        model_path=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        grammar_backend="none",
-        disable_radix_cache=True,
-        attention_backend=attention,
-        sampling_backend="pytorch",
-        mem_fraction_static=0.85,
-        max_running_requests=256,
-        context_length=MAX_MODEL_LEN,
-    )
-    print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    engine, config = start_engine(folder, attention, is_tiny=False)
     run = LoadRun(
         Bench(engine, folder / "mode", config["vocab_size"]).generate, named_load(load_name), config["vocab_size"]
     )

@@ -78,23 +78,22 @@ class Bench(HostBench):
         return same
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
+def start_engine(folder: Path, attention: str, is_tiny: bool) -> tuple[Any, dict[str, Any]]:
+    """SGLang's engine with random weights, and the model's configuration."""
     import sglang
 
-    config = write_model(folder, options.tiny)
-    mode_path = Path(os.environ[MODE_VARIABLE])
-    mode_path.write_text(PLAIN)
-    started = time.perf_counter()
+    config = write_model(folder, is_tiny)
     settings: dict[str, Any] = {
-        "attention_backend": options.attention,
+        "attention_backend": attention,
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.85,
         "max_running_requests": 256,
         "context_length": MAX_MODEL_LEN,
     }
-    if options.tiny:
+    if is_tiny:
         settings = {"attention_backend": "torch_native", "device": "cpu", "chunked_prefill_size": 1024}
         settings |= {"max_total_tokens": 40_000, "max_running_requests": 8}
+    started = time.perf_counter()
     engine = sglang.Engine(
         model_path=str(folder),
         load_format="dummy",
@@ -105,6 +104,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]
         **settings,
     )
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    return engine, config
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> list[RunFigures]:
+    mode_path = Path(os.environ[MODE_VARIABLE])
+    mode_path.write_text(PLAIN)
+    engine, config = start_engine(folder, options.attention, options.tiny)
     bench = Bench(engine, mode_path, config["vocab_size"])
     if options.compare:
         await bench.compare_answers((PLAIN, "target:50ms", "fixed:512"))

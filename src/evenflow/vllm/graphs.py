@@ -15,8 +15,7 @@ from evenflow.hosts.launch import flag_name
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 2049, 64))
 MOST_ROWS = CAPTURE_SIZES[-1]
 _ROWS_APART, _MOST_UNCAPTURED_ROWS = 8, 4096  # an H200 computes that many in 100 ms
-# Kernels that are compiled at their first use are chosen by ranges of rows; vLLM itself runs its largest step.
-_SIZES_OF_KERNELS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+_ENDS_OF_KERNELS = (80, 112, 192, 384, 768, 1280, 1792, 2560, 3584)  # rows; vLLM's tables choose experts' kernels so
 
 # vLLM's flags that set graphs, or may set them: then evenflow asks for none.
 _GRAPH_FLAGS = (
@@ -40,8 +39,13 @@ def uncaptured_rows(capture_sizes: Sequence[int], budget: int) -> range:
 
 
 def uncaptured_steps(capture_sizes: Sequence[int], budget: int) -> list[int]:
-    """Numbers of rows of a few steps without a graph, to compile kernels by."""
-    return [rows for rows in _SIZES_OF_KERNELS if max(capture_sizes, default=0) < rows <= budget]
+    """Numbers of rows of a few steps without a graph, to compile kernels by.
+
+    Triton compiles a kernel twice: for counts divisible by 16, and for others, which graphs hardly ever have.
+    """
+    largest = max(capture_sizes, default=0)
+    ends = [rows for rows in (*_ENDS_OF_KERNELS, budget) if largest < rows <= budget]
+    return [size for rows in ends for size in (rows - 1, rows) if size > largest]
 
 
 def advice_on_graphs(capture_sizes: Sequence[int], budget: int) -> str | None:

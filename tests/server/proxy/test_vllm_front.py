@@ -31,7 +31,7 @@ from evenflow.hosts import launch
 from evenflow.server.proxy import host_engine, warm_up
 from evenflow.server.proxy.host_engine import log_loop_error, start_guard
 from evenflow.server.serving import ServerSettings, bind, serve_host
-from evenflow.vllm.graphs import advice_on_graphs, graph_flags, uncaptured_rows
+from evenflow.vllm.graphs import advice_on_graphs, graph_flags, uncaptured_rows, uncaptured_steps
 from evenflow.vllm.launch import VLLM, VllmLaunch, worker_flags
 from tests.server import stand_in_vllm
 from tests.server.proxy.fronts import MODEL, figure, front, seen
@@ -384,6 +384,17 @@ def test_products_of_steps_without_a_graph_are_run_before_the_first_request() ->
     assert (rows[0], rows[1], rows[-1]) == (520, 528, 4096)
     assert list(uncaptured_rows([], budget=24)) == [8, 16, 24]
     assert not uncaptured_rows([512], budget=512)
+
+
+def test_triton_compiles_for_every_range_of_rows_and_both_kinds_of_numbers_before_the_first_request() -> None:
+    steps = uncaptured_steps([1, 2, 512], budget=8192)
+    tables = (512, 1024, 1536, 2048, 3072, 4096)  # vLLM's tables of kernels go by the nearest of these
+    for is_divisible in (True, False):
+        kind = [rows for rows in steps if (rows % 16 == 0) == is_divisible]
+        assert {min(tables, key=lambda size, rows=rows: abs(size - rows)) for rows in kind} == set(tables)
+    assert uncaptured_steps([], budget=100) == [79, 80, 99, 100]
+    assert uncaptured_steps([512], budget=513) == [513]
+    assert uncaptured_steps([512], budget=512) == []
 
 
 def test_the_log_says_when_graphs_are_too_small_for_a_target() -> None:
