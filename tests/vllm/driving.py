@@ -116,6 +116,7 @@ def make_scheduler(
     )
 
 
+init_none_hash(sha256)  # once: up to 0.28 each call draws another root, and no prefix would be found again
 _number = iter(range(10**9))
 
 
@@ -130,7 +131,6 @@ def make_request(
     block_size: int = BLOCK_SIZE,
 ) -> Any:
     number = next(_number)
-    init_none_hash(sha256)
     return Request(
         request_id or f"request-{number}",
         list(prompt) if prompt is not None else [(number * 31 + i) % 997 for i in range(num_prompt_tokens)],

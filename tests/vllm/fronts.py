@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +52,7 @@ class Front:
         model: Path,
         *more_options: str,
         policy: str = "target:2s",
+        vllm_flags: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         command = [sys.executable, "-c", "import sys; from evenflow.cli.main import main; sys.exit(main())", "serve"]
@@ -59,7 +60,7 @@ class Front:
         flags = ["--", "--enforce-eager", "--max-model-len", str(_MAX_LENGTH), "--dtype", "float32"]
         flags += ["--worker-cls", "evenflow.vllm.WarmWorker"]  # on a GPU evenflow adds this itself
         self.process = subprocess.Popen(
-            [*command, *options, *more_options, "--port", "0", *flags],
+            [*command, *options, *more_options, "--port", "0", *flags, *vllm_flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **ENVIRONMENT, **environment, "EVENFLOW_CACHE": str(model / "cache")},
@@ -82,9 +83,11 @@ class Front:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60)
 
-    def figure(self, name: str) -> float:
+    def figure(self, name: str, **labels: str) -> float:
+        """The sum of the samples with this name and these labels."""
         families = text_string_to_metric_families(self.get("/metrics").text)
-        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that must come; the limit is only there to fail instead of hanging."""

@@ -261,6 +261,25 @@ def test_speculated_tokens_count_as_rows(num_accepted: int, monkeypatch: pytest.
     assert {len(driver.tokens[chat.request_id]) for chat in chats} == {400}
 
 
+@pytest.mark.parametrize("num_accepted", [0, 3])
+def test_gaps_are_counted_per_burst(num_accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is too long is one late gap for each stream, however many tokens it gives them."""
+    reports: list[StepReport] = []
+    monkeypatch.setattr(Reporter, "report", lambda self, report: reports.append(report))
+    driver = Driver(make_scheduler(num_speculative_tokens=3), num_accepted=num_accepted)
+    chats = [make_request(64, 400) for _ in range(8)]
+    driver.add(*chats)
+    for _ in range(10):
+        speculate(driver, chats)
+    assert not any(report.late for report in reports[2:])
+    driver.cost = lambda *_: 1.5 * TARGET
+    speculate(driver, chats)
+    late = reports[-1].late
+    assert sorted(token.request_id for token in late) == sorted(chat.request_id for chat in chats)
+    assert {round(token.gap, 6) for token in late} == {1.5 * TARGET}
+    assert all(len(driver.tokens[chat.request_id]) > 10 * num_accepted for chat in chats)
+
+
 def speculate(driver: Driver, chats: list[Any]) -> None:
     for chat in chats:
         if chat in driver.scheduler.running and not chat.is_prefill_chunk:
