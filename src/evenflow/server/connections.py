@@ -22,7 +22,7 @@ from evenflow.server.request_lines import RequestLines
 MAX_URL_BYTES = 8 << 10
 MAX_HEAD_BYTES = 64 << 10  # the URL and all headers
 MAX_HEADERS = 128
-MAX_SMALL_CHUNKS = 8192  # of a body, and one more for each 32 bytes of it: each takes as long as 1 kB of a large one
+MAX_SMALL_CHUNKS = 1024  # of a body, and one more for each 32 bytes of it: each takes as long as 1 kB of a large one
 MAX_PIPELINED = 16  # requests behind a body that were parsed with it
 HEADER_TIMEOUT_S = 10.0  # from the first byte, or from the connection if none comes
 GRACE_S = 20.0  # a client that sends or reads less than the next two figures in such a time is given up
