@@ -47,7 +47,7 @@ app.command(cls=PanelCommand, epilog="Example: evenflow simulate trace.csv --dev
 )
 app.command(
     cls=PanelCommand,
-    epilog="Example: evenflow tune trace.csv --device H100 --kv-tokens 400000 --tbt-target 50ms --ttft-target 2s",
+    epilog="Example: evenflow tune trace.csv --device H100 --ttft-target 2s",
 )(tune)
 app.command("eval", cls=PanelCommand)(evaluate)
 app.add_typer(bench)

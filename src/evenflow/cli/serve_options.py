@@ -33,7 +33,7 @@ class ServeOptions:
     """The engine, where to listen, who may send requests and how many, and where steps and traces go."""
 
     config: Path | None = option(
-        "TOML file of options by their names: max-num-seqs = 8; evenflow config prints one.",
+        "TOML file of options by name, as port = 8080; evenflow config prints one.",
         metavar="PATH",
         is_eager=True,
         callback=read_settings,

@@ -56,7 +56,7 @@ def tune(
     hardware: DeviceOptions,
     goal: GoalOptions,
 ) -> None:
-    """Find the configuration that keeps your targets on a load, and what it takes.
+    """Find settings that keep your targets on a load.
 
     Simulates candidates in virtual time: budgets or a target, requests at a time, replicas. Prints the best of each
     engine with its command line, the predicted figures with 90% intervals, what limits it, and what more load does.

@@ -120,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._received = 0  # of an unfinished head
         self._head_bytes = 0  # of its complete headers
         self._num_headers = 0
-        self._num_chunks = 0
+        self._num_chunks = self._chunk_bytes = 0
         self._rest = b""  # requests that wait for the response before theirs, not parsed yet
         self._is_head_complete = False
         self._is_complete = True  # no request is being received
@@ -292,7 +292,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)["state"]["connection"] = self
         self._is_complete = self._is_head_complete = False
-        self._received = self._head_bytes = self._num_headers = self._num_chunks = 0
+        self._received = self._head_bytes = self._num_headers = 0
+        self._num_chunks = self._chunk_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(ApiError(429, f"Got more than {MAX_PIPELINED} requests before their responses."))
 
@@ -320,8 +321,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
-        if self._num_chunks > MAX_SMALL_CHUNKS + self._request_bytes // 32:
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._chunk_bytes // 32:
             self._refuse(ApiError(400, f"Got {self._num_chunks} chunks of a body but expected fewer and larger ones."))
+
+    def on_body(self, body: bytes) -> None:
+        self._chunk_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_complete = True
