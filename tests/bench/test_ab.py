@@ -171,6 +171,7 @@ def test_arrivals_are_the_same_for_a_seed_and_come_at_the_rate() -> None:
         make_asks([], 4, 1.0, 0)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture_hold_the_figures(tmp_path: Path) -> None:
     outcome = summarise(pairs(1.3), GOALS)
     write_html(tmp_path / "ab.html", ("<one>", "two"), outcome)

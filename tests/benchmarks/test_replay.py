@@ -81,6 +81,7 @@ def test_a_named_load_ends_with_its_answers() -> None:
     assert all(len(stream.token_times) == stream.max_tokens for stream in replay.streams)
 
 
+@pytest.mark.slow
 def test_every_stream_gets_its_tokens_in_order() -> None:
     load = random_load(3, seconds=4.0)
     replay = host_run(RecordedDevice.load(RECORDING), load, "fixed:2048")
@@ -109,6 +110,7 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run(RECORDING, 7002, "target:50ms") == run(RECORDING, 7002, "target:50ms")
 
 
+@pytest.mark.slow
 def test_a_long_prompt_goes_first_once_it_is_due() -> None:
     """One of 60,000 tokens, and one of 4,000 every 0.1 s, which keep the device busy by themselves."""
     short = (Client(0.01 + 0.1 * number, (Turn(4_000, 1),)) for number in range(150))

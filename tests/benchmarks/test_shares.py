@@ -39,6 +39,7 @@ def test_tenants_with_prompts_of_all_lengths_get_their_shares() -> None:
     assert fair > first_come
 
 
+@pytest.mark.slow
 def test_a_flood_hardly_delays_a_light_tenant() -> None:
     sizes = drawn_sizes((500, 4000), (16, 64)), drawn_sizes((2000, 32_000), (16, 64))
     found = flooded(9002, *sizes, tokens_per_s=3000, seconds=SECONDS, policy="target:25ms")

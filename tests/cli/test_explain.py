@@ -32,6 +32,7 @@ def test_each_log_is_explained(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(fact["line_number"] >= 1 and fact["line"] for fact in report["facts"])
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_like_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(run_cli(capsys, "explain", LOG, "--json", "-").out)
     streamed = run_process("explain", "-", "--json", "-", stdin=LOG.read_bytes())

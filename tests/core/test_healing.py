@@ -106,6 +106,7 @@ def test_a_target_that_was_infeasible() -> None:
     assert rate(driver) >= 0.9 * usual_rate()
 
 
+@pytest.mark.slow
 def test_overheads_that_have_passed() -> None:
     driver = machine([1.0])
     start_chats(driver, 8)

@@ -238,6 +238,7 @@ def test_no_class_starves(
     assert rows["batch"] >= bound
 
 
+@pytest.mark.slow
 def test_a_promoted_request_pays_for_its_promotion() -> None:
     driver = Driver("fixed:100", cost=by_rows, max_num_seqs=8)
     driver.add(100, max_tokens=1)
@@ -337,6 +338,7 @@ def test_a_tenant_that_comes_second_has_lent_nothing_yet() -> None:
     assert first.is_finished, "it has half of the time"
 
 
+@pytest.mark.slow
 def test_what_a_tenant_leaves_unused_is_lent_and_not_saved() -> None:
     driver = Driver("fixed:100", cost=by_rows, num_blocks=10_000)
     away = driver.add(100, max_tokens=1, tenant="away")

@@ -94,7 +94,7 @@ def large_prefill(steps: list[StepSeen]) -> int:
     return sorted(step.prefill for step in steps)[3 * len(steps) // 4]
 
 
-@pytest.mark.parametrize("milliseconds", [50, 200])
+@pytest.mark.parametrize("milliseconds", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_single_step_five_times_as_long_changes_nothing(milliseconds: int) -> None:
     def prefill_after(outlier: bool) -> list[int]:
         slowness = [1.0]
@@ -327,6 +327,7 @@ def test_they_share_a_step_where_another_one_would_cost_too_much() -> None:
     assert chunk.length > 500
 
 
+@pytest.mark.slow
 def test_a_long_prompt_beside_short_ones_that_keep_ending_waits_for_them_until_it_is_due() -> None:
     cost = in_proportion()
     driver = target_driver(100, cost)
@@ -555,7 +556,9 @@ def prefill_seconds(driver: Driver, length: int) -> float:
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("own", [0.0001, 0.001, 0.009])  # the shortest step takes 11 ms
+@pytest.mark.parametrize(
+    "own", [pytest.param(0.0001, marks=pytest.mark.slow), 0.001, pytest.param(0.009, marks=pytest.mark.slow)]
+)  # the shortest step takes 11 ms
 def test_an_impossible_target_of_one_stream_slows_no_prompt(own: float, depth: int) -> None:
     plain, beside = (target_driver(200, max_type, depth=depth) for _ in range(2))
     for driver, target in ((plain, None), (beside, own)):

@@ -81,6 +81,7 @@ SLOW = {
     "docs/ab.md": "two servers",
     "docs/agents.md": "two servers",
     "docs/choose_target.md": "a server and two benchmarks",
+    "docs/chunked_prefill.md": "a benchmark",
     "docs/compile.md": "compiles a model",
     "docs/demo.md": "a server and a load",
     "docs/deploy.md": "a server",

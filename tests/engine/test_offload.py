@@ -123,7 +123,7 @@ def test_kv_that_a_failed_step_was_built_on_is_not_read_at_the_next_start(
     assert last.num_cached_tokens == 80
 
 
-@pytest.mark.parametrize("form", ["lossless", "int8"])
+@pytest.mark.parametrize("form", ["lossless", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_restarted_engine_finds_the_prefixes(new_llm: Callable[..., LLM], tmp_path: Path, form: str) -> None:
     settings = {"cache_dir": str(tmp_path / "cache"), "kv_offload_format": form}
     with new_llm(**settings) as llm:

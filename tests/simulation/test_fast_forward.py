@@ -105,6 +105,7 @@ def test_only_policies_with_a_target_go_on_learning_step_times(policy: str, lear
     assert (scheduler.step_time.to_record() != before) == learns
 
 
+@pytest.mark.slow
 def test_full_memory_is_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(step_times=step_times(2), policy=PolicySpec.parse("fixed:256"), num_blocks=120, targets=TARGETS)
     what = load(30, rate=20.0)

@@ -60,6 +60,7 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_text_is_not_tokenized_far_beyond_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, 8 MB of short words took 2 GB and 20 s where the context has room for as many bytes."""
     monkeypatch.setattr(service, "_ENCODED_AT_ONCE", 2000)

@@ -84,6 +84,7 @@ def test_after_a_kill_what_was_shown_is_told_and_the_rest_begins_again(tmp_path:
     assert accounts.num_retries >= 2
 
 
+@pytest.mark.slow
 def test_a_second_death_ends_a_request_that_began_again(tmp_path: Path) -> None:
     """It may be what kills the engine: it must not do so for ever."""
     with (

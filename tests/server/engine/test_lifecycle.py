@@ -82,6 +82,7 @@ def _give_up_after(server: RunningServer, seconds: float) -> None:
         httpx.post(server.url + "/v1/completions", json={**LONG, "stream": False}, timeout=seconds, verify=False)
 
 
+@pytest.mark.slow
 def test_when_the_engine_is_killed_streams_end_with_an_error_and_it_comes_back() -> None:
     with scripted_server(step_s=0.01, policy="target:50ms") as server:
         assert (

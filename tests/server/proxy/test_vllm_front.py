@@ -168,6 +168,7 @@ def test_the_page_is_fed_by_vllms_steps(server: RunningServer) -> None:
     server.until(lambda: not observer.requests)  # an abort is told with no further step
 
 
+@pytest.mark.slow
 def test_until_vllm_is_warm_it_is_healthy_but_not_ready(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_warm = threading.Event()
 
@@ -215,6 +216,7 @@ def test_a_vllm_that_dies_of_the_warm_up_fails_to_start(python: str, monkeypatch
         asyncio.run(serve_host(ServerSettings(model_names=(MODEL,)), listener, started, 8))
 
 
+@pytest.mark.slow
 def test_limits_and_keys_are_evenflows(python: str) -> None:
     limits = {"max_body_size": 500, "max_waiting": 0, "max_tenant_requests": 1}
     with front(python, api_keys=["secret"], limits=limits) as server:
