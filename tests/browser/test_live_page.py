@@ -412,7 +412,7 @@ def test_everything_has_a_name_and_a_visible_focus(pages: Pages, address: str) -
     assert len(ids) == len(set(ids))
     focused = [""]
     while focused[-1] != "send":
-        assert len(focused) < 20
+        assert len(focused) < 60, focused  # stalls are buttons too, as many as there were
         page.keyboard.press("Tab")
         name, outline = page.evaluate(
             """() => {
