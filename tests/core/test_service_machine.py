@@ -12,7 +12,7 @@ from evenflow.core.request import FinishReason
 from evenflow.core.service_classes import DEFAULT_CLASSES
 from evenflow.errors import LateRequest
 from tests.core.promises import check_accounts
-from tests.core.test_scheduler_machine import BLOCK_SIZE, NUM_BLOCKS, SchedulerMachine, own_targets, sized
+from tests.core.test_scheduler_machine import BLOCK_SIZE, SchedulerMachine, own_targets, sized
 
 names = st.sampled_from(["", *(one.name for one in DEFAULT_CLASSES)])
 
@@ -41,10 +41,12 @@ class ServiceMachine(SchedulerMachine):
         tenant: str,
         service_class: str,
     ) -> None:
+        capacity = self.scheduler.pool.num_blocks * BLOCK_SIZE  # less than before when memory ran out
+        length = min(length, capacity - 1)
         with suppress(LateRequest):
             self.driver.add(
                 [family] * length,
-                max_tokens=min(max_tokens, NUM_BLOCKS * BLOCK_SIZE - length),
+                max_tokens=min(max_tokens, capacity - length),
                 tenant=tenant,
                 service_class=service_class,
                 ignore_eos=True,
