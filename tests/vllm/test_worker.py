@@ -132,7 +132,7 @@ def test_steps_of_several_sizes_run_without_a_graph(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     started._warm_up_steps()
-    assert sizes == [768, 1024, 1536, 2048]
+    assert sizes == [767, 768, 1279, 1280, 1791, 1792, 2047, 2048]
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     started._warm_up_steps()
-    assert len(sizes) == 4
+    assert len(sizes) == 8
