@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument
+from typing import Any
 
 from evenflow.bench.plots import pyplot
 from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options, target_option
 from evenflow.cli.output import progress, text_console, write_json
 from evenflow.cli.simulate_view import draw_percentiles, draw_timeline, print_forecasts
-from evenflow.cli.simulated import DeviceOptions, LoadOptions, device_of, loads_of, num_blocks_of
+from evenflow.cli.simulated import DeviceOptions, LoadOptions, TraceArgument, device_of, loads_of, num_blocks_of
 from evenflow.core.policies import PolicySpec, split_policies
 from evenflow.duration import parse_target
 from evenflow.errors import InvalidConfig
@@ -62,10 +60,7 @@ class StudyOptions:
 @takes_options
 def simulate(
     *,
-    trace: Annotated[
-        Path | None,
-        Argument(metavar="[TRACE]", help="Azure, BurstGPT, Mooncake, ShareGPT, agents', or a benchmark's results."),
-    ] = None,
+    trace: TraceArgument = None,
     load: LoadOptions,
     hardware: DeviceOptions,
     server: ServerOptions,

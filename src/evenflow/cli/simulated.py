@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument
 
 from evenflow.advisor.memory import LLAMA_3_1_8B, ModelShape
 from evenflow.cli.completion import complete_model
@@ -18,6 +21,11 @@ from evenflow.simulation.load import Lengths, Load, LoadSettings, Synthetic, rea
 from evenflow.simulation.step_times import StepTimes, estimated, find_step_times, shipped
 
 _DRAWN_REQUESTS = 500
+
+TraceArgument = Annotated[
+    Path | None,
+    Argument(metavar="[TRACE]", help="Azure, BurstGPT, Mooncake, ShareGPT, agents', or a benchmark's results."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument
+from typing import Any
 
 from evenflow.bench.plots import pyplot
 from evenflow.cli.options import JsonTarget, duration_option, file_option, option, takes_options, target_option
 from evenflow.cli.output import progress_bar, text_console, write_json
-from evenflow.cli.simulated import DeviceOptions, LoadOptions, device_of, loads_of, num_blocks_of
+from evenflow.cli.simulated import DeviceOptions, LoadOptions, TraceArgument, device_of, loads_of, num_blocks_of
 from evenflow.cli.tune_view import print_choices, write_choices
 from evenflow.core.policies import PolicySpec
 from evenflow.duration import parse_target
@@ -48,10 +46,7 @@ class GoalOptions:
 @takes_options
 def tune(
     *,
-    trace: Annotated[
-        Path | None,
-        Argument(metavar="[TRACE]", help="Azure, BurstGPT, Mooncake, ShareGPT, agents', or a benchmark's results."),
-    ] = None,
+    trace: TraceArgument = None,
     load: LoadOptions,
     hardware: DeviceOptions,
     goal: GoalOptions,
